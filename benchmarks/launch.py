@@ -1,0 +1,135 @@
+"""Starts the ranks of one measurement in fresh processes, waits for them and collects their records."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TextIO
+
+from benchmarks.worker import Record, Spec
+
+ROOT = Path(__file__).resolve().parent.parent
+# What the ranks still need once they have written their records: to close the process group and to exit.
+CLOSING_SECONDS = 30.0
+
+
+class LaunchError(RuntimeError):
+    """A measurement failed; the message ends with the last lines of the ranks that failed."""
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix="zeroweave-bench-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def environment(rank: int, world: int, port: int, cache: Path) -> dict[str, str]:
+    """The parent's environment, torchrun's variables, and compiler caches in `cache`."""
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
+    return {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+    }
+
+
+def run(spec: Spec, world: int, timeout: float, log: TextIO, cache: Path | None = None) -> list[Record]:
+    """The records of all ranks in order. The compiler's caches start empty, or are those kept in `cache`.
+
+    What the ranks print goes to `log`; rank 0's lines are also printed as they come. LaunchError when a rank
+    fails or `timeout` seconds pass; no process is left behind.
+    """
+    with temporary_folder() as folder:
+        request = folder / "spec.json"
+        request.write_text(json.dumps(asdict(spec)))
+        outputs = [folder / f"rank{rank}.log" for rank in range(world)]
+        port = free_port()
+        command = [sys.executable, "-m", "benchmarks.worker", str(request)]
+        with ExitStack() as stack:
+            processes = []
+            for rank, output in enumerate(outputs):
+                handle = stack.enter_context(output.open("w"))
+                env = environment(rank, world, port, cache or folder / "cache")
+                process = subprocess.Popen(command, env=env, stdout=handle, stderr=subprocess.STDOUT)
+                processes.append(process)
+                stack.callback(stop, process)
+            failure = wait(processes, folder, outputs[0], timeout)
+        for rank, output in enumerate(outputs):
+            log.write(f"===== {spec.impl} rank {rank}\n{output.read_text(errors='replace')}\n")
+        log.flush()
+        if failure is not None:
+            tails = "\n".join(f"--- rank {r}:\n{tail(o)}" for r, o in enumerate(outputs))
+            raise LaunchError(f"{spec.impl}: {failure}\n{tails}")
+        return [Record(**json.loads((folder / f"rank{rank}.json").read_text())) for rank in range(world)]
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def wait(
+    processes: Sequence[subprocess.Popen[bytes]], folder: Path, follow: Path, timeout: float
+) -> str | None:
+    """Waits for all ranks, printing rank 0's lines as they come. The reason of a failure, or None."""
+    deadline = time.monotonic() + timeout
+    recorded: float | None = None
+    with follow.open() as lines:
+        while True:
+            print(lines.read(), end="", flush=True)
+            codes = [process.poll() for process in processes]
+            if all(code == 0 for code in codes):
+                return None
+            complete = all((folder / f"rank{rank}.json").exists() for rank in range(len(processes)))
+            if complete and recorded is None:
+                recorded = time.monotonic()
+            failed = [(rank, code) for rank, code in enumerate(codes) if code not in (None, 0)]
+            if failed and not complete:
+                time.sleep(2.0)  # the others may say why as well
+                return ", ".join(f"rank {rank} exited with {code}" for rank, code in failed)
+            if (
+                recorded is not None
+                and time.monotonic() - recorded > CLOSING_SECONDS
+                or (failed and complete)
+            ):
+                print(
+                    f"warning: measured, but the ranks did not close cleanly: exit codes {codes}", flush=True
+                )
+                return None
+            if time.monotonic() > deadline:
+                return f"not done after {timeout:.0f} s"
+            time.sleep(0.1)
+
+
+def tail(path: Path, lines: int = 30) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])

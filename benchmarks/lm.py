@@ -1,0 +1,145 @@
+"""Times the training of one language model under several implementations, one after the other.
+
+    python -m benchmarks.lm --model qwen3-8b --seq 4096 --micro-batch 1 \
+        --impl zeroweave-z3,zeroweave-z2,fsdp2-z3,fsdp2-z2
+
+Every implementation runs in fresh processes, one per GPU (or `--gpus N` processes on the CPU where there is
+none), on the same model code, initial weights and data. Prints a table and, with `--out`, writes lm.json,
+lm.md, lm.log and the traces there. Exit code 1 when an implementation fails or, with `--check`, when what
+must hold does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import launch, peers, report
+from benchmarks.models import SHAPES
+from benchmarks.worker import Spec
+
+DEFAULT = "zeroweave-z3,zeroweave-z2,fsdp2-z3,fsdp2-z2"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.lm", description=(__doc__ or "").split("\n", 1)[0])
+    p.add_argument("--model", choices=sorted(SHAPES), default="qwen3-8b")
+    p.add_argument("--seq", type=int, default=4096, help="tokens of a sequence")
+    p.add_argument("--micro-batch", type=int, default=1, help="sequences per GPU and step")
+    p.add_argument("--impl", default=DEFAULT, help=f"comma-separated, of: {', '.join(peers.NAMES)}")
+    p.add_argument("--gpus", type=int, default=None, help="processes; default: all GPUs, or 2 on the CPU")
+    p.add_argument("--steps", type=int, default=25)
+    p.add_argument("--warm", type=int, default=10, help="first steps that are not counted")
+    p.add_argument("--lower", choices=["inductor", "aot_eager", "none"], default="inductor")
+    p.add_argument(
+        "--compile-embedding", action="store_true", help="FSDP2 and compute: compile the embedding too"
+    )
+    p.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="zeroweave's config, dotted key"
+    )
+    p.add_argument("--out", type=Path, default=None, help="folder for lm.json, lm.md, lm.log and traces")
+    p.add_argument(
+        "--cache", type=Path, default=None, help="folder of compiler caches to keep; default: empty ones"
+    )
+    p.add_argument(
+        "--trace", action="store_true", help="write a Chrome trace of one step of rank 0 (needs --out)"
+    )
+    p.add_argument("--profile", action="store_true", help="print what that step's trace says")
+    p.add_argument("--timeout", type=float, default=300.0, help="seconds for each implementation")
+    p.add_argument("--check", action="store_true", help="exit with 1 when something that must hold does not")
+    return p
+
+
+def overrides(settings: Sequence[str]) -> dict[str, Any]:
+    """`["compile.prefetch=2"]` as the nested config it means; values are Python literals, or else strings."""
+    config: dict[str, Any] = {}
+    for setting in settings:
+        dotted, found, text = setting.partition("=")
+        if not found:
+            raise SystemExit(f"--set {setting}: expected KEY=VALUE")
+        *path, last = dotted.split(".")
+        table = config
+        for key in path:
+            table = table.setdefault(key, {})
+        try:
+            table[last] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            table[last] = text
+    return config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    a = parser().parse_args(arguments)
+    names = [name.strip() for name in a.impl.split(",") if name.strip()]
+    unknown = [name for name in names if name not in peers.NAMES]
+    if unknown or not names:
+        raise SystemExit(
+            f"--impl: unknown {', '.join(unknown) or 'nothing'}; there are {', '.join(peers.NAMES)}"
+        )
+    if not 0 <= a.warm < a.steps:
+        raise SystemExit("--warm must be less than --steps")
+    if a.trace and a.out is None:
+        raise SystemExit("--trace needs --out")
+    world = a.gpus or torch.cuda.device_count() or 2
+    out: Path | None = a.out
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    base = Spec(
+        "", a.model, a.seq, a.micro_batch, a.steps, a.warm, a.lower, a.compile_embedding, overrides(a.set)
+    )
+
+    rows: list[report.Row] = []
+    failures: list[str] = []
+    with ExitStack() as stack:
+        scratch = stack.enter_context(launch.temporary_folder())
+        log = stack.enter_context(((out or scratch) / "lm.log").open("w"))
+        for name in names:
+            spec = replace(base, impl=name)
+            if a.trace or a.profile:
+                folder = out if a.trace and out is not None else scratch
+                spec = replace(spec, trace=str((folder / f"trace-{name}.json.gz").resolve()))
+            began = time.monotonic()
+            cache = a.cache / name if a.cache is not None else None
+            try:
+                rows.append(report.row(spec, launch.run(spec, world, a.timeout, log, cache)))
+            except launch.LaunchError as error:
+                failures.append(name)
+                print(error, flush=True)
+            print(f"{name}: {time.monotonic() - began:.0f} s in all", flush=True)
+            if rows and a.profile and rows[-1].impl == name:
+                print(rows[-1].profile, flush=True)
+            if rows and out is not None:  # after each one, so that a later failure costs nothing
+                write(out, base, rows)
+    if not rows:
+        return 1
+    print(f"\n{report.title(base, rows)}\n{report.plain(rows)}")
+    verdicts = report.verdicts(base, rows)
+    for holds, text in verdicts:
+        print(f"{'holds' if holds else 'FAILS'}: {text}")
+    if failures:
+        print(f"failed: {', '.join(failures)}")
+    return 1 if failures or (a.check and not all(holds for holds, _ in verdicts)) else 0
+
+
+def write(out: Path, spec: Spec, rows: Sequence[report.Row]) -> None:
+    result = {
+        "title": report.title(spec, rows),
+        "rows": [r.as_dict() for r in rows],
+        "verdicts": [{"holds": holds, "text": text} for holds, text in report.verdicts(spec, rows)],
+    }
+    (out / "lm.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / "lm.md").write_text(report.markdown(spec, rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""The command line itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from zeroweave import cli
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["run", "--help"], ["doctor", "--help"]]
+)
+def test_every_command_explains_itself(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 0 and "Usage" in result.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--stage", "4"], ["--ranks", "3"], ["--lower", "fast"], ["--steps", "0"]]
+)
+def test_wrong_values_are_refused_before_anything_starts(arguments: list[str]) -> None:
+    result = CliRunner().invoke(cli.app, ["demo", *arguments])
+    assert result.exit_code == 2
+    assert arguments[0] in result.output
+
+
+def test_the_demo_without_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.demo_script().name == "demo.py"
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "zeroweave" / "cli.py"))
+    with pytest.raises(typer.Exit) as stop:
+        cli.demo_script()
+    assert stop.value.exit_code == 2
+    assert "clone the repository" in capsys.readouterr().err

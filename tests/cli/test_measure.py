@@ -1,0 +1,80 @@
+"""The figures that the demo compares the engine's with."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroweave.layout import ParameterSpec, build_layout
+from zeroweave.report import measure
+from zeroweave.report.measure import Count
+
+
+def spec(
+    name: str, *shape: int, block: str | None = None, dtype: str = "float32", trained: bool = True
+) -> ParameterSpec:
+    return ParameterSpec(name, shape, dtype, 4 if dtype == "float32" else 2, trained, block)
+
+
+def test_collectives_are_counted_by_the_profiler() -> None:
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        def step() -> None:
+            gather(torch.empty(16), torch.ones(16), async_op=True).wait()
+            gather(torch.empty(8), torch.ones(8))
+            reduce(torch.empty(4), torch.ones(4), op=dist.ReduceOp.AVG)
+            dist.all_reduce(torch.ones(3))
+
+        counts = measure.profiled(step)
+    finally:
+        dist.destroy_process_group()
+    assert counts == {"all_gather": Count(2, 96), "reduce_scatter": Count(1, 16), "all_reduce": Count(1, 0)}
+
+
+def test_the_state_of_a_small_model() -> None:
+    specs = [spec("a", 100, 10, block="l.0"), spec("b", 7, block="l.0"), spec("c", 100, block="l.1")]
+    buckets = build_layout(specs, world=2, max_bytes=1 << 30)
+    assert [bucket.numel for bucket in buckets] == [1088, 128]
+    one, two = (measure.state_formula(buckets, rank, stage=3, prefetch=0, depth=1) for rank in (0, 1))
+    assert (one.shards, one.masters, one.gradients) == (2432, 0, 2432)
+    # Rank 0: 544 of a and 64 of c; rank 1: 456 of a, all 7 of b, 36 of c. Each parameter has a step count.
+    assert (one.optimizer, two.optimizer) == (8 * 608 + 4 * 3, 8 * 499 + 4 * 3)
+    assert (one.flats_peak, one.gradient_flats_peak) == (4352, 4352)
+    kept = measure.state_formula(buckets, 0, stage=2, prefetch=0, depth=2)
+    assert kept.flats_peak == kept.gradient_flats_peak == 4352 + 512
+
+
+def test_masters_exist_beside_bf16_shards_of_trained_buckets_only() -> None:
+    specs = [spec("a", 256, dtype="bfloat16"), spec("f", 256, dtype="bfloat16", trained=False)]
+    state = measure.state_formula(
+        build_layout(specs, world=2, max_bytes=1 << 30), 0, stage=3, prefetch=1, depth=2
+    )
+    assert (state.shards, state.masters, state.gradients) == (512, 512, 512)
+    assert state.gradient_flats_peak == 1024
+
+
+def test_differences_name_what_is_off() -> None:
+    state = measure.State(1, 2, 3, 4, 5, 6)
+    assert state.differences(state) == {}
+    assert state.differences(measure.State(1, 2, 4, 4, 5, 0)) == {"optimizer": 1, "gradient_flats_peak": -6}
+
+
+def test_the_largest_relative_difference() -> None:
+    reference = {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(4)}
+    ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.ones(4), "unused": None}
+    assert measure.relative_difference(ours, reference) == pytest.approx(0.1)
+    assert measure.relative_difference(ours | {"b": None}, reference) == math.inf
+
+
+def test_equality_is_of_bits() -> None:
+    nan, zero = torch.tensor([math.nan]), torch.zeros(1)
+    assert measure.bit_equal([{"a": nan, "b": None}], [{"a": nan.clone(), "b": None}])
+    assert not measure.bit_equal([{"a": zero}], [{"a": -zero}])
+    assert not measure.bit_equal([{"a": zero}], [{"a": None}])
+    assert not measure.bit_equal([{"a": zero}], [])

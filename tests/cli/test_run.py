@@ -1,0 +1,120 @@
+"""`zeroweave run`: torchrun's options, exit codes and reasons, and an orderly end of process groups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import parse_args
+
+from tests.cli.commands import zeroweave
+from zeroweave.report.launch import exit_reason, first_line, under_runner
+from zeroweave.report.runner import own_frames
+
+LEAVES_A_GROUP = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = DistributedDataParallel(torch.nn.Linear(4, 4))  # holds the group until the process ends
+model(torch.ones(2, 4)).sum().backward()
+print(f"rank {rank} has {sys.argv[1:]} as {__name__}")
+if "raise" in sys.argv:
+    if rank == 1:
+        raise ValueError("no such luck")
+    dist.all_reduce(torch.ones(1))
+if "exit" in sys.argv and rank == 1:
+    sys.exit(7)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(LEAVES_A_GROUP)
+    return path
+
+
+def test_a_script_that_leaves_its_group_behind_ends_well(script: Path) -> None:
+    done = zeroweave("run", "--nproc-per-node", 2, script, "--stage", "3", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "as __main__" in done.stdout and "['--stage', '3', '--help']" in done.stdout
+
+
+def test_an_exception_gives_its_reason_and_no_frames_of_the_runner(script: Path) -> None:
+    done = zeroweave("run", "--nproc-per-node=2", script, "raise")
+    assert done.returncode == 1
+    assert "zeroweave: rank 1 failed with exit code 1: ValueError: no such luck" in done.stderr
+    assert 'raise ValueError("no such luck")' in done.stderr
+    assert "runner.py" not in done.stderr
+
+
+def test_the_exit_code_of_the_script_is_kept(script: Path) -> None:
+    done = zeroweave("run", "--nproc-per-node=2", script, "exit")
+    assert done.returncode == 7
+    assert "zeroweave: rank 1 failed with exit code 7" in done.stderr
+
+
+def test_restarts_with_gloo_recover(tmp_path: Path) -> None:
+    path = tmp_path / "fails_once.py"
+    path.write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and dist.get_rank() == 1:\n"
+        "    raise ValueError('once')\n"
+        "dist.barrier()\n"
+        "print('done')\n"
+    )
+    done = zeroweave("run", "--nproc-per-node=2", "--max-restarts=1", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done") == 2
+
+
+def test_scripts_and_modules_run_under_the_runner() -> None:
+    arguments = ["--nproc-per-node", "2", "train.py", "--steps", "1"]
+    options = under_runner(parse_args(arguments), arguments)
+    assert options.module and options.training_script == "zeroweave.report.runner"
+    assert options.training_script_args == ["train.py", "--steps", "1"]
+    arguments = ["-m", "package.train", "x"]
+    options = under_runner(parse_args(arguments), arguments)
+    assert options.training_script_args == ["-m", "package.train", "x"]
+    arguments = ["--no-python", "train.sh", "x"]
+    options = under_runner(parse_args(arguments), arguments)
+    assert (options.training_script, options.training_script_args) == ("train.sh", ["x"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "standalone"),
+    [
+        ([], True),
+        (["--nnodes", "1"], True),
+        (["--nnodes", "2"], False),
+        (["--master-port", "29501"], False),
+        (["--master_port=29501"], False),
+        (["--rdzv-backend", "c10d", "--rdzv-endpoint", "host:1"], False),
+    ],
+)
+def test_a_free_port_unless_the_user_chose(arguments: list[str], standalone: bool) -> None:
+    arguments = [*arguments, "train.py"]
+    assert under_runner(parse_args(arguments), arguments).standalone is standalone
+
+
+def test_reasons() -> None:
+    assert exit_reason(3) == "exit code 3"
+    assert exit_reason(-9) == "signal 9"
+    assert first_line({"message": "ValueError: no\nmore"}) == ": ValueError: no"
+    assert first_line("Signal 6 (SIGABRT) received by PID 1") == ""
+    assert first_line("") == ""
+
+
+def test_a_traceback_without_foreign_frames_is_kept_whole() -> None:
+    assert own_frames(None) is None
+    try:
+        os.stat("/nowhere/at/all")
+    except OSError as error:
+        assert own_frames(error.__traceback__) is error.__traceback__

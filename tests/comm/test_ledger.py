@@ -1,0 +1,80 @@
+"""Counts, bytes and the hash of the collectives that a rank issues."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroweave.comm.ledger import Ledger, Traffic
+
+
+@pytest.mark.oldest
+def test_bytes_per_kind() -> None:
+    ledger = Ledger(world=4, rank=1)
+    ledger.record("all_gather", 0, "bfloat16", 4096)
+    ledger.record("all_gather", 1, "bfloat16", 1024)
+    ledger.record("reduce_scatter", 1, "float32", 2048)
+    ledger.record("all_reduce", -1, "float32", 512)
+    assert ledger.totals() == {
+        "all_gather": Traffic(calls=2, payload=5120, wire=3840),
+        "reduce_scatter": Traffic(calls=1, payload=2048, wire=1536),
+        "all_reduce": Traffic(calls=1, payload=512, wire=768),
+    }
+    assert ledger.count == 4
+
+
+def test_a_step_is_what_came_since_it_began() -> None:
+    ledger = Ledger(world=2, rank=0)
+    ledger.record("all_gather", 0, "float32", 1024)
+    ledger.record("broadcast", 0, "float32", 1024)
+    assert ledger.step()["all_gather"].calls == 1
+    ledger.begin_step()
+    assert ledger.step() == {}
+    ledger.record("all_gather", 0, "float32", 256)
+    assert ledger.step() == {"all_gather": Traffic(1, 256, 128)}
+    assert ledger.totals()["all_gather"] == Traffic(2, 1280, 640)
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    ledger = Ledger(world=1, rank=0)
+    ledger.record("all_reduce", 0, "float32", 1024)
+    assert ledger.totals() == {"all_reduce": Traffic(1, 1024, 0)}
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(KeyError):
+        Ledger(2, 0).record("all_to_all", 0, "float32", 1024)
+
+
+@pytest.mark.oldest
+def test_equal_sequences_have_equal_hashes_on_all_ranks() -> None:
+    first, second = Ledger(2, 0), Ledger(2, 1)
+    for ledger in (first, second):
+        ledger.record("all_gather", 0, "float32", 1024)
+        ledger.record("all_gather", 1, "float32", 1024)
+    assert first.hash == second.hash == first.hash
+    assert 0 <= first.hash < 2**64
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("reduce_scatter", 0, "float32", 1024, "world"),
+        ("all_gather", 1, "float32", 1024, "world"),
+        ("all_gather", 0, "bfloat16", 1024, "world"),
+        ("all_gather", 0, "float32", 2048, "world"),
+        ("all_gather", 0, "float32", 1024, "experts"),
+    ],
+)
+def test_every_property_of_a_collective_is_in_the_hash(other: tuple[str, int, str, int, str]) -> None:
+    first, second = Ledger(2, 0), Ledger(2, 1)
+    first.record("all_gather", 0, "float32", 1024)
+    second.record(*other)
+    assert first.hash != second.hash
+
+
+def test_the_order_is_in_the_hash() -> None:
+    first, second = Ledger(2, 0), Ledger(2, 1)
+    for bucket in (0, 1):
+        first.record("all_gather", bucket, "float32", 1024)
+        second.record("all_gather", 1 - bucket, "float32", 1024)
+    assert first.count == second.count and first.hash != second.hash

@@ -1,0 +1,165 @@
+"""When a watcher ends its process, rule by rule, on a board in one process and with a clock of the test's own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from zeroweave.comm.board import Board
+from zeroweave.comm.watcher import (
+    GRACE_SECONDS,
+    LOOK_SECONDS,
+    LOST_SECONDS,
+    POLL_SECONDS,
+    SILENCE,
+    Failure,
+    Line,
+    Status,
+    Watcher,
+    question_of,
+)
+
+
+class Rank:
+    """A rank of a pretended world: its line, its watcher and how far it is."""
+
+    def __init__(self, board: Board) -> None:
+        self.board, self.line = board, Line(board)
+        self.at = (0, 0)
+        self.ends: list[str] = []
+        self.watcher = Watcher(self.line, lambda: self.at, self.ends.append)
+
+    def says(self, now: float) -> str | None:
+        return self.watcher.look(now) or self.watcher.find(now)
+
+
+def world(ranks: int) -> list[Rank]:
+    store = dist.HashStore()
+    boards = [Board(rank, ranks, lambda: store) for rank in range(ranks)]
+    return [Rank(board) for board in boards]
+
+
+def failure(**changes: object) -> Failure:
+    fields: dict[str, object] = {"epoch": 0, "step": 3, "place": "forward", "count": 5, "error": "ValueError: no"}
+    return Failure(**(fields | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.oldest
+def test_a_status_survives_the_board() -> None:
+    status = Status(beat=4, step=2, count=9, left="it closed", failure=failure(error='a "quoted"\nline', final=True))
+    assert Status.parse(status.dump()) == status
+    assert Status.parse("") == Status()
+
+
+@pytest.mark.oldest
+def test_a_failure_ends_the_others_after_the_grace() -> None:
+    failing, waiting = world(2)
+    assert waiting.says(0.0) is None
+    failing.line.post(failure=failure())
+    failing.board.ring()
+    assert waiting.says(0.1) is None
+    assert waiting.says(0.1 + GRACE_SECONDS - 0.05) is None
+    assert waiting.says(0.1 + GRACE_SECONDS) == "rank 0 failed in forward at step 3: ValueError: no"
+    assert failing.says(9.0) is None, "a failing rank raises, it is not ended"
+    assert failing.board.decided(question_of(failure())) == "alone"
+
+
+def test_no_grace_where_it_is_certain() -> None:
+    for change in ({"failure": failure(final=True)}, {"failure": failure(), "left": "it closed its engine"}):
+        failing, waiting = world(2)
+        failing.line.post(**change)
+        assert "rank 0 failed" in (waiting.says(0.0) or "")
+    failing, waiting = world(2)
+    failing.line.post(failure=failure())
+    failing.board.decide(question_of(failure()), "different")
+    assert "rank 0 failed" in (waiting.says(0.0) or "")
+
+
+def test_a_rank_that_fails_alike_is_not_ended() -> None:
+    first, second = world(2)
+    first.line.post(failure=failure())
+    assert second.says(0.0) is None
+    second.line.post(failure=failure())
+    assert second.says(60.0) is None
+    for rank in (first, second):
+        rank.board.decide(question_of(failure()), "alike")
+        rank.line.epoch = 1
+    assert first.says(120.0) is None and second.says(120.0) is None
+    first.line.post(failure=failure(epoch=1))
+    assert second.says(121.0) is None
+    assert "rank 0 failed" in (second.says(121.0 + GRACE_SECONDS) or "")
+
+
+@pytest.mark.oldest
+def test_a_rank_stuck_in_a_collective_is_ended() -> None:
+    first, second = world(2)
+    first.line.post(step=4, count=20)
+    second.at = (4, 20)
+    assert second.says(0.0) is None, "it may yet reach the agreement"
+    second.at = (4, 21)
+    text = second.says(0.1) or ""
+    assert "rank 0 finished step 4 with 20 collectives" in text and "issued 21" in text
+    second.line.post(step=4, count=21)
+    assert second.says(0.2) is None, "it has reached the agreement, which compares the counts"
+
+
+def test_a_rank_that_left_is_missed_only_in_a_collective() -> None:
+    first, second = world(2)
+    first.line.post(count=20, left="it closed its engine")
+    second.at = (5, 20)
+    assert second.says(0.0) is None
+    second.at = (5, 21)
+    assert "rank 0 issues no collective after its 20: it closed its engine" in (second.says(0.1) or "")
+
+
+def test_silence_is_counted_in_looks() -> None:
+    first, second = world(2)
+    now = 0.0
+    for _ in range(SILENCE // 2):
+        assert second.says(now) is None
+        now += LOOK_SECONDS
+    first.watcher.look(now)
+    for _ in range(SILENCE):
+        assert second.says(now) is None
+        now += LOOK_SECONDS * 100  # a suspended machine does not count
+    assert second.says(now) == f"the process of rank 0 has given no sign of life for {SILENCE} s"
+
+
+def test_a_rank_that_left_may_be_silent() -> None:
+    first, second = world(2)
+    first.line.post(left="it closed its engine")
+    for look in range(2 * SILENCE):
+        assert second.says(look * LOOK_SECONDS) is None
+
+
+def test_a_lost_board() -> None:
+    for left, text in (("", "the process of rank 0 has gone without a word"), ("it closed its engine", None)):
+        first, second = world(2)
+        first.line.post(left=left)
+        assert second.says(0.0) is None
+        second.board.close()
+        assert second.says(1.0) is None
+        assert second.says(1.0 + LOST_SECONDS + 0.1) == text
+
+
+def test_the_thread_ends_the_process_once_and_tells() -> None:
+    failing, waiting = world(2)
+    failing.line.post(failure=failure(final=True))
+    thread = threading.Thread(target=waiting.watcher.run, args=(threading.Event(),))
+    thread.start()
+    thread.join(POLL_SECONDS + 2.0)
+    assert waiting.ends == ["rank 1 is ended by its alarm: rank 0 failed in forward at step 3: ValueError: no"]
+    assert waiting.line.status.left and waiting.line.status.failure is None
+
+
+def test_what_a_watcher_found_is_news() -> None:
+    first, second, third = world(3)
+    first.line.post(step=4, count=20)
+    second.at = (4, 21)
+    thread = threading.Thread(target=second.watcher.run, args=(threading.Event(),))
+    thread.start()
+    thread.join(POLL_SECONDS + 2.0)
+    assert len(second.ends) == 1
+    assert "rank 1 failed in its alarm at step 4: rank 0 finished step 4" in (third.says(0.0) or "")

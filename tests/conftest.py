@@ -1,0 +1,56 @@
+"""Fixtures for tests that need several ranks, and the count of parity cases that a run covered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.distributed.harness import Pool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "matrix: the long set (`make matrix`); not part of `make test`")
+    config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts = {
+        outcome: sum("parity" in getattr(report, "keywords", {}) for report in terminalreporter.stats.get(outcome, []))
+        for outcome in ("passed", "failed")
+    }
+    if any(counts.values()):
+        terminalreporter.write_line(f"parity cases: {counts['passed']} equal, {counts['failed']} not")
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
+    """`pools(world)`: this module's pool of that size, started at its first job and kept until the module's last test."""
+    started: dict[int, Pool] = {}
+
+    def pool(world: int) -> Pool:
+        if world not in started:
+            started[world] = Pool(world, tmp_path_factory.mktemp(f"ranks{world}"))
+        return started[world]
+
+    yield pool
+    for each in started.values():
+        each.close()
+
+
+@pytest.fixture
+def disposable(tmp_path: Path) -> Iterator[Callable[[int], Pool]]:
+    """`disposable(world)`: a pool for one test, whose ranks may die."""
+    made: list[Pool] = []
+
+    def pool(world: int) -> Pool:
+        made.append(Pool(world, tmp_path, deadline=60.0))
+        return made[-1]
+
+    yield pool
+    for each in made:
+        each.close()

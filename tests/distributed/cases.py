@@ -1,0 +1,52 @@
+"""Which settings each model is compared in: a handful of rows daily, all pairs of values in the matrix."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from tests.distributed.models import ZOO
+from tests.distributed.parity import Case
+from tests.distributed.zoo import Entry
+
+STAGES, MODES, GAS, WORLDS = (1, 2, 3), ("aot_eager", "eager"), (1, 4), (2, 3, 4)
+WITH_INDUCTOR = ("inductor", *MODES)
+INDUCTOR_MODELS = ("mlp", "decoder", "hf_qwen3")
+PRODUCT_MODELS = ("mlp",)
+
+Row = tuple[int, str, int, int]
+
+
+def pairs(row: Sequence[object]) -> set[tuple[int, object, int, object]]:
+    """Every two values of a row with their positions."""
+    return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+
+def covering(factors: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
+    """Rows of the factors' product, chosen greedily in a fixed order, that contain every pair of values of two factors."""
+    rows = list(itertools.product(*factors))
+    missing = set().union(*map(pairs, rows))
+    chosen = []
+    while missing:
+        best = max(rows, key=lambda row: len(pairs(row) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def daily(entry: Entry) -> list[Case]:
+    """Stage 3 compiled, stage 2 compiled with accumulation, stage 1 eager, stage 3 eager, on two ranks."""
+    rows = [(3, "aot_eager", 1), (2, "aot_eager", 4), (1, "eager", 1), (3, "eager", 1)]
+    return [Case(entry.name, *row) for row in rows if row[0] in entry.stages]
+
+
+def matrix(entry: Entry) -> list[Case]:
+    """All pairs (the full product for the MLP), without what `daily` has."""
+    modes = WITH_INDUCTOR if entry.name in INDUCTOR_MODELS else MODES
+    factors = [entry.stages, modes, GAS, WORLDS]
+    rows = list(itertools.product(*factors)) if entry.name in PRODUCT_MODELS else covering(factors)
+    return [case for row in rows if (case := Case(entry.name, *row)) not in daily(entry)]
+
+
+DAILY = [case for entry in ZOO for case in daily(entry)]
+MATRIX = [case for entry in ZOO for case in matrix(entry)]

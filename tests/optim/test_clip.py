@@ -1,0 +1,70 @@
+"""The global norm over shards, and the coefficient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zeroweave.optim.clip import clip_coefficient, local_square_norm, scale_, total_norm
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_coefficient_are_torchs_up_to_rounding(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gradients = [torch.randn(n, dtype=dtype) for n in (1000, 17, 1, 0, 4096)]
+    whole = torch.cat(gradients).double()
+    ranks = [gradients[:2], gradients[2:], []]
+    squares = [local_square_norm(tensors) for tensors in ranks]
+    norm = total_norm(squares[0], lambda total: total.add_(squares[1]).add_(squares[2]))
+    assert norm.dtype == torch.float32 and norm.shape == ()
+    assert norm.item() == pytest.approx(whole.norm().item(), rel=1e-6)
+
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (1000, 17, 1, 0, 4096)]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.float()
+    nn.utils.clip_grad_norm_(parameters, 2.0)
+    scaled = [gradient.float() for gradient in gradients]
+    scale_(scaled, clip_coefficient(norm, 2.0))
+    for ours, parameter in zip(scaled, parameters, strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_small_norms_are_left_alone() -> None:
+    gradients = [torch.full((4,), 0.1)]
+    coefficient = clip_coefficient(total_norm(local_square_norm(gradients), lambda _: None), 1.0)
+    scale_(gradients, coefficient)
+    scale_([], coefficient)
+    assert coefficient.item() == 1.0 and torch.equal(gradients[0], torch.full((4,), 0.1))
+
+
+def test_bf16_shards_are_not_rounded_to_bf16_on_the_way() -> None:
+    gradient = torch.full((1000,), 1.0, dtype=torch.bfloat16)
+    assert total_norm(local_square_norm([gradient]), lambda _: None).item() == pytest.approx(
+        1000**0.5, rel=1e-6
+    )
+
+
+def test_norms_beyond_the_range_of_squares() -> None:
+    local = local_square_norm([torch.tensor([1e18, 1e18]), torch.tensor([1e18]).repeat(200)])
+    assert total_norm(local * 1000, lambda _: None).item() == pytest.approx(
+        1e18 * (202 * 1000) ** 0.5, rel=1e-6
+    )
+
+
+def test_not_finite_gradients_show() -> None:
+    for value in (float("inf"), float("nan")):
+        norm = total_norm(local_square_norm([torch.tensor([1.0, value])]), lambda _: None)
+        assert not torch.isfinite(norm)
+
+
+def test_nothing_is_zero() -> None:
+    assert local_square_norm([]).item() == 0.0
+    assert local_square_norm([torch.zeros(0)], torch.device("cpu")).dtype == torch.float64
+
+
+def test_total_leaves_the_local_value_alone() -> None:
+    local = local_square_norm([torch.ones(4)])
+    assert total_norm(local, lambda total: total.add_(5.0)).item() == 3.0
+    assert local.item() == 4.0

@@ -1,0 +1,216 @@
+"""Defaults, files, and errors that name the key and what is allowed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+
+from zeroweave.config import Config
+from zeroweave.errors import ConfigError
+
+
+def refused(source: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.load(source)
+    return str(caught.value)
+
+
+def test_defaults() -> None:
+    config = Config()
+    assert (config.stage, config.gradient_accumulation_steps, config.gradient_clipping) == (3, 1, None)
+    assert (config.gather_after_step, config.deadline_seconds) == (False, 600.0)
+    assert config.precision.model_dump() == {"params": None, "reduce": None, "accumulate": "float32"}
+    assert config.bucket.model_dump() == {"bytes": 1 << 30, "by_block": True}
+    assert config.reduce.model_dump() == {"depth": 2, "op": "average"}
+    assert config.compile.model_dump() == {
+        "enabled": True,
+        "regions": "auto",
+        "lower": "inductor",
+        "prefetch": 1,
+        "dynamic": None,
+    }
+    assert config.transport.kind == "auto"
+    assert Config.load(None) == Config.load({}) == config
+
+
+EVERYTHING: dict[str, Any] = {
+    "stage": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "gather_after_step": True,
+    "deadline_seconds": 30,
+    "precision": {"params": "bfloat16", "reduce": "float32", "accumulate": "bfloat16"},
+    "bucket": {"bytes": 1 << 20, "by_block": False},
+    "reduce": {"depth": 1, "op": "presum"},
+    "compile": {
+        "enabled": True,
+        "regions": ["layers.*", "head"],
+        "lower": "aot_eager",
+        "prefetch": 0,
+        "dynamic": False,
+    },
+    "transport": {"kind": "process_group"},
+}
+
+TOML = """
+stage = 2
+gradient_accumulation_steps = 4
+gradient_clipping = 1
+gather_after_step = true
+deadline_seconds = 30.0
+precision = { params = "bfloat16", reduce = "float32", accumulate = "bfloat16" }
+bucket = { bytes = 1_048_576, by_block = false }
+reduce = { depth = 1, op = "presum" }
+transport.kind = "process_group"
+
+[compile]
+enabled = true
+regions = ["layers.*", "head"]
+lower = "aot_eager"
+prefetch = 0
+dynamic = false
+"""
+
+
+def test_a_dict_json_and_toml_are_equal(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EVERYTHING))
+    (tmp_path / "config.toml").write_text(TOML)
+    config = Config.load(EVERYTHING)
+    assert config == Config(**EVERYTHING)
+    assert config == Config.load(tmp_path / "config.json")
+    assert config == Config.load(str(tmp_path / "config.toml"))
+    assert Config.load(config) is config
+    assert config.compile.regions == ("layers.*", "head")
+    assert config.model_dump(mode="json") == EVERYTHING, "every key is used in this test"
+    assert hash(config) == hash(Config(**EVERYTHING))
+
+
+def test_a_config_cannot_change() -> None:
+    config = Config()
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.stage = 1
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.compile.prefetch = 2
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"precison": {}}, "unknown key 'precison' in the config; did you mean 'precision'?"),
+        ({"Stage": 3}, "unknown key 'Stage' in the config; did you mean 'stage'?"),
+        (
+            {"precision": {"parms": "bfloat16"}},
+            "unknown key 'precision.parms' in the config; did you mean 'precision.params'?",
+        ),
+        ({"prefetch": 2}, "unknown key 'prefetch' in the config; did you mean 'compile.prefetch'?"),
+        (
+            {"reduce": {"zzz": 1}},
+            "unknown key 'reduce.zzz' in the config; the keys of 'reduce' are depth, op",
+        ),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest(source: dict[str, Any], message: str) -> None:
+    assert refused(source) == message
+
+
+def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
+    message = refused({"zzz": 1})
+    assert message.startswith("unknown key 'zzz' in the config; the keys are ")
+    assert all(key in message for key in Config.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"stage": 4}, "stage must be 1, 2 or 3, not 4"),
+        ({"stage": 0}, "stage must be 1, 2 or 3, not 0"),
+        ({"stage": "3"}, "stage must be 1, 2 or 3, not '3'"),
+        ({"stage": True}, "stage must be 1, 2 or 3, not True"),
+        ({"stage": None}, "stage must be 1, 2 or 3, not None"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, not 0"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps must be a whole number, not 1.5"),
+        (
+            {"gradient_accumulation_steps": True},
+            "gradient_accumulation_steps must be a whole number, not True",
+        ),
+        ({"gradient_clipping": 0}, "gradient_clipping must be greater than 0, not 0"),
+        ({"gradient_clipping": math.inf}, "gradient_clipping must be a finite number, not inf"),
+        ({"gradient_clipping": "1"}, "gradient_clipping must be a finite number, not '1'"),
+        ({"gather_after_step": 1}, "gather_after_step must be true or false, not 1"),
+        ({"deadline_seconds": -1}, "deadline_seconds must be greater than 0, not -1"),
+        (
+            {"precision": {"params": "float16"}},
+            "precision.params must be 'bfloat16' or 'float32', not 'float16'",
+        ),
+        ({"precision": "bfloat16"}, "precision must be a table of keys, not 'bfloat16'"),
+        ({"bucket": {"bytes": 0}}, "bucket.bytes must be at least 1, not 0"),
+        ({"reduce": {"op": "sum"}}, "reduce.op must be 'average' or 'presum', not 'sum'"),
+        ({"compile": {"prefetch": -1}}, "compile.prefetch must be at least 0, not -1"),
+        (
+            {"compile": {"regions": "layers.*"}},
+            "compile.regions must be 'auto' or a list of module-name patterns, not 'layers.*'",
+        ),
+        (
+            {"compile": {"regions": ["head", 1]}},
+            "compile.regions must be 'auto' or a list of module-name patterns, not ['head', 1]",
+        ),
+        (
+            {"transport": {"kind": "copy_engine"}},
+            "transport.kind must be 'auto' or 'process_group', not 'copy_engine'",
+        ),
+    ],
+)
+def test_a_wrong_value_names_the_key_and_what_is_allowed(source: dict[str, Any], message: str) -> None:
+    assert refused(source) == message
+    with pytest.raises(ConfigError):
+        Config(**source)
+
+
+def test_gather_after_step_is_refused_where_nothing_is_kept() -> None:
+    assert "gather_after_step works with stages 1 and 2 only" in refused({"gather_after_step": True})
+    assert Config(stage=1, gather_after_step=True).gather_after_step
+
+
+def test_all_errors_are_named_at_once() -> None:
+    assert refused({"stage": 7, "reduce": {"depth": 0}, "bukcet": {}}) == (
+        "3 errors in the config:\n"
+        "- stage must be 1, 2 or 3, not 7\n"
+        "- reduce.depth must be at least 1, not 0\n"
+        "- unknown key 'bukcet' in the config; did you mean 'bucket'?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("absent.toml", None, "the config file cannot be read: No such file or directory"),
+        ("config.yaml", "stage: 3", "the config file must end in .json or .toml"),
+        ("config.json", "{'stage': 3}", "the config file is not valid JSON: "),
+        ("config.toml", "stage 3", "the config file is not valid TOML: "),
+        ("config.json", "[3]", "the config file must hold a table of keys, not a list"),
+        ("config.toml", "stage = 4", "stage must be 1, 2 or 3, not 4"),
+    ],
+)
+def test_files_that_do_not_work(tmp_path: Path, name: str, text: str | None, message: str) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    assert refused(path).startswith(f"{path}: {message}")
+
+
+def test_sources_that_are_no_config() -> None:
+    assert "not int" in refused(3)
+    assert "must be strings" in refused({1: 2})
+
+
+def test_every_key_is_documented() -> None:
+    tables = [value for value in vars(Config()).values() if isinstance(value, pydantic.BaseModel)]
+    for model in (Config, *map(type, tables)):
+        assert model.__doc__
+        for name, field in model.model_fields.items():
+            assert field.description or field.default in tables, f"{model.__name__}.{name}"

@@ -1,0 +1,190 @@
+"""Misuse of an engine: each a clear message, never a crash and never a silent no-op."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zeroweave as zw
+from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+LOWERINGS = pytest.mark.parametrize("lower", ["eager", "aot_eager"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+class Writing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(0.5, 0.9)
+        return super().forward(x)
+
+
+class Replacing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = nn.Parameter(torch.full((8,), 2.0))
+        return super().forward(x)
+
+
+class Unfreezing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.requires_grad_(False)
+        return super().forward(x)
+
+
+def engine_of(block: type[Block] = Block, stage: int = 3, lower: str = "eager", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(block() for _ in range(3)))
+    compile_ = {"enabled": False} if lower == "eager" else {"lower": lower}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return zw.initialize(module, optimizer, {"stage": stage, "compile": compile_, **settings})
+
+
+def loss_of(engine: Any) -> Tensor:
+    return F.mse_loss(engine(torch.ones(2, 8)), torch.zeros(2, 8))
+
+
+@STAGES
+def test_a_step_without_a_backward(stage: int) -> None:
+    with engine_of(stage=stage) as engine:
+        with pytest.raises(EngineError, match="backward"):
+            engine.step()
+        engine.backward(loss_of(engine))
+        engine.step()
+        with pytest.raises(EngineError, match="backward"):
+            engine.step()
+        engine.zero_grad()
+        engine.backward(loss_of(engine))
+        engine.step()
+        assert engine.global_steps == 2
+
+
+@STAGES
+@LOWERINGS
+def test_a_destroyed_engine(stage: int, lower: str) -> None:
+    engine = engine_of(stage=stage, lower=lower)
+    engine.backward(loss_of(engine))
+    engine.step()
+    right = engine.state_dict()
+    module = engine.module
+    engine.destroy()
+    engine.destroy()
+    for attempt in (
+        lambda: engine(torch.ones(2, 8)),
+        lambda: engine.train_step((torch.ones(2, 8),), lambda out, batch: out.sum()),
+        engine.step,
+        engine.state_dict,
+        lambda: engine.full_parameters().__enter__(),
+    ):
+        with pytest.raises(EngineError, match="destroy"):
+            attempt()
+    for name, parameter in module.named_parameters():
+        try:
+            assert torch.equal(parameter.detach(), right[name])
+        except ParameterError:
+            pass
+
+
+@STAGES
+@LOWERINGS
+@pytest.mark.parametrize("block", [Writing, Replacing, Unfreezing])
+def test_a_module_that_changes_its_parameters(stage: int, lower: str, block: type[Block]) -> None:
+    engine = engine_of(block, stage, lower)
+    with pytest.raises(ZeroweaveError, match=r"\d\.scale"):
+        engine.backward(loss_of(engine))
+        engine.step()
+    engine.destroy()
+
+
+@STAGES
+def test_changing_requires_grad_later(stage: int) -> None:
+    with engine_of(stage=stage) as engine:
+        with pytest.raises(ParameterError, match="requires_grad"):
+            engine.module[0].scale.requires_grad_(False)
+        with pytest.raises(ParameterError, match="requires_grad"):
+            engine.module[0].scale.requires_grad = False
+        engine.backward(loss_of(engine))
+        engine.step()
+
+
+@STAGES
+@LOWERINGS
+def test_a_backward_twice_through_one_graph(stage: int, lower: str) -> None:
+    with engine_of(stage=stage, lower=lower) as engine:
+        loss = loss_of(engine)
+        engine.backward(loss)
+        with pytest.raises(RuntimeError, match="second time"):
+            engine.backward(loss)
+        engine.zero_grad()
+        engine.backward(loss_of(engine))
+        engine.step()
+
+
+@STAGES
+@LOWERINGS
+def test_a_loss_kept_across_a_step(stage: int, lower: str) -> None:
+    """The weights have changed since the forward: an error as in PyTorch, or ours, but never a number."""
+    with engine_of(stage=stage, lower=lower) as engine:
+        late = loss_of(engine)
+        engine.backward(loss_of(engine))
+        engine.step()
+        with pytest.raises(RuntimeError):
+            engine.backward(late)
+        engine.zero_grad()
+        del late
+        engine.backward(loss_of(engine))
+        engine.step()
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "engine.json"
+    path.write_text(json.dumps({"stage": 2, "compile": {"enabled": False}}))
+    yield path
+
+
+def test_a_config_from_a_file(config_file: Path) -> None:
+    module = Block()
+    with zw.initialize(module, None, str(config_file)) as engine:
+        assert engine.config.stage == 2
+    config_file.write_text("{")
+    with pytest.raises(ZeroweaveError, match=r"engine\.json"):
+        zw.initialize(Block(), None, config_file)
+
+
+def test_two_engines_in_turn() -> None:
+    with engine_of(stage=3) as one, engine_of(stage=2, lower="aot_eager") as other:
+        for _ in range(3):
+            for engine in (one, other):
+                engine.backward(loss_of(engine))
+            for engine in (one, other):
+                engine.step()
+        first, second = one.state_dict(), other.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@STAGES
+def test_a_plain_backward_in_a_window_warns_once(stage: int) -> None:
+    with engine_of(stage=stage, gradient_accumulation_steps=2) as engine:
+        with pytest.warns(UserWarning, match="gradient_accumulation_steps"):
+            loss_of(engine).backward()
+        engine.step()
+        loss_of(engine).backward()
+        engine.step()
+        assert engine.global_steps == 1

@@ -1,0 +1,275 @@
+"""Between engine calls every way of touching a parameter is refused by name, at every stage and by every route."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zeroweave as zw
+from zeroweave.errors import ParameterError
+
+NAME = "blocks.1.weight"
+SHAPE = (8, 8)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@dataclass
+class Sharded:
+    """An engine over `Model`, with the parameter called NAME as each route sees it."""
+
+    engine: Any
+    earlier: list[nn.Parameter]
+
+    def by_route(self, route: str) -> nn.Parameter:
+        if route == "module":
+            return self.engine.module.get_parameter(NAME)
+        if route == "earlier":
+            return self.earlier[2]
+        return self.engine.optimizer.param_groups[0]["params"][2]
+
+    def backward(self) -> None:
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+        self.engine.backward(self.engine(x).pow(2).mean())
+
+
+ROUTES = ("module", "earlier", "groups")
+MOMENTS = ("before", "waiting", "after")
+
+
+@pytest.fixture(params=[1, 2, 3], ids=lambda stage: f"stage{stage}")
+def sharded(request: pytest.FixtureRequest) -> Iterator[Sharded]:
+    torch.manual_seed(0)
+    model = Model()
+    earlier = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    settings = {"stage": request.param, "compile": {"enabled": False}}
+    with zw.initialize(model, optimizer, settings) as engine:
+        yield Sharded(engine, earlier)
+
+
+def reach(sharded: Sharded, moment: str) -> None:
+    """Before any forward, between backward and step, or after a step."""
+    if moment != "before":
+        sharded.backward()
+    if moment == "after":
+        sharded.engine.step()
+
+
+def init(p: Tensor) -> None:
+    nn.init.normal_(p)
+
+
+def assign(p: Tensor) -> None:
+    p[0] = 1.0
+
+
+def assign_data(p: Tensor) -> None:
+    p.data = torch.zeros(SHAPE)
+
+
+def write_data(p: Tensor) -> None:
+    p.data.zero_()
+
+
+@torch.no_grad()
+def write(p: Tensor) -> None:
+    p.mul_(0.5)
+
+
+TOUCHES: dict[str, Callable[[Any], object]] = {
+    "norm": lambda p: p.norm(),
+    "vector_norm": lambda p: torch.linalg.vector_norm(p),
+    "sum": lambda p: p.sum().item(),
+    "float": lambda p: float(p.mean()),
+    "tolist": lambda p: p.tolist(),
+    "numpy": lambda p: p.numpy(),
+    "index": lambda p: p[0],
+    "iterate": lambda p: list(p),
+    "clone": lambda p: p.clone(),
+    "view": lambda p: p.t(),
+    "cpu": lambda p: p.cpu(),
+    "to": lambda p: p.to(torch.float64),
+    "half": lambda p: p.half(),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "copy": lambda p: copy.copy(p),
+    "pickle": lambda p: pickle.dumps(p),
+    "save": lambda p: torch.save(p, io.BytesIO()),
+    "save in a dict": lambda p: torch.save({"w": p}, io.BytesIO()),
+    "clamp_": lambda p: p.clamp_(-1, 1),
+    "copy_": lambda p: p.copy_(torch.zeros(SHAPE)),
+    "copy_ from": lambda p: torch.zeros(SHAPE).copy_(p),
+    "mul_": write,
+    "init": init,
+    "setitem": assign,
+    "data": assign_data,
+    "data.zero_": write_data,
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+    "l2 penalty": lambda p: 0.1 * p.pow(2).sum(),
+    "linear": lambda p: F.linear(torch.ones(1, 8), p),
+    "matmul": lambda p: torch.ones(1, 8) @ p,
+    "stack": lambda p: torch.stack([p]),
+    "equal": lambda p: torch.equal(p, torch.zeros(SHAPE)),
+    "isnan": lambda p: torch.isnan(p).any(),
+    "flatten into a vector": lambda p: nn.utils.parameters_to_vector([p]),
+    "data_ptr": lambda p: p.data_ptr(),
+    "storage": lambda p: p.untyped_storage(),
+    "requires_grad": lambda p: p.requires_grad_(False),
+    "hook": lambda p: p.register_hook(lambda gradient: gradient),
+}
+
+
+@pytest.mark.parametrize("touch", TOUCHES)
+def test_a_touch_is_refused_by_name(sharded: Sharded, touch: str) -> None:
+    for moment in MOMENTS:
+        if moment != "before":
+            sharded.backward()
+        if moment == "after":
+            sharded.engine.step()
+        for route in ROUTES:
+            parameter = sharded.by_route(route)
+            with pytest.raises(ParameterError, match=re.escape(NAME)):
+                TOUCHES[touch](parameter)
+    sharded.backward()  # nothing was broken by trying
+    sharded.engine.step()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_what_needs_no_values_is_answered(sharded: Sharded, moment: str, route: str) -> None:
+    reach(sharded, moment)
+    p = sharded.by_route(route)
+    assert isinstance(p, nn.Parameter) and isinstance(p, Tensor) and p in set(sharded.earlier)
+    assert tuple(p.shape) == SHAPE and p.dtype == torch.float32 and p.device.type == "cpu" and p.requires_grad
+    assert p.numel() == 64 and p.dim() == 2 and p.is_leaf and p.element_size() == 4 and p.stride() == (8, 1)
+    assert len(p) == 8 and p.is_contiguous() and p.is_floating_point()
+    for text in (repr(p), str(p), f"{p}", f"{[p]}"):
+        assert NAME in text and "(8, 8)" in text and not re.search(r"-?\d\.\d{3}", text), text
+    assert sum(q.numel() for q in sharded.engine.module.parameters()) == 3 * 72
+    assert [n for n, _ in sharded.engine.module.named_parameters()][2] == NAME
+    assert "Linear" in repr(sharded.engine.module)
+
+
+def test_gradients_that_wait_are_not_none(sharded: Sharded) -> None:
+    parameters, optimizer = sharded.earlier, sharded.engine.optimizer
+    assert all(p.grad is None for p in parameters)
+    sharded.backward()
+    for route in ROUTES:
+        with pytest.raises(ParameterError, match=re.escape(NAME)):
+            _ = sharded.by_route(route).grad
+    for attempt in (
+        lambda: nn.utils.clip_grad_norm_(sharded.engine.module.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+        lambda: nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], 1.0),
+        optimizer.step,
+        optimizer.zero_grad,
+        sharded.engine.module.zero_grad,
+    ):
+        with pytest.raises(ParameterError, match="engine"):
+            attempt()
+    sharded.engine.step()
+    assert all(p.grad is None for p in parameters)
+
+
+def test_module_wide_changes_are_refused(sharded: Sharded) -> None:
+    module = sharded.engine.module
+    before = sharded.engine.state_dict()
+    for moment in ("waiting", "after"):
+        reach(sharded, "waiting")
+        if moment == "after":
+            sharded.engine.step()
+            before = sharded.engine.state_dict()
+        for attempt in (
+            lambda: module.to(torch.float64),
+            module.half,
+            lambda: copy.deepcopy(module),
+            lambda: pickle.dumps(module),
+            lambda: torch.save(module, io.BytesIO()),
+            lambda: module.blocks[1].to(torch.bfloat16),
+            lambda: module.requires_grad_(False),
+        ):
+            with pytest.raises(ParameterError, match=r"blocks\.\d\.(weight|bias)"):
+                attempt()
+        after = sharded.engine.state_dict()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_module_state_dict_is_served_or_refused(sharded: Sharded) -> None:
+    module, engine = sharded.engine.module, sharded.engine
+    reach(sharded, "after")
+    right = engine.state_dict()
+    try:
+        served = module.state_dict()
+        file = io.BytesIO()
+        torch.save(served, file)
+    except ParameterError:
+        pass
+    else:
+        file.seek(0)
+        loaded = torch.load(file)
+        assert loaded.keys() == right.keys()
+        assert all(torch.equal(loaded[name], right[name]) for name in right), "not the values after this step"
+        for value in served.values():
+            value.zero_()
+        assert all(torch.equal(engine.state_dict()[name], right[name]) for name in right), "not independent copies"
+    wanted = {name: torch.full_like(value, 0.25) for name, value in right.items()}
+    try:
+        module.load_state_dict(wanted)
+    except ParameterError:
+        wanted = right
+    now = engine.state_dict()
+    assert all(torch.equal(now[name], wanted[name]) for name in wanted), "load_state_dict was half done or ignored"
+
+
+def test_optimizer_state_dict_is_served_or_refused(sharded: Sharded) -> None:
+    reach(sharded, "after")
+    try:
+        saved = sharded.engine.optimizer.state_dict()
+    except (ParameterError, zw.ZeroweaveError):
+        return
+    moments = {key: value["exp_avg"].numel() for key, value in saved["state"].items()}
+    assert moments == dict(enumerate(p.numel() for p in sharded.earlier)), "served, but not whole"
+
+
+def test_writes_in_full_parameters_are_kept(sharded: Sharded) -> None:
+    reach(sharded, "after")
+    with sharded.engine.full_parameters() as full, torch.no_grad():
+        assert full[NAME].norm() > 0 and sharded.engine.module.get_parameter(NAME) is full[NAME]
+        full[NAME].fill_(0.125)
+        sharded.engine.module.get_parameter("blocks.0.bias").clamp_(0, 0)
+    state = sharded.engine.state_dict()
+    assert (state[NAME] == 0.125).all() and (state["blocks.0.bias"] == 0).all()
+    with pytest.raises(ParameterError, match=re.escape(NAME)):
+        sharded.by_route("module").norm()
+    sharded.backward()
+    sharded.engine.step()
+    assert not torch.equal(sharded.engine.state_dict()[NAME], state[NAME])
+
+
+def test_a_penalty_between_forward_and_backward_is_refused(sharded: Sharded) -> None:
+    for parameters in (sharded.engine.module.parameters(), sharded.earlier):
+        loss = sharded.engine(torch.ones(2, 8)).mean()
+        with pytest.raises(ParameterError, match=r"blocks\.0\.weight"):
+            loss + sum(p.pow(2).sum() for p in parameters)
+    sharded.engine.zero_grad()
+    sharded.backward()
+    sharded.engine.step()

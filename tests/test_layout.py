@@ -1,0 +1,287 @@
+"""Layouts by hand, then the properties of many random ones."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+
+import pytest
+
+from zeroweave.layout import ALIGN_BYTES, BucketLayout, Fragment, ParameterSpec, Slot, build_layout
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
+LARGE = 1 << 30
+
+
+def spec(
+    name: str,
+    *shape: int,
+    block: str | None = None,
+    dtype: str = "float32",
+    requires_grad: bool = True,
+    group: str = "world",
+) -> ParameterSpec:
+    return ParameterSpec(name, shape, dtype, ITEMSIZES[dtype], requires_grad, block, group)
+
+
+def contents(layout: tuple[BucketLayout, ...]) -> dict[str, list[str]]:
+    """Bucket names and what lies in them, in order of ids."""
+    assert [bucket.id for bucket in layout] == list(range(len(layout)))
+    named = {bucket.name: [slot.name for slot in bucket.slots] for bucket in layout}
+    assert len(named) == len(layout), "two buckets have one name"
+    return named
+
+
+def test_slots_are_aligned_and_the_flat_is_padded_to_the_world() -> None:
+    (bucket,) = build_layout([spec("m.weight", 5, 7), spec("m.bias", 5)], world=3, max_bytes=LARGE)
+    # 35 and 5 elements of 4 bytes: 2 and 1 lines of 32 elements; 3 lines are a line for each of 3 ranks.
+    assert bucket.slots == (Slot("m.weight", 0, 35, (5, 7)), Slot("m.bias", 64, 5, (5,)))
+    assert (bucket.numel, bucket.shard_numel) == (96, 32)
+    assert (bucket.nbytes, bucket.shard_nbytes) == (384, 128)
+    assert bucket.gaps() == ((35, 64), (69, 96))
+    assert [bucket.shard_range(rank) for rank in range(3)] == [(0, 32), (32, 64), (64, 96)]
+    assert bucket.name == "m" and bucket.trainable
+
+
+def test_a_parameter_spans_two_or_three_shards_or_misses_them() -> None:
+    three, two, none = spec("three", 80), spec("two", 40), spec("none", 0)
+    (bucket,) = build_layout([three, two, none], world=3, max_bytes=LARGE)
+    # Offsets 0, 96 and 160; 192 elements in all, 64 a shard.
+    assert [slot.offset for slot in bucket.slots] == [0, 96, 160]
+    assert [bucket.fragment(0, rank) for rank in range(3)] == [
+        Fragment(start=0, offset=0, numel=64),
+        Fragment(start=0, offset=64, numel=16),
+        Fragment(0, 0, 0),
+    ]
+    assert [bucket.fragment(1, rank) for rank in range(3)] == [
+        Fragment(0, 0, 0),
+        Fragment(start=32, offset=0, numel=32),
+        Fragment(start=0, offset=32, numel=8),
+    ]
+    assert [bucket.fragment(2, rank).numel for rank in range(3)] == [0, 0, 0]
+
+    (bucket,) = build_layout([spec("first", 20), spec("long", 150)], world=3, max_bytes=LARGE)
+    assert [bucket.fragment(1, rank) for rank in range(3)] == [
+        Fragment(start=32, offset=0, numel=32),
+        Fragment(start=0, offset=32, numel=64),
+        Fragment(start=0, offset=96, numel=54),
+    ]
+
+
+def test_empty_and_tiny_parameters_have_places_of_their_own() -> None:
+    specs = [spec("a", 0), spec("b", 3, 0), spec("scalar"), spec("c", 0)]
+    (bucket,) = build_layout(specs, world=2, max_bytes=LARGE)
+    assert [(slot.offset, slot.numel) for slot in bucket.slots] == [(0, 0), (32, 0), (64, 1), (96, 0)]
+    assert bucket.numel == 128
+    assert bucket.gaps() == ((0, 64), (65, 128))
+
+    (only,) = build_layout([spec("empty", 0)], world=4, max_bytes=LARGE)
+    assert only.numel == 4 * ALIGN_BYTES // 4 and only.gaps() == ((0, only.numel),)
+
+
+def test_no_parameters_no_buckets() -> None:
+    assert build_layout([], world=2, max_bytes=LARGE) == ()
+
+
+def test_blocks_and_the_runs_between_them() -> None:
+    specs = [
+        spec("embed.tokens.weight", 8),
+        spec("embed.positions.weight", 8),
+        spec("layers.0.up.weight", 8, block="layers.0"),
+        spec("layers.0.down.weight", 8, block="layers.0"),
+        spec("layers.1.up.weight", 8, block="layers.1"),
+        spec("middle", 8),
+        spec("layers.2.up.weight", 8, block="layers.2"),
+        spec("norm.weight", 8),
+        spec("head.weight", 8),
+    ]
+    assert contents(build_layout(specs, world=2, max_bytes=LARGE)) == {
+        "embed.tokens": ["embed.tokens.weight", "embed.positions.weight"],
+        "layers.0": ["layers.0.up.weight", "layers.0.down.weight"],
+        "layers.1": ["layers.1.up.weight"],
+        "middle": ["middle"],
+        "layers.2": ["layers.2.up.weight"],
+        "norm": ["norm.weight", "head.weight"],
+    }
+    assert contents(build_layout(specs, world=2, max_bytes=LARGE, by_block=False)) == {
+        "embed.tokens": [s.name for s in specs]
+    }
+
+
+def test_a_block_whose_parameters_are_no_neighbours_is_one_bucket() -> None:
+    specs = [spec("a.x", 4, block="a"), spec("b.x", 4, block="b"), spec("a.y", 4, block="a")]
+    assert contents(build_layout(specs, 2, LARGE)) == {"a": ["a.x", "a.y"], "b": ["b.x"]}
+
+
+def test_dtype_requires_grad_and_group_split_a_block() -> None:
+    specs = [
+        spec("l.0.w", 8, block="l.0", dtype="bfloat16", requires_grad=False),
+        spec("l.0.lora", 8, block="l.0"),
+        spec("l.0.norm", 8, block="l.0", requires_grad=False),
+        spec("l.0.v", 8, block="l.0", dtype="bfloat16", requires_grad=False),
+        spec("l.1.w", 8, block="l.1", requires_grad=False),
+        spec("l.2.router", 8, block="l.2"),
+        spec("l.2.expert", 8, block="l.2", group="experts"),
+    ]
+    layout = build_layout(specs, 2, LARGE)
+    assert contents(layout) == {
+        "l.0:bfloat16:frozen": ["l.0.w", "l.0.v"],
+        "l.0:float32": ["l.0.lora"],
+        "l.0:float32:frozen": ["l.0.norm"],
+        "l.1": ["l.1.w"],
+        "l.2:world": ["l.2.router"],
+        "l.2:experts": ["l.2.expert"],
+    }
+    assert [bucket.trainable for bucket in layout] == [False, True, False, False, True, True]
+    assert [bucket.itemsize for bucket in layout] == [2, 4, 4, 4, 4, 4]
+    assert layout[-1].group == "experts"
+
+
+def test_a_block_above_the_cap_becomes_several_buckets() -> None:
+    # A line of 128 bytes each; the cap of 512 bytes holds four of them, in flats of whole 2 x 128 bytes.
+    specs = [spec(f"l.0.p{i}", 32, block="l.0") for i in range(6)]
+    specs[2] = spec("l.0.big", 1000, block="l.0")
+    assert contents(build_layout(specs, world=2, max_bytes=512)) == {
+        "l.0:0": ["l.0.p0", "l.0.p1"],
+        "l.0:1": ["l.0.big"],
+        "l.0:2": ["l.0.p3", "l.0.p4", "l.0.p5"],
+    }
+
+
+def test_a_run_above_the_cap_takes_each_name_from_its_first_parameter() -> None:
+    specs = [spec(f"net.{i}.weight", 64) for i in range(5)] + [spec("net.4.bias", 64)]
+    assert contents(build_layout(specs, world=2, max_bytes=512)) == {
+        "net.0": ["net.0.weight", "net.1.weight"],
+        "net.2": ["net.2.weight", "net.3.weight"],
+        "net.4": ["net.4.weight", "net.4.bias"],
+    }
+    assert contents(build_layout(specs, world=2, max_bytes=1)) == {
+        "net.0": ["net.0.weight"],
+        "net.1": ["net.1.weight"],
+        "net.2": ["net.2.weight"],
+        "net.3": ["net.3.weight"],
+        "net.4:0": ["net.4.weight"],
+        "net.4:1": ["net.4.bias"],
+    }
+
+
+def test_what_is_wrong_with_the_arguments_is_said() -> None:
+    good = spec("a", 4)
+    with pytest.raises(ValueError, match="world must be at least 1"):
+        build_layout([good], 0, LARGE)
+    with pytest.raises(ValueError, match="max_bytes must be at least 1"):
+        build_layout([good], 1, 0)
+    with pytest.raises(ValueError, match="'a' is given twice"):
+        build_layout([good, good], 1, LARGE)
+    with pytest.raises(ValueError, match="3 bytes an element"):
+        build_layout([ParameterSpec("a", (4,), "odd", 3, True, None)], 1, LARGE)
+    with pytest.raises(ValueError, match="float32 has two item sizes"):
+        build_layout([good, ParameterSpec("b", (4,), "float32", 8, True, None)], 1, LARGE)
+    (bucket,) = build_layout([good], 2, LARGE)
+    for rank in (-1, 2):
+        with pytest.raises(IndexError, match="outside the world of 2"):
+            bucket.fragment(0, rank)
+
+
+def test_the_layout_needs_no_torch() -> None:
+    module = sys.modules[build_layout.__module__]
+    assert not any(getattr(value, "__name__", "").startswith("torch") for value in vars(module).values())
+
+
+def random_specs(dice: random.Random) -> list[ParameterSpec]:
+    """A model with blocks and things between them; now and then a parameter out of place (tied)."""
+    specs: list[ParameterSpec] = []
+    for part in range(dice.randint(1, 8)):
+        block = f"part{part}" if dice.random() < 0.6 else None
+        for index in range(dice.randint(0, 6)):
+            shape = tuple(dice.choice([0, 1, 1, 2, 3, 7, 33, 64]) for _ in range(dice.randint(0, 3)))
+            specs.append(
+                spec(
+                    f"part{part}.p{index}",
+                    *shape,
+                    block=block,
+                    dtype=dice.choice(["float32", "float32", "bfloat16", "float64"]),
+                    requires_grad=dice.random() < 0.8,
+                    group=dice.choice(["world", "world", "world", "experts"]),
+                )
+            )
+    if len(specs) > 1 and dice.random() < 0.3:
+        specs.insert(0, specs.pop(dice.randrange(len(specs))))
+    return specs
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_properties(seed: int) -> None:
+    dice = random.Random(seed)
+    specs = random_specs(dice)
+    world, max_bytes = dice.randint(1, 9), dice.choice([1, 512, 4096, 1 << 16, LARGE])
+    by_block = dice.random() < 0.7
+    layout = build_layout(iter(specs), world, max_bytes, by_block)
+    assert layout == build_layout(specs, world, max_bytes, by_block)
+
+    contents(layout)
+    by_name = {s.name: s for s in specs}
+    position = {s.name: index for index, s in enumerate(specs)}
+    placed = [slot.name for bucket in layout for slot in bucket.slots]
+    assert sorted(placed) == sorted(by_name)
+    firsts = [position[bucket.slots[0].name] for bucket in layout]
+    assert firsts == sorted(firsts)
+    for bucket in layout:
+        check_bucket(bucket, [by_name[slot.name] for slot in bucket.slots], world, max_bytes)
+        places = [position[slot.name] for slot in bucket.slots]
+        assert places == sorted(places)
+        if by_block:
+            check_neighbours(bucket, specs, position)
+
+
+def check_bucket(bucket: BucketLayout, members: list[ParameterSpec], world: int, max_bytes: int) -> None:
+    line = ALIGN_BYTES // bucket.itemsize
+    assert bucket.numel > 0 and bucket.numel % (world * line) == 0
+    assert bucket.nbytes <= max_bytes or len(members) == 1
+    kinds = {(s.dtype, s.itemsize, s.requires_grad, s.group) for s in members}
+    assert kinds == {(bucket.dtype, bucket.itemsize, bucket.requires_grad, bucket.group)}
+
+    offsets = [slot.offset for slot in bucket.slots]
+    assert offsets == sorted(set(offsets)) and all(offset % line == 0 for offset in offsets)
+    assert all(offset < bucket.numel for offset in offsets)
+    owner: list[object] = [None] * bucket.numel
+    for slot, member in zip(bucket.slots, members, strict=True):
+        assert (slot.shape, slot.numel) == (member.shape, member.numel)
+        for place in range(slot.offset, slot.offset + slot.numel):
+            assert owner[place] is None
+            owner[place] = slot.name
+    for start, stop in bucket.gaps():
+        assert start < stop
+        for place in range(start, stop):
+            assert owner[place] is None
+            owner[place] = "gap"
+    assert None not in owner, "slots and gaps tile the flat"
+    check_fragments(bucket)
+
+
+def check_fragments(bucket: BucketLayout) -> None:
+    """Every element of every parameter lies in exactly one fragment, where the flat has it."""
+    ranges = [bucket.shard_range(rank) for rank in range(bucket.world)]
+    assert ranges[0][0] == 0 and ranges[-1][1] == bucket.numel
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+    for index, slot in enumerate(bucket.slots):
+        elements: list[int] = []
+        for rank, (start, _) in enumerate(ranges):
+            fragment = bucket.fragment(index, rank)
+            assert 0 <= fragment.start and fragment.start + fragment.numel <= bucket.shard_numel
+            if fragment.numel:
+                assert start + fragment.start == slot.offset + fragment.offset
+            else:
+                assert fragment == Fragment(0, 0, 0)
+            elements.extend(range(fragment.offset, fragment.offset + fragment.numel))
+        assert elements == list(range(slot.numel))
+
+
+def check_neighbours(bucket: BucketLayout, specs: list[ParameterSpec], position: dict[str, int]) -> None:
+    """A bucket lies in one block; outside of blocks no parameter of a block comes between its own."""
+    first, last = (position[bucket.slots[end].name] for end in (0, -1))
+    blocks = {specs[position[slot.name]].block for slot in bucket.slots}
+    assert len(blocks) == 1
+    if blocks == {None}:
+        assert all(s.block is None for s in specs[first : last + 1])

@@ -1,0 +1,30 @@
+"""zeroweave: ZeRO-1, 2 and 3 for PyTorch with compiled compute and a replayed communication schedule."""
+
+from zeroweave.config import Config
+from zeroweave.engine import Engine
+from zeroweave.errors import (
+    AgreementError,
+    ConfigError,
+    EngineError,
+    ParameterError,
+    RankFailure,
+    ScheduleError,
+    ZeroweaveError,
+)
+from zeroweave.initialize import initialize
+from zeroweave.schedule import Schedule
+
+__all__ = [
+    "AgreementError",
+    "Config",
+    "ConfigError",
+    "Engine",
+    "EngineError",
+    "ParameterError",
+    "RankFailure",
+    "Schedule",
+    "ScheduleError",
+    "ZeroweaveError",
+    "initialize",
+]
+__version__ = "0.1.0"

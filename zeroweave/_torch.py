@@ -1,0 +1,411 @@
+"""The private names of PyTorch that zeroweave uses, in one place.
+
+Each is a small function or alias with its reason, so that a release that moves a name breaks one file and
+one test (`tests/test_torch_private.py`), which runs on the oldest and the newest supported version. No
+other module touches a name that starts with an underscore or lives under `torch._*`. Supported: 2.11 to
+2.13. Imports that are slow (Inductor) or that pull in the compiler stay inside the functions.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors (and storage objects) share `storage`.
+
+    Why: a flat is freed only when nobody views it.
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def current_graph_task() -> int:
+    """The id of the backward that this thread runs, -1 outside of one.
+
+    Why: nested backwards are told apart.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the current backward has finished. Why: there is no public hook for it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of the storage of `tensor`; kept over `resize_`.
+
+    Why: call-time binding needs it, cheaply.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor` was written in place. Why: a write into a gathered parameter would be lost."""
+    return int(tensor._version)
+
+
+def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its target. Why: one launch for a bucket's gradients instead of one each."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def has_symmetric_memory() -> bool:
+    """Whether this PyTorch has symmetric memory. Why: `zeroweave doctor` says so; its module is private."""
+    return importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
+
+
+def dynamo_backend(**compilers: Any) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """AOTAutograd as a Dynamo backend. Why: with plain callables AOTAutogradCache is never consulted."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return cast(Callable[..., Any], aot_autograd(**compilers))
+
+
+def dynamo_example(placeholder: torch.fx.Node) -> Any:
+    """The value that Dynamo saw for a placeholder of its graph. Why: only it tells parameters from inputs."""
+    argument = placeholder.meta.get("grapharg")
+    return None if argument is None else argument.example
+
+
+def dynamo_backend_error() -> type[RuntimeError]:
+    """What Dynamo wraps a backend's exceptions in (`inner_exception`).
+
+    Why: ours must reach the user as such.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    return BackendCompilerFailed
+
+
+def dynamo_entries(code: types.CodeType) -> int:
+    """How many compiled variants Dynamo keeps of a code object.
+
+    Why: past the limit it runs eagerly, silently.
+    """
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return len(_debug_get_cache_entry_list(code))
+
+
+def dynamo_limit() -> int:
+    """How many variants of a code object Dynamo compiles."""
+    return int(torch._dynamo.config.recompile_limit)
+
+
+def dynamo_attempts() -> list[Any]:
+    """Dynamo's last attempts to compile a frame (up to 64), oldest first; see `CompilationMetrics`.
+
+    Why: the reasons for recompilations and failures are kept nowhere else.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return list(get_compilation_metrics())
+
+
+def dynamo_graph_breaks() -> dict[str, int]:
+    """How often Dynamo broke a graph, by reason, in this process. Why: to say why code is not compiled."""
+    from torch._dynamo.utils import counters
+
+    return dict(counters["graph_break"])
+
+
+def aot_position(desc: Any) -> int | None:
+    """The position among Dynamo's placeholders that an AOT input descriptor stands for, if it is plain."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    return desc.idx if isinstance(desc, PlainAOTInput) else None
+
+
+def aot_base(desc: Any) -> Any:
+    """The input that an AOT input was made from (a view's base, a subclass's component), else None."""
+    from torch._functorch._aot_autograd import descriptors
+
+    if isinstance(desc, (descriptors.ViewBaseAOTInput, descriptors.SyntheticBaseAOTInput)):
+        return desc.base_of
+    subclass = (
+        descriptors.SubclassGetAttrAOTInput,
+        descriptors.SubclassSizeAOTInput,
+        descriptors.SubclassStrideAOTInput,
+    )
+    return desc.base if isinstance(desc, subclass) else None
+
+
+def aot_gradient_of(desc: Any) -> int | None:
+    """The position of the placeholder whose gradient an AOT output is, None if it is something else."""
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+
+    return aot_position(desc.grad_of) if isinstance(desc, GradAOTOutput) else None
+
+
+def aot_saved(index: int) -> Any:
+    """The descriptor of the forward's `index`-th output that is saved for the backward."""
+    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+    return SavedForBackwardsAOTOutput(index)
+
+
+def aot_metadata() -> Any:
+    """What AOTAutograd knows about the graph that is being compiled (`ViewAndMutationMeta`), None outside.
+
+    Why: mutated inputs, and donated buffers, which must be off (a backward may run with retain_graph).
+    """
+    context = torch._guards.TracingContext.try_get()
+    return None if context is None else context.fw_metadata
+
+
+def aot_partition(
+    joint: torch.fx.GraphModule, inputs: Any, **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """AOTAutograd's min-cut partitioner, which leaves operators as they are."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+def inductor_partition(
+    joint: torch.fx.GraphModule, inputs: Any, **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Inductor's joint passes and partitioner, with the fake mode that its random-operator passes need."""
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.virtualized import V
+
+    with V.set_fake_mode(_fake_mode(joint)):
+        return partition_fn(joint, inputs, **options)
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor expects to have been applied."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_compile(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, is_inference: bool
+) -> Callable[[list[Any]], Any]:
+    """Inductor's code for a graph, called with one list of arguments, which it empties.
+
+    Compiled in a tracing context of its own: Inductor asserts that nobody else's output strides are in it.
+    An inference graph has had no partition, so that Inductor's joint passes are run here.
+    """
+    from torch._dynamo.utils import get_inputs_devices
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    fake_mode = _fake_mode(graph)
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+        if is_inference:
+            devices = list(get_inputs_devices(inputs, graph))
+            graph = _recursive_joint_graph_passes(graph, input_device=devices[0] if devices else None)
+        pin_output_strides(graph)
+        return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def pin_output_strides(graph: torch.fx.GraphModule) -> None:
+    """Makes Inductor return every output with the strides that it has in the graph.
+
+    Why: a context of its own cannot report other strides to AOTAutograd, which compiles the backward for
+    them.
+    """
+    output = graph.graph.output_node()
+    nodes = output.args[0]
+    assert isinstance(nodes, (tuple, list))
+    output.meta["user_visible_output_idxs"] = [i for i, n in enumerate(nodes) if isinstance(n, torch.fx.Node)]
+    values = [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
+    output.meta["original_output_strides"] = [
+        v.stride() if isinstance(v, torch.Tensor) else None for v in values
+    ]
+
+
+def _fake_mode(graph: torch.fx.GraphModule) -> Any:
+    """The fake mode of a traced graph's values."""
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    values += [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
+    return torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])
+
+
+def boxed(graph: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph's own Python code, called with one list of arguments, which it empties.
+
+    Why: the public calling convention keeps all arguments alive until the end.
+    """
+    from torch.fx.graph import _BoxedCodeGen
+
+    graph.graph.set_codegen(_BoxedCodeGen())
+    graph.recompile()
+    return cast(Callable[[list[Any]], Any], graph.forward)
+
+
+def recomputing() -> bool:
+    """Whether this forward is run again inside a backward by non-reentrant checkpointing.
+
+    Why: its graph is thrown away, so that no gradient may be expected from it. The innermost saved-tensors
+    hook tells: nothing else does.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+def wrapper_like(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:
+    """A `cls` without storage that has the metadata of `like`. Why: parameters at rest hold no bytes."""
+    make: Callable[..., AnyTensor] = torch.Tensor._make_wrapper_subclass
+    return make(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+        requires_grad=like.requires_grad,
+    )
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Calls inside do not enter `__torch_function__`.
+
+    Why: stubs answer metadata with PyTorch's own getters.
+    """
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def metadata_getters() -> tuple[Callable[..., Any], ...]:
+    """Private getters that describe a tensor without its values. Why: optimizers and `nn.Module` ask them."""
+    names = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr")
+    return tuple(getattr(torch.Tensor, name).__get__ for name in names)
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Makes `isinstance(tensor, nn.Parameter)` true. Why: stubs stay where modules and users ask that."""
+    tensor._is_param = True
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How many owners the C++ tensor has: 1, 2 with an AccumulateGrad node, more in a live graph.
+
+    Why: `swap_tensors` fails half way where a graph of an earlier forward still holds a parameter.
+    """
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_hook` was used on `tensor`. Why: its hooks would never run on a sharded parameter."""
+    return bool(tensor._backward_hooks)
+
+
+def has_post_accumulate_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was used on `tensor`. Why: as for tensor hooks."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def parameter_entries(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary that `module.weight` reads. Why: exchanging entries is how parameters come and go."""
+    return module._parameters
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called. Why: the engine compiles regions itself."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def forward_pre_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
+    """The forward pre-hooks of `module`. Why: the old weight_norm is one, and keeps a graph alive."""
+    return tuple(module._forward_pre_hooks.values())
+
+
+def refresh_rnn_weights(module: nn.RNNBase) -> None:
+    """Makes an RNN compute with its present `_parameters`. Why: it keeps a list of its weights of its own."""
+    entries = module._parameters
+    module._flat_weights[:] = [
+        entries.get(name, old)
+        for name, old in zip(module._flat_weights_names, module._flat_weights, strict=True)
+    ]
+
+
+def watch_rnn_weights(module: nn.RNNBase, watch: bool) -> None:
+    """Lets an RNN hold weak references to its weights, or none.
+
+    Why: a weakly referenced tensor cannot be swapped; without them the RNN trusts its list, which
+    `refresh_rnn_weights` keeps right.
+    """
+    module._flat_weight_refs = [
+        weakref.ref(weight) if watch and weight is not None else None for weight in module._flat_weights
+    ]
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `optimizer.step` calls hooks, its own or global ones. Why: those expect one call a step."""
+    from torch.optim import optimizer as module
+
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or module._global_optimizer_pre_hooks
+        or module._global_optimizer_post_hooks
+    )
+
+
+def is_step_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether someone set `optimizer.step` on the object, learning rate schedulers (which only note that it
+    was called) left out. Why: a wrapper of a user expects one call a step."""
+    return "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
+def foreach_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, fp32, 0-dim. Why: one launch, and the public form rounds to bf16."""
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+
+
+def foreach_multiply_(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies each tensor in place by a 0-dim tensor. Why: one launch, and no host synchronisation."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def mark_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tells AOTAutograd that `run` takes one list of arguments and empties it.
+
+    Why: inputs are freed early.
+    """
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def module_runner() -> Callable[..., Any]:
+    """A new function `run(module, *args, **kwargs)` with a code object of its own.
+
+    Why: Dynamo keeps what it compiled by code object, with one limit per process, deleted engines included.
+    It does what `module(*args, **kwargs)` does where the module is not set to be compiled.
+    """
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    return types.FunctionType(run.__code__.replace(), globals(), "run")
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """A copy of nested containers with `function` applied to every tensor.
+
+    Why: pytrees are a private module.
+    """
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, function, tree)
+
+
+def is_operator(target: Any) -> bool:
+    """Whether a graph node's target is an overload of an operator (`aten.add.Tensor`).
+
+    Why: the class is private.
+    """
+    return isinstance(target, torch._ops.OpOverload)

@@ -1,0 +1,111 @@
+"""Puts the calls of a model's regions and other modules in place, and takes them out again."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+
+from zeroweave.compile import Templates, call_modules, find_regions, region_key
+from zeroweave.config import Config
+from zeroweave.eager.access import Access
+from zeroweave.eager.hooks import GradientHooks, ModuleCall, own_outputs
+from zeroweave.runtime.runtime import Runtime
+
+
+class Calls:
+    """The calls of one engine. `eager_regions` names the regions that Dynamo gave up on, with its reason."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        config: Config,
+        session: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._model, self._runtime = model, runtime
+        self.access = Access(model, runtime)
+        self.eager_regions: dict[str, str] = {}
+        self._compiling = False
+        self._told_cache = False
+        regions = find_regions(model, config.compile.regions, max_bytes=config.bucket.bytes)
+        self.regions = len(regions)
+        self.templates: Templates | None = None
+        if config.compile.enabled:
+            self.templates = Templates(runtime, {r.module: r.name for r in regions}, config.compile.lower)
+
+        place = {s.name: (b.id, i) for b in runtime.buckets.values() for i, s in enumerate(b.layout.slots)}
+        place_of = {id(p): place[name] for name, p in model.named_parameters()}
+
+        def call(name: str, module: nn.Module, recurse: bool) -> ModuleCall:
+            slots = [place_of[id(p)] for p in module.parameters(recurse)]
+            return ModuleCall(name, module, slots, runtime, self.access, session)
+
+        self._calls = [call(name, module, recurse=False) for name, module in call_modules(model, regions)]
+        for region in regions:
+            made = call(region.name, region.module, recurse=True)
+            self._calls.append(made)
+            if self.templates is not None:
+                self._compile(made, self.templates, config.compile.dynamic)
+        for made in self._calls:
+            made.install()
+        self._hooks = GradientHooks(runtime)
+
+    def _compile(self, call: ModuleCall, templates: Templates, dynamic: bool | None) -> None:
+        key = region_key(call.module)
+
+        def gave_up(_: ModuleCall) -> None:
+            if call.name not in self.eager_regions:
+                reason = templates.give_up_reason(key)
+                if reason not in self.eager_regions.values():
+                    warnings.warn(f"{call.name or 'the model'} trains eagerly, exact but slower: {reason}", stacklevel=2)
+                self.eager_regions[call.name] = reason
+
+        call.compiled = templates.compile(key, dynamic)
+        call.may_compile = lambda: self._compiling
+        call.gave_up = gave_up
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Regions that are called inside run compiled; everywhere else they run eagerly."""
+        before, self._compiling = self._compiling, True
+        try:
+            yield
+        finally:
+            self._compiling = before
+
+    def own_outputs(self, outputs: Any) -> Any:
+        """`outputs` without views of parameters; see `eager.hooks.own_outputs`."""
+        return own_outputs(outputs, self._runtime)
+
+    def without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """`kwargs` with `use_cache=False` for a transformers model that would make a key-value cache.
+
+        With a cache every layer reads its own index, and none shares its template with another. Whoever
+        passes `use_cache` or a cache gets what they ask for.
+        """
+        if self.templates is None or not getattr(getattr(self._model, "config", None), "use_cache", False):
+            return kwargs
+        if "use_cache" in kwargs or kwargs.get("past_key_values") is not None:
+            return kwargs
+        parameters = inspect.signature(self._model.forward).parameters
+        if "use_cache" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            return kwargs
+        if not self._told_cache:
+            self._told_cache = True
+            warnings.warn(
+                "the model's config asks for a key-value cache (use_cache=True), with which every layer would be "
+                "compiled anew: the engine passes use_cache=False; pass use_cache=True in the call to keep it",
+                stacklevel=4,
+            )
+        return {**kwargs, "use_cache": False}
+
+    def remove(self) -> None:
+        """The modules call themselves again; gradients stay where autograd puts them."""
+        self._hooks.remove()
+        for call in self._calls:
+            call.remove()

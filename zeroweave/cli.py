@@ -1,0 +1,110 @@
+"""The command line: `zeroweave demo`, `zeroweave run` and `zeroweave doctor`."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="zeroweave",
+    help="Train any PyTorch model with ZeRO-1, 2 or 3: compute compiled, communication scheduled.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+class Lower(StrEnum):
+    """What turns a traced graph into code."""
+
+    inductor = "inductor"
+    aot_eager = "aot_eager"
+
+
+@app.command()
+def demo(
+    stage: Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage")] = 3,
+    ranks: Annotated[int, typer.Option(min=1, help="processes; must divide the batch of 16 sequences")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 240,
+    lower: Annotated[Lower, typer.Option(help="how compiled regions are lowered")] = Lower.inductor,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,
+) -> None:
+    """Train a small language model on the text of Python's help(), then check the run and show its schedule.
+
+    Exits with 1 if a check fails. The last line of standard output is one JSON object with the figures.
+    """
+    from zeroweave.report.launch import launch
+
+    if 16 % ranks:
+        raise typer.BadParameter(f"{ranks} does not divide the batch of 16 sequences", param_hint="--ranks")
+    options = ["--stage", str(stage), "--steps", str(steps), "--lower", lower.value]
+    options += ["--eager"] if eager else []
+    options += ["--json", str(json)] if json else []
+    raise typer.Exit(launch(["--nproc-per-node", str(ranks), str(demo_script()), *options]))
+
+
+def demo_script() -> Path:
+    """The demo's program in the checkout: an example, and examples are not installed with the package."""
+    script = Path(__file__).resolve().parent.parent / "examples" / "demo.py"
+    if not script.is_file():
+        print(
+            f"zeroweave: the demo is part of the repository's examples, and {script} does not exist; "
+            "clone the repository and install it with pip install -e . (or type make demo)",
+            file=sys.stderr,
+        )
+        raise typer.Exit(2)
+    return script
+
+
+@app.command(context_settings=PASS_THROUGH)
+def run(
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...", show_default=False)
+    ],
+) -> None:
+    """Start SCRIPT on several ranks, as torchrun does, with all of torchrun's options.
+
+    For example: zeroweave run --nproc-per-node 2 examples/train.py
+
+    It differs from torchrun where that goes wrong: restarts with gloo work, one machine uses a free port, and
+    process groups are ended when the script is over, so that its own exit code is what counts.
+    """
+    from zeroweave.report.launch import launch
+
+    raise typer.Exit(launch(arguments))
+
+
+@app.command()
+def doctor() -> None:
+    """Check what this machine can do: versions, devices, transports, and whether Inductor compiles here.
+
+    Exits with 1 if training cannot work.
+    """
+    from zeroweave.report.doctor import checks
+
+    worst = "ok"
+    for check in checks():
+        print(f"{check.state:8} {check.name}: {check.detail}", flush=True)
+        if check.state != "ok":
+            print(f"{'':8} -> {check.cure}", flush=True)
+            worst = "failed" if "failed" in (worst, check.state) else "limited"
+    verdict = {
+        "ok": "zeroweave works here",
+        "limited": "zeroweave works here, within limits",
+        "failed": "zeroweave cannot train here",
+    }
+    print(verdict[worst])
+    raise typer.Exit(int(worst == "failed"))
+
+
+if __name__ == "__main__":
+    app()

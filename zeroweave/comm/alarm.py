@@ -1,0 +1,180 @@
+"""The alarm: when a rank fails, the others learn of it and do not wait for it forever.
+
+A rank that is blocked in a collective can only be ended. So each process has a watcher thread (`watcher`) that
+polls the board and ends its process, with the reason on stderr, when one of these is certain:
+
+1. Another rank failed and told so (`failed`), and this one did not fail at the same step and place within
+   `GRACE_SECONDS`. If all ranks fail alike, nobody waits for anybody: no process is ended and training can go on.
+   Which of the two it is, is decided once for all ranks by whoever knows first.
+2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in a
+   collective that the other will never issue.
+3. Another process has ended through an uncaught exception, has given no sign of life for about a minute, or was
+   rank 0, which keeps the board, and has gone without a word.
+
+A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that (but see 2).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from zeroweave.comm.board import Board
+from zeroweave.comm.control import Control
+from zeroweave.comm.watcher import (
+    GRACE_SECONDS,
+    Failure,
+    Line,
+    Watcher,
+    describe,
+    end_process,
+    question_of,
+    read,
+    tell,
+)
+
+PARTING_SECONDS = 2.0
+"""How long rank 0 keeps the board for ranks that leave later."""
+
+
+class Alarm:
+    """One engine's alarm on this rank. Every rank makes one over its `control`.
+
+    `progress()` -> (step, count): the step this rank is in and the collectives it has issued since the beginning.
+    The watcher's thread calls it, so it must be cheap and must not raise. `end(reason)` ends the process.
+    `fatal` says what happened once a failure was not shared by all ranks: no call of the engine can succeed then.
+    In a world of 1 there is no thread and no board, and all ranks share every failure.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        end: Callable[[str], None] = end_process,
+    ) -> None:
+        self.rank, self.world = control.rank, control.world
+        self.fatal: str | None = None
+        self._control, self._progress = control, progress
+        self._shared: str | None = None  # the last error that all ranks had
+        self._process = os.getpid()
+        self._line: Line | None = None
+        if control.board is None:
+            return
+        self._line = Line(control.board.connect())
+        self._line.post()
+        self._watcher = Watcher(self._line, progress, end)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watcher.run, args=(self._stop,), name="zeroweave alarm", daemon=True
+        )
+        self._thread.start()
+        # A thread that comes back from the store into an interpreter that has ended aborts the process.
+        atexit.register(self._at_exit)
+
+    def failed(self, place: str, step: int, error: BaseException) -> bool:
+        """To be called once per exception that leaves the engine, which is then raised again.
+
+        True: all ranks failed at this step and place, after equally many collectives; they can go on together.
+        False: they did not within `GRACE_SECONDS` (known earlier where possible), or the control group is broken;
+        `fatal` says what is known, and the watchers of the other ranks end them.
+        """
+        if self.fatal is not None or self._line is None:
+            return self.fatal is None and self.world == 1
+        line, broken = self._line, self._control.broken is not None
+        mine = Failure(line.epoch, step, place, self._progress()[1], describe(error), final=broken)
+        known: list[str] = []
+        try:
+            line.post(failure=mine)
+            line.board.ring()
+            alike = self._verdict(line.board, mine) == "alike"
+            failures = [
+                (rank, status.failure) for rank, status in enumerate(read(line.board)) if rank != self.rank
+            ]
+            known = [
+                tell(rank, failure) for rank, failure in failures if failure and failure.epoch == mine.epoch
+            ]
+        except ConnectionError as lost:
+            alike, known = False, [str(lost)]
+        if alike:
+            self._shared = mine.error
+            line.epoch += 1
+            return True
+        known = known or [f"no other rank did within {GRACE_SECONDS:g} s"]
+        self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}", *known])
+        return False
+
+    def post_counts(self, step: int, count: int) -> None:
+        """Tells that this rank has issued all collectives before the agreement of `step`: `count` since the beginning.
+
+        Called before `Control.agree`. A rank that has already issued more and does not come is stuck, and ended.
+        """
+        try:
+            if self._line is not None:
+                self._line.post(step=step, count=count)
+        except ConnectionError:
+            pass  # the agreement that follows fails and says why
+
+    def close(self) -> None:
+        """Leaves in order: no thread, no message and no action at exit remain. Before `Control.close`.
+
+        Ranks may close at different times, after their last collective; rank 0 waits up to `PARTING_SECONDS` for
+        the others. Closing twice does nothing.
+        """
+        self._leave("it closed its engine")
+
+    def _verdict(self, board: Board, mine: Failure) -> str:
+        """ "alike", or how the failures of this epoch are not; the same answer on all ranks."""
+        question, deadline = question_of(mine), time.monotonic() + GRACE_SECONDS
+        while (decided := board.decided(question)) is None:
+            failures = [status.failure for status in read(board)]
+            same = [failure for failure in failures if failure is not None and failure.epoch == mine.epoch]
+            if any(failure.final or failure.spot != mine.spot for failure in same):
+                return board.decide(question, "different")
+            if len(same) == self.world:
+                return board.decide(question, "alike")
+            if time.monotonic() > deadline:
+                return board.decide(question, "alone")
+            time.sleep(0.02)
+        return decided
+
+    def _at_exit(self) -> None:
+        """The interpreter ends and nobody has called `close`."""
+        line, error = self._line, getattr(sys, "last_value", None)  # an exception that nobody caught
+        if line is not None and os.getpid() == self._process and error is not None and self.fatal is None:
+            step, count = self._progress()
+            if describe(error) != self._shared:
+                try:
+                    line.post(
+                        failure=Failure(line.epoch, step, "the script", count, describe(error), final=True)
+                    )
+                except ConnectionError:
+                    pass
+        self._leave("its process ended without closing the engine")
+
+    def _leave(self, how: str) -> None:
+        line, self._line = self._line, None
+        # A forked child has a copy of the object, but no thread, and does not speak for this rank.
+        if line is None or os.getpid() != self._process:
+            return
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(PARTING_SECONDS)
+        try:
+            if not self._watcher.host_left:
+                line.post(count=self._progress()[1], left=how)
+                line.board.ring()
+            if self.rank == 0:
+                self._await_others(line.board)
+        except ConnectionError:
+            pass
+        atexit.unregister(self._at_exit)
+        line.board.close()
+
+    def _await_others(self, board: Board) -> None:
+        deadline = time.monotonic() + PARTING_SECONDS
+        while time.monotonic() < deadline and not all(status.left for status in read(board)):
+            time.sleep(0.02)

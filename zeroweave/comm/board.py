@@ -1,0 +1,135 @@
+"""The board: one line of text per rank under each heading, in a store that rank 0 keeps.
+
+It is a side channel over TCP (`TCPStore`), apart from all process groups, so that it still works when a
+collective is stuck. Only calls that answer at once are used: a connection that waits for a key would keep
+every other thread of the process from it. Each thread that polls has a connection of its own (`connect`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+HEADINGS = ("arrived", "status")
+
+
+class Board:
+    """One connection to the store. Every method raises `ConnectionError` once rank 0's process has gone.
+
+    `reach` opens a connection; `server`, on rank 0, is the store itself, which lives as long as this board.
+    """
+
+    def __init__(
+        self, rank: int, world: int, reach: Callable[[], Store], server: Store | None = None
+    ) -> None:
+        self.rank, self.world = rank, world
+        self._reach, self._server = reach, server
+        self._connection: Store | None = None
+        with self._connected() as store:
+            for heading in HEADINGS:
+                if not store.check([f"{heading}/{rank}"]):
+                    store.set(f"{heading}/{rank}", "")
+
+    @classmethod
+    def open(cls, process_group: dist.ProcessGroup | None, deadline_seconds: float) -> Board:
+        """Collective over `process_group`: rank 0 keeps a store on a free port and tells the others where.
+
+        The address is the loopback where all ranks run on one machine, else MASTER_ADDR where that is rank 0's,
+        else rank 0's host name.
+        """
+        rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        timeout = timedelta(seconds=deadline_seconds)
+        server = _tcp_store("127.0.0.1", 0, timeout, serve=True) if rank == 0 else None
+        told: list[tuple[str, str, int]] = [("", "", 0)] * world
+        # MASTER_ADDR belongs to the first rank of the job, which need not be in this group.
+        first_of_job = dist.get_rank() == 0 and os.environ.get("MASTER_ADDR")
+        mine = (_machine(), first_of_job or socket.gethostname(), server.port if server else 0)
+        dist.all_gather_object(told, mine, group=process_group)
+        _, name, port = told[0]
+        host = "127.0.0.1" if len({machine for machine, _, _ in told}) == 1 else name
+
+        def reach() -> Store:
+            return _tcp_store(host, port, timeout)
+
+        return cls(rank, world, reach, server)
+
+    def connect(self) -> Board:
+        """The same board over a connection of its own."""
+        return Board(self.rank, self.world, self._reach)
+
+    def part(self, name: str) -> Store:
+        """A store inside this one, for the rendezvous of a process group."""
+        with self._connected() as store:
+            return PrefixStore(name, store)
+
+    def post(self, heading: str, text: str) -> None:
+        """Writes this rank's line; it does not wait for the store's answer."""
+        with self._connected() as store:
+            store.set(f"{heading}/{self.rank}", text)
+
+    def read(self, heading: str) -> list[str]:
+        """The lines of all ranks, "" where nothing has been posted. Every rank must have opened the board."""
+        with self._connected() as store:
+            lines = store.multi_get([f"{heading}/{rank}" for rank in range(self.world)])
+        return [line.decode() for line in lines]
+
+    def ring(self) -> None:
+        """Asks every rank that polls `rung` to look at the board now."""
+        with self._connected() as store:
+            store.add("bell", 1)
+
+    def rung(self) -> int:
+        """How often anyone rang; the cheap call for polling."""
+        with self._connected() as store:
+            return store.add("bell", 0)
+
+    def decide(self, question: str, answer: str) -> str:
+        """Gives `answer` to `question` unless it has one; returns the one that stands, equal on all ranks."""
+        with self._connected() as store:
+            return store.compare_set(f"decided/{question}", "", answer).decode()
+
+    def decided(self, question: str) -> str | None:
+        """The answer that stands, None where there is none yet."""
+        with self._connected() as store:
+            if not store.check([f"decided/{question}"]):
+                return None
+            return store.get(f"decided/{question}").decode()
+
+    def close(self) -> None:
+        """Drops the connection, and on rank 0 the store: other ranks lose it."""
+        self._connection = self._server = None
+        self._reach = _closed
+
+    @contextmanager
+    def _connected(self) -> Iterator[Store]:
+        try:
+            if self._connection is None:
+                self._connection = self._reach()
+            yield self._connection
+        except RuntimeError as error:
+            raise ConnectionError(f"the store kept by rank 0 does not answer: {error}") from error
+
+
+def _tcp_store(host: str, port: int, timeout: timedelta, serve: bool = False) -> dist.TCPStore:  # type: ignore[name-defined]
+    """A connection to the store at `host`:`port`; with `serve` the store itself, on any free port if `port` is 0."""
+    return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+
+
+def _closed() -> Store:
+    raise ConnectionError("the board is closed")
+
+
+def _machine() -> str:
+    """Names this machine: two may share a host name, but not the number of the boot."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"

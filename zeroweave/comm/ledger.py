@@ -1,0 +1,80 @@
+"""The ledger: what this rank's collectives were and what they moved.
+
+It answers two questions. How much was moved: calls and bytes per kind, since the beginning and in this step.
+Did all ranks issue the same collectives in the same order: one count and one rolling hash, which the ranks
+compare once per step (`control`), because two collectives of equal size that pair up wrongly give wrong
+numbers without an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import xxhash
+
+_TRIPS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
+"""How often a kind sends the flat around; an all-reduce is a reduce-scatter and an all-gather."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the collectives of one kind moved.
+
+    `payload` is the size of the full flats, padding included; `wire` is what one rank sends for them when the
+    ranks pass pieces around: payload x (N-1)/N, and twice that for an all-reduce. Both in bytes.
+    """
+
+    calls: int = 0
+    payload: int = 0
+    wire: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls + other.calls, self.payload + other.payload, self.wire + other.wire)
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
+
+
+class Ledger:
+    """Counts the collectives that this rank issues."""
+
+    def __init__(self, world: int, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self._totals: dict[str, Traffic] = {}
+        self._at_begin: dict[str, Traffic] = {}
+        self._count = 0
+        self._hash = xxhash.xxh3_64()
+
+    def record(self, kind: str, bucket: int, dtype: str, payload: int, group: str = "world") -> None:
+        """Notes one collective when it is issued.
+
+        `payload`: bytes of the full flat, padding included. `group`: the sharding group's name; its size is taken
+        to be the ledger's world. The rank is no part of the hash.
+        """
+        wire = _TRIPS[kind] * payload * (self.world - 1) // self.world
+        self._totals[kind] = self._totals.get(kind, Traffic()) + Traffic(1, payload, wire)
+        self._count += 1
+        self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
+
+    @property
+    def count(self) -> int:
+        """Collectives issued since the ledger was made. Read by the alarm's thread, too."""
+        return self._count
+
+    @property
+    def hash(self) -> int:
+        """A 64-bit hash of all collectives issued, in order."""
+        return int(self._hash.intdigest())
+
+    def totals(self) -> dict[str, Traffic]:
+        """Traffic per kind since the ledger was made; only the kinds that occurred."""
+        return dict(self._totals)
+
+    def begin_step(self) -> None:
+        """From here on counts as the step that `step()` tells of."""
+        self._at_begin = dict(self._totals)
+
+    def step(self) -> dict[str, Traffic]:
+        """Traffic per kind since `begin_step()`; only the kinds that occurred."""
+        parts = {kind: total - self._at_begin.get(kind, Traffic()) for kind, total in self._totals.items()}
+        return {kind: part for kind, part in parts.items() if part.calls}

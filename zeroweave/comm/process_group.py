@@ -1,0 +1,135 @@
+"""Transports over a process group (gloo on CPU, NCCL on GPU), and the one for a world of 1."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from zeroweave._torch import foreach_copy_
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.transport import Parts, Pending, ReduceOp, Transport
+from zeroweave.layout import BucketLayout
+
+# The second of each pair is the name before 2.13, which deprecates it.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _Work:
+    """A collective of the process group, and what must stay alive until it has been waited for."""
+
+    __slots__ = ("_alive", "_work")
+
+    def __init__(self, work: dist.Work, *alive: torch.Tensor) -> None:
+        self._work: dist.Work | None = work
+        self._alive: tuple[torch.Tensor, ...] = alive
+
+    def wait(self) -> None:
+        # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
+        if self._work is None:
+            raise RuntimeError("a collective was waited for twice")
+        self._work.wait()
+        self._work, self._alive = None, ()
+
+
+class _Done:
+    """A collective that finished before it returned."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        return None
+
+
+def lay_out(flat: torch.Tensor, parts: Parts, layout: BucketLayout) -> None:
+    """Copies `parts` into their slots of `flat` [numel], with zeros wherever no part lies."""
+    views: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
+    for index, slot in enumerate(layout.slots):
+        view = flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
+        if (part := parts.get(index)) is not None:
+            views.append(view)
+            tensors.append(part)
+        else:
+            view.zero_()
+    if views:
+        foreach_copy_(views, tensors)
+    for start, stop in layout.gaps():
+        flat[start:stop].zero_()
+
+
+class ProcessGroupTransport:
+    """Collectives of one process group, counted in a ledger.
+
+    NCCL runs them on its own stream, which waits for the stream that issued them; gloo runs them on
+    threads of its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, ledger: Ledger) -> None:
+        self.group, self.device, self.ledger = group, device, ledger
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.ledger.record(kind, bucket, dtype, tensor.numel() * tensor.element_size())
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        self._count("all_gather", flat, layout.id)
+        return _Work(_all_gather(flat, shard, group=self.group, async_op=True), flat, shard)
+
+    @torch.no_grad()
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
+        flat = torch.empty(layout.numel, dtype=out.dtype, device=out.device)
+        lay_out(flat, parts, layout)
+        kind = dist.ReduceOp.AVG
+        if op == "presum":
+            flat.div_(self.world)
+            kind = dist.ReduceOp.SUM
+        self._count("reduce_scatter", flat, layout.id)
+        return _Work(_reduce_scatter(out, flat, op=kind, group=self.group, async_op=True), flat, out)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        self._count("broadcast", tensor, -1)
+        dist.broadcast(tensor, group_src=source, group=self.group)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        self._count("all_reduce", tensor, -1)
+        dist.all_reduce(tensor, group=self.group)
+
+
+class LocalTransport:
+    """A world of 1: copies instead of collectives, and nothing in the ledger."""
+
+    rank = 0
+    world = 1
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        flat.copy_(shard)
+        return _Done()
+
+    @torch.no_grad()
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
+        lay_out(out, parts, layout)
+        return _Done()
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        return None
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        return None
+
+
+def make_transport(group: dist.ProcessGroup | None, device: torch.device, ledger: Ledger) -> Transport:
+    """The transport over `group`; None or a group of one rank needs no collectives."""
+    if group is None or dist.get_world_size(group) == 1:
+        return LocalTransport(device)
+    return ProcessGroupTransport(group, device, ledger)

@@ -1,0 +1,53 @@
+"""The one interface through which data crosses ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol
+
+import torch
+
+from zeroweave.layout import BucketLayout
+
+ReduceOp = Literal["average", "presum"]
+Parts = Mapping[int, torch.Tensor]
+"""One bucket's gradients on their way into a reduction: slot index -> tensor of the slot's shape. A slot
+without an entry contributes zeros."""
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Makes the current stream (on CPU: the caller) wait for the result. To be called exactly once."""
+
+
+class Transport(Protocol):
+    """Asynchronous collectives over one group of ranks.
+
+    All ranks issue the same collectives in the same order. Whatever is handed in stays alive until `wait`
+    (the implementation keeps references), and must not be written before.
+    """
+
+    rank: int
+    world: int
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A new 1-D tensor for a shard; from here so that a transport can choose the kind of memory."""
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order."""
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
+        """Reduces the ranks' parts in the dtype of `out` and leaves this rank's slice in `out`.
+
+        `average` is the backend's average; `presum` divides by the world size first and then sums, for
+        dtypes whose sum could overflow. The parts are copied before this returns (in stream order), so the
+        caller may drop them at once. Padding and missing parts are zeros.
+        """
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrites `tensor` with that of rank `source`; synchronous."""
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        """Sums `tensor` over the ranks, in place, on the current stream."""

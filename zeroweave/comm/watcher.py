@@ -1,0 +1,238 @@
+"""What a rank tells the others about itself, and the watcher that reads what they tell.
+
+`Status` is a rank's line on the board, `Line` this rank's own; `Watcher` decides when this process must end. The
+rules are in `alarm`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from zeroweave.comm.board import Board
+
+GRACE_SECONDS = 1.5
+"""How long a failure waits for the other ranks to fail alike."""
+POLL_SECONDS = 0.1
+LOOK_SECONDS = 1.0
+"""How often a watcher reads the board, and shows that it lives, when nobody rings."""
+SILENCE = 60
+"""Looks without a sign of life after which a process counts as dead. A compiler may hold Python's lock for long."""
+LOST_SECONDS = 10.0
+"""How long a watcher that has lost the board waits for its own process to end or close."""
+_NEWS_SECONDS = 0.3
+"""Within this time every watcher has heard a ring."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception that left the engine on one rank; `final` if the others cannot share it.
+
+    `epoch` counts the failures that all ranks have survived together before; `count` the collectives issued.
+    """
+
+    epoch: int
+    step: int
+    place: str
+    count: int
+    error: str
+    final: bool = False
+
+    @property
+    def spot(self) -> tuple[int, str, int]:
+        """Where it happened. The count belongs to it: ranks that issued different collectives cannot go on."""
+        return self.step, self.place, self.count
+
+
+@dataclass(frozen=True)
+class Status:
+    """A rank's line on the board.
+
+    `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number since
+    the beginning; once it has `left`, the number of all it will ever issue. `left`: how, "" while it is there.
+    """
+
+    beat: int = 0
+    step: int = -1
+    count: int = 0
+    left: str = ""
+    failure: Failure | None = None
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Status:
+        fields = json.loads(text) if text else {}
+        failure = fields.pop("failure", None)
+        return cls(**fields, failure=Failure(**failure) if failure else None)
+
+
+class Line:
+    """This rank's line, written by both threads. `epoch`: failures that all ranks have survived together."""
+
+    def __init__(self, board: Board) -> None:
+        self.board, self.epoch, self.status = board, 0, Status()
+        self._lock = threading.Lock()
+
+    def post(self, **changes: Any) -> None:
+        with self._lock:
+            self.status = replace(self.status, **changes)
+            self.board.post("status", self.status.dump())
+
+    @property
+    def failing(self) -> bool:
+        """Whether this rank has failed itself: its own thread then decides what happens to it."""
+        failure = self.status.failure
+        return failure is not None and failure.epoch == self.epoch
+
+
+class Watcher:
+    """Looks at the board until told to stop, and calls `end(reason)`, once, when this process must end."""
+
+    def __init__(
+        self, line: Line, progress: Callable[[], tuple[int, int]], end: Callable[[str], None]
+    ) -> None:
+        self._line, self._board, self._progress, self._end = line, line.board, progress, end
+        self._statuses: list[Status] = []
+        self._rung = -1
+        self._looked = float("-inf")
+        self._lost_since: float | None = None
+        self._seen: dict[tuple[int, int], float] = {}  # when the failure (rank, epoch) was first seen
+        self._beats: dict[int, tuple[int, int]] = {}  # per rank its last beat, and the looks since then
+
+    @property
+    def host_left(self) -> bool:
+        """Whether rank 0 has left in order, and will not keep the board for much longer."""
+        return bool(self._board.rank != 0 and self._statuses and self._statuses[0].left)
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.wait(POLL_SECONDS):
+            now = time.monotonic()
+            told = self.look(now)
+            found = told or self.find(now)
+            if found is not None and not stop.is_set():
+                self._part(found, ours=told is None)
+                self._end(f"rank {self._board.rank} is ended by its alarm: {found}")
+                return
+
+    def look(self, now: float) -> str | None:
+        """Reads the board if it is time to; what another rank says that must end this process, or None."""
+        try:
+            if not self.host_left:
+                self._read(now)
+        except ConnectionError:
+            self._lost_since = now if self._lost_since is None else self._lost_since
+        if self._line.failing:
+            return None
+        for rank, status in self._others():
+            failure = status.failure
+            if failure is None or failure.epoch != self._line.epoch:
+                continue
+            since = self._seen.setdefault((rank, failure.epoch), now)
+            over = failure.final or bool(status.left) or now - since >= GRACE_SECONDS
+            # Asked last: this rank's own thread may have failed meanwhile.
+            if self._is_fatal(failure, over) and not self._line.failing:
+                return tell(rank, failure)
+        return None
+
+    def find(self, now: float) -> str | None:
+        """What this rank can tell by itself that must end its process, or None."""
+        if self._line.failing:
+            return None
+        step, count = self._progress()
+        finished = (
+            self._line.status.step
+        )  # read after the progress: an agreement may have been reached between
+        for rank, status in self._others():
+            here = f"this rank has issued {count} and is in step {step}"
+            if status.left and count > status.count:
+                return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
+            if status.step > finished and count > status.count:
+                return f"rank {rank} finished step {status.step} with {status.count} collectives; {here}"
+            if not status.left and self._beats.get(rank, (0, 0))[1] >= SILENCE:
+                return (
+                    f"the process of rank {rank} has given no sign of life for {SILENCE * LOOK_SECONDS:g} s"
+                )
+        if self._lost_since is not None and now - self._lost_since > LOST_SECONDS:
+            return "the process of rank 0 has gone without a word"
+        return None
+
+    def _others(self) -> list[tuple[int, Status]]:
+        return [(rank, status) for rank, status in enumerate(self._statuses) if rank != self._board.rank]
+
+    def _read(self, now: float) -> None:
+        rung, timed = self._board.rung(), now - self._looked >= LOOK_SECONDS
+        if timed:
+            self._looked = now
+            self._line.post(beat=self._line.status.beat + 1)
+        if timed or rung != self._rung:
+            self._rung = rung
+            self._statuses = read(self._board)
+        if timed:
+            for rank, status in enumerate(self._statuses):
+                beat, looks = self._beats.get(rank, (-1, 0))
+                self._beats[rank] = (status.beat, looks + 1 if status.beat == beat else 0)
+
+    def _is_fatal(self, failure: Failure, over: bool) -> bool:
+        question = question_of(failure)
+        try:
+            verdict = self._board.decide(question, "alone") if over else self._board.decided(question)
+        except ConnectionError:
+            return over
+        return verdict not in (None, "alike")
+
+    def _part(self, reason: str, ours: bool) -> None:
+        """Tells the others, if it is news to them, and leaves."""
+        step, count = self._progress()
+        try:
+            if ours:
+                news = Failure(self._line.epoch, step, "its alarm", count, reason, final=True)
+                self._line.post(failure=news)
+            self._line.post(count=count, left="its alarm ended it")
+            self._board.ring()
+            if ours:
+                time.sleep(_NEWS_SECONDS)  # rank 0 takes the board with it
+        except ConnectionError:
+            pass
+
+
+def read(board: Board) -> list[Status]:
+    """Every rank's status, in rank order."""
+    return [Status.parse(text) for text in board.read("status")]
+
+
+def question_of(failure: Failure) -> str:
+    """The board's question whether all ranks share the failures of this epoch: "alike", or it is fatal."""
+    return f"failure {failure.epoch}"
+
+
+def tell(rank: int, failure: Failure) -> str:
+    return f"rank {rank} failed in {failure.place} at step {failure.step}: {failure.error}"
+
+
+def describe(error: BaseException, limit: int = 2000) -> str:
+    """The type and the text of an exception."""
+    return f"{type(error).__name__}: {error}"[:limit]
+
+
+def end_process(reason: str) -> None:
+    """Ends this process at once, whatever its other threads wait for. Exit code 1, the reason on stderr."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+
+    # In a thread of its own: a full pipe must not hold this up.
+    flusher = threading.Thread(target=flush, daemon=True)
+    flusher.start()
+    flusher.join(0.2)
+    os.write(2, f"zeroweave: {reason}\n".encode())
+    os._exit(1)

@@ -1,0 +1,17 @@
+"""Compiled regions: what is compiled (`regions`), and the templates that run on the runtime."""
+
+from zeroweave.compile.bind import Host, Part, Place
+from zeroweave.compile.regions import Region, call_modules, find_blocks, find_regions, region_key
+from zeroweave.compile.templates import Templates
+
+__all__ = [
+    "Host",
+    "Part",
+    "Place",
+    "Region",
+    "Templates",
+    "call_modules",
+    "find_blocks",
+    "find_regions",
+    "region_key",
+]

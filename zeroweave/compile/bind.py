@@ -1,0 +1,222 @@
+"""Which arguments of a template are parameters, and where their values lie.
+
+At compile time the **roles**: which of Dynamo's placeholders are parameters. At call time the **binding**:
+the runtime finds each argument's bucket and slot by its storage and offset, because one template serves
+every region with the same code, so that the parameters seen while compiling say nothing about a later call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, fx, nn
+
+from zeroweave._torch import aot_base, aot_gradient_of, aot_position, dynamo_example, mark_boxed, recomputing
+from zeroweave.errors import ParameterError
+
+Place = tuple[int, int]  # (bucket id, slot index); slot -1: a view of the flat that is no whole slot
+Part = tuple[int, int, Tensor | None]  # (bucket id, slot index, gradient)
+Phase = Literal["forward", "backward"]
+Boxed = Callable[[list[Any]], Any]  # takes its arguments in one list, which it empties
+
+
+class Host(Protocol):
+    """What compiled templates ask of the runtime. All calls come from the thread that runs the template."""
+
+    def find(self, tensor: Tensor) -> Place | None:
+        """Where `tensor` lies, by (storage identity, offset, size); None if in no flat. Values not read."""
+
+    def enter(self, name: str, phase: Phase, uses: tuple[int, ...]) -> Any:
+        """Makes the buckets `uses` (ascending, may be empty) usable until `leave` gets the token back."""
+
+    def leave(self, token: Any) -> None:
+        """Ends an execution begun by `enter`; also called after an exception."""
+
+    def announce(self, parts: list[Place]) -> None:
+        """A forward has run whose backward will deliver one gradient for each of these."""
+
+    def saved(self, tensors: list[Tensor]) -> None:
+        """The flat-backed tensors that the forward that just ran saves for its backward.
+
+        Autograd saves them right after this call, in this order and each exactly once, before anything else
+        is saved on this thread, through whatever saved-tensors hooks are then innermost.
+        """
+
+    def deliver(self, announced: list[Place], parts: list[Part]) -> None:
+        """The gradients of a backward that has left. `announced` is what its forward announced.
+
+        Each gradient is contiguous in its parameter's shape and dtype. It is to be read only: it may be the
+        output's own gradient, a saved activation, or the tensor of another part.
+        """
+
+    def template_ran(self) -> None:
+        """A template was executed (forward, backward or inference)."""
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The parameters among Dynamo's placeholders: position -> the name to use in errors."""
+
+    parameters: dict[int, str]
+
+    def position(self, node: fx.Node) -> int | None:
+        """The position of the parameter that an AOT placeholder stands for, None if it is something else.
+
+        Raises ParameterError if the placeholder is a base or a component made from a parameter.
+        """
+        desc = node.meta.get("desc")
+        if (base := aot_base(desc)) is not None and (position := aot_position(base)) in self.parameters:
+            raise ParameterError(
+                f"the compiled code takes a base or a component of parameter {self.parameters[position]!r} "
+                "instead of the parameter: write to copies of parameters, and use no tensor subclass"
+            )
+        position = aot_position(desc)
+        return position if position in self.parameters else None
+
+
+def roles_of(graph: fx.Graph, host: Host, module: nn.Module | None, name: str) -> Roles:
+    """The roles of a graph captured by Dynamo while `module`, the region called `name`, was running."""
+    known = {} if module is None else {id(p): key for key, p in module.named_parameters()}
+    parameters = {}
+    for position, node in enumerate(graph.find_nodes(op="placeholder")):
+        example = dynamo_example(node)
+        if isinstance(example, nn.Parameter) and host.find(example) is not None:
+            own = known.get(id(example))
+            parameters[position] = node.name if own is None else f"{name}.{own}" if name else own
+    return Roles(parameters)
+
+
+@dataclass
+class Split:
+    """How one joint graph was split; shared by its forward and its backward.
+
+    `announce` and `shared` are indices of the forward's arguments: the parameters whose gradients the backward
+    delivers, in the order in which it does, and the parameters that the backward takes as well, in its order.
+    `saved` are the forward's outputs that autograd saves as tensors, `aliases` those of them that may view an
+    argument. `regions`: places of the shared parameters -> the region whose forward ran last with them.
+    """
+
+    announce: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+    saved: range = range(0)
+    aliases: tuple[int, ...] = ()
+    regions: dict[tuple[Place | None, ...], str] = field(default_factory=dict)
+
+
+class Caller(Protocol):
+    """What a bound template knows about where it runs; `Templates` is one."""
+
+    host: Host
+
+    def region(self) -> tuple[str, frozenset[int]]:
+        """The name of the region that is running, and the buckets that are usable while it does."""
+
+    def ran(self) -> None:
+        """Counts one execution."""
+
+
+def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Callable[[Boxed], Boxed]:
+    """Puts the compiled code of a forward graph on the runtime; `split` is None for an inference graph.
+
+    The graph is read now, before it is compiled, which consumes it.
+    """
+    tensors = tensor_arguments(graph)
+
+    def bind(run: Boxed) -> Boxed:
+        return mark_boxed(partial(forward, run))
+
+    def forward(run: Boxed, args: list[Any]) -> Any:
+        host = caller.host
+        region, held = caller.region()
+        others = buckets(host, args, tensors) - held
+        announced: list[Place] = []
+        if split is not None:
+            split.regions[tuple(host.find(args[i]) for i in split.shared)] = region
+            announced = [place for i in split.announce if _is_slot(place := host.find(args[i]))]
+        outputs = _hold(host, region, "forward", others, run, args) if others else run(args)
+        caller.ran()
+        if split is not None:
+            if announced and not recomputing():
+                host.announce(announced)
+            if flats := [outputs[i] for i in split.aliases if host.find(outputs[i]) is not None]:
+                host.saved(flats)
+        return outputs
+
+    return bind
+
+
+def backward_binder(
+    caller: Caller, graph: fx.Graph, split: Split, roles: Roles
+) -> Callable[[Boxed], Boxed]:
+    """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them."""
+    arguments = {roles.position(node): i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    shared = tuple(i for position, i in arguments.items() if position is not None)
+    gradients = tuple((output, arguments[position]) for output, position, _ in gradients_of(graph, roles))
+    reads = tensor_arguments(graph, with_users=True)
+
+    def bind(run: Boxed) -> Boxed:
+        return mark_boxed(partial(backward, run))
+
+    def backward(run: Boxed, args: list[Any]) -> Any:
+        host = caller.host
+        places = [(output, host.find(args[i])) for output, i in gradients]
+        bound = tuple(host.find(args[i]) for i in shared)
+        region, uses = split.regions.get(bound, ""), buckets(host, args, reads)
+        if bound or uses:
+            outputs = list(_hold(host, region, "backward", uses, run, args))
+        else:
+            outputs = list(run(args))
+        parts: list[Part] = []
+        for output, place in places:
+            if _is_slot(place):
+                gradient, outputs[output] = outputs[output], None
+                parts.append((*place, gradient.contiguous()))
+        caller.ran()
+        if parts:
+            host.deliver([part[:2] for part in parts], parts)
+        return outputs
+
+    return bind
+
+
+def _hold(host: Host, region: str, phase: Phase, uses: set[int], run: Boxed, args: list[Any]) -> Any:
+    token = host.enter(region, phase, tuple(sorted(uses)))
+    try:
+        return run(args)
+    finally:
+        host.leave(token)
+
+
+def _is_slot(place: Place | None) -> TypeGuard[Place]:
+    return place is not None and place[1] >= 0
+
+
+def gradients_of(graph: fx.Graph, roles: Roles) -> list[tuple[int, int, fx.Node]]:
+    """(output index, position, node) of each gradient of a parameter that a backward graph returns."""
+    output = graph.output_node()
+    pairs = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+    found = []
+    for index, (node, desc) in enumerate(pairs):
+        position = aot_gradient_of(desc)
+        if isinstance(node, fx.Node) and position is not None and position in roles.parameters:
+            found.append((index, position, node))
+    return found
+
+
+def buckets(host: Host, args: Sequence[Any], at: Iterable[int]) -> set[int]:
+    """The buckets in which the arguments at the indices `at` lie."""
+    found = (host.find(args[i]) for i in at)
+    return {place[0] for place in found if place is not None}
+
+
+def tensor_arguments(graph: fx.Graph, *, with_users: bool = False) -> tuple[int, ...]:
+    """The indices of a graph's tensor arguments, on request only of those that the graph reads."""
+    return tuple(
+        index
+        for index, node in enumerate(graph.find_nodes(op="placeholder"))
+        if isinstance(node.meta.get("val"), torch.Tensor) and (node.users or not with_users)
+    )

@@ -1,0 +1,203 @@
+"""From AOTAutograd's graphs to code: the partition into forward and backward, and the two lowerings.
+
+"inductor" uses Inductor's decompositions, passes, partitioner and code. "aot_eager" runs the traced graph's
+own Python code with eager's kernels and random numbers: no decompositions, AOT's min-cut partitioner.
+
+The partition guarantees what the templates rely on:
+* nothing computed from parameters alone is saved for the backward: it is recomputed from the parameters,
+  which are references and cost no bytes;
+* every parameter whose gradient the backward returns is among its arguments, so that each gradient can be
+  bound to its place at run time, whichever region the template served;
+* such gradients leave the graph contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zeroweave import _torch
+from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of
+from zeroweave.errors import ParameterError
+
+Lower = Literal["inductor", "aot_eager"]
+Kind = Literal["forward", "backward", "inference"]
+
+
+def decompositions(lower: Lower) -> dict[Any, Callable[..., Any]]:
+    return _torch.inductor_decompositions() if lower == "inductor" else {}
+
+
+def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind) -> Boxed:
+    """Code for one graph; its outputs have the shapes and strides of the graph's outputs."""
+    if lower == "inductor":
+        return _torch.inductor_compile(
+            graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference"
+        )
+    return _torch.boxed(graph)
+
+
+def partition(
+    lower: Lower, roles: Roles, joint: fx.GraphModule, inputs: Any, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule, Split]:
+    """Splits a joint graph; `options` are AOTAutograd's, among them `num_fwd_outputs`.
+
+    Raises ParameterError if a parameter enters the graph in another form than itself.
+    """
+    tag_recomputed(joint.graph, roles)
+    split = _torch.inductor_partition if lower == "inductor" else _torch.aot_partition
+    forward, backward = split(joint, inputs, **options)
+    save_parameters(forward, backward, roles, options["num_fwd_outputs"])
+    make_gradients_contiguous(backward, roles)
+    argument = {roles.position(node): i for i, node in enumerate(_placeholders(forward.graph))}
+    positions = [roles.position(node) for node in _placeholders(backward.graph)]
+    values = forward.graph.output_node().args[0]
+    saved = _saved_tensors(forward.graph, options["num_fwd_outputs"])
+    return (
+        forward,
+        backward,
+        Split(
+            announce=tuple(argument[position] for _, position, _ in gradients_of(backward.graph, roles)),
+            shared=tuple(argument[position] for position in positions if position is not None),
+            saved=saved,
+            aliases=tuple(i for i in saved if _may_alias(values[i])),  # type: ignore[index]
+        ),
+    )
+
+
+def check_mutations(graph: fx.Graph, roles: Roles, inputs: Sequence[Any]) -> None:
+    """Raises ParameterError if a graph writes to a parameter; `inputs` is AOTAutograd's `input_info`."""
+    for node, info in zip(_placeholders(graph), inputs, strict=False):
+        position = roles.position(node)
+        if position is not None and (info.mutates_data or info.mutates_metadata):
+            raise ParameterError(
+                f"the forward writes to parameter {roles.parameters[position]!r}, which would be lost: the values "
+                "live in shards; write inside engine.full_parameters(), or use a buffer"
+            )
+
+
+def tag_recomputed(graph: fx.Graph, roles: Roles) -> None:
+    """Tags whatever is computed from parameters alone to be recomputed in the backward, never saved.
+
+    Values of fresh constants (`full`, `arange`) do not count as inputs. Random and mutating operators are
+    left alone, and what depends on them. The tags form a checkpointed region of their own, with an id above
+    all others: AOTAutograd saves what leaves one region for a *later* one.
+    """
+    constant: set[fx.Node] = set()
+    cone = {node for node in _placeholders(graph) if roles.position(node) is not None}
+    tagged = []
+    for node in graph.nodes:
+        if node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor):
+            constant.add(node)  # a size
+        if node.op != "call_function" or not _is_pure(node):
+            continue
+        inputs = node.all_input_nodes
+        if all(n in constant for n in inputs):
+            constant.add(node)
+        elif all(n in cone or n in constant for n in inputs):
+            cone.add(node)
+            tagged.append(node)
+    region = 1 + max((node.meta.get("ac_graph_id", 0) for node in graph.nodes), default=0)
+    for node in tagged:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = region
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether the node's value depends on its inputs only. Higher-order operators are not looked into."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return getattr(node.target, "__module__", None) == "_operator"
+    return not (node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def save_parameters(forward: fx.GraphModule, backward: fx.GraphModule, roles: Roles, outputs: int) -> None:
+    """Lets the forward save every parameter whose gradient the backward returns, where it does not yet.
+
+    The references follow the last saved tensor on both sides: among the forward's outputs, of which the first
+    `outputs` are the caller's, and among the backward's arguments (sizes, saved tensors, …, tangents).
+    """
+    primals = {roles.position(node): node for node in _placeholders(forward.graph)}
+    known = {roles.position(node) for node in _placeholders(backward.graph)}
+    missing = [position for _, position, _ in gradients_of(backward.graph, roles) if position not in known]
+    if not missing:
+        return
+    output = forward.graph.output_node()
+    values, descs = list(output.args[0]), list(output.meta["desc"])  # type: ignore[arg-type]
+    stop = _saved_tensors(forward.graph, outputs).stop
+    nodes = [primals[position] for position in missing]
+    values[stop:stop] = nodes
+    descs[stop:stop] = [None] * len(nodes)
+    output.args = (tuple(values),)
+    output.meta["desc"] = descs[:outputs] + [_torch.aot_saved(i) for i in range(len(values) - outputs)]
+
+    arguments = _placeholders(backward.graph)
+    sizes = sum(1 for value in values[outputs:] if _is_size(value))
+    before = arguments[sizes + stop - outputs] if sizes + stop - outputs < len(arguments) else None
+    with backward.graph.inserting_before(before or next(n for n in backward.graph.nodes if n not in arguments)):
+        for node in nodes:
+            backward.graph.placeholder(node.name).meta = dict(node.meta)
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+
+
+def make_gradients_contiguous(backward: fx.GraphModule, roles: Roles) -> None:
+    """Copies gradients of parameters that the graph would return in another layout.
+
+    Only the output slot changes; other users of the node keep it.
+    """
+    output = backward.graph.output_node()
+    values = list(output.args[0])  # type: ignore[arg-type]
+    changed = False
+    for index, _, node in gradients_of(backward.graph, roles):
+        gradient = node.meta["val"]
+        if gradient.is_contiguous():
+            continue
+        with backward.graph.inserting_before(output):
+            options = {"memory_format": torch.contiguous_format}
+            copy = backward.graph.call_function(torch.ops.aten.clone.default, (node,), options)
+        with gradient.fake_mode:
+            copy.meta["val"] = gradient.clone(memory_format=torch.contiguous_format)
+        copy.meta["autograd_backward"] = True
+        values[index] = copy
+        changed = True
+    if changed:
+        output.args = (tuple(values),)
+        backward.recompile()
+
+
+def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def _saved_tensors(forward: fx.Graph, outputs: int) -> range:
+    """The outputs of a forward that autograd saves as tensors, with version checks.
+
+    They follow the first `outputs`; after them come tensors kept without checks, opaque objects and sizes.
+    """
+    values = forward.output_node().args[0]
+    stop = outputs
+    for value in values[outputs:]:  # type: ignore[index]
+        if not isinstance(value.meta.get("val"), Tensor) or value.meta.get("saved_tensor_with_no_vc_check"):
+            break
+        stop += 1
+    return range(outputs, stop)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(
+        value.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)
+    )
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether a value may be an argument or a view of one."""
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return any(value.alias_info is not None for value in node.target._schema.returns)
+    return any(_may_alias(parent) for parent in node.all_input_nodes)

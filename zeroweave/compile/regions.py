@@ -1,0 +1,217 @@
+"""What is compiled as one: the blocks and regions of a model.
+
+Everything here looks at the module tree only: classes, names and shapes, never at values, so that it works
+on models at rest, on `meta` and before any process group exists, and gives the same answer on all ranks.
+
+A **list** is an `nn.ModuleList` or `nn.Sequential`. It *repeats a class* if two of its entries are of one
+class that holds parameters. Only outermost repeating lists count: what they contain belongs to their blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, cast
+
+from torch import nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from zeroweave.errors import ConfigError
+
+Kind = Literal["block", "module", "sized", "pattern"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module that is compiled as one.
+
+    `name` is its qualified name, "" for the whole model. `kind` says why it is a region: a repeated
+    "block", a remaining composite "module", the largest submodule within a size ("sized"), or a name
+    "pattern" of the config.
+    """
+
+    name: str
+    module: nn.Module
+    kind: Kind
+
+
+def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The repeated blocks of `model` as (qualified name, module), in model order; each module once.
+
+    A block is a composite entry of an outermost list that repeats a class. A list whose repeated entries are
+    leaves (`Sequential(Linear, ReLU, Linear)`) is one block itself if it can be called, as a Sequential can
+    and a ModuleList cannot, and if nothing in it repeats a class on its own. A block may be a ModuleList that
+    is never called itself: it is still one place for buckets (see `find_regions` for what is compiled).
+    """
+    seen: set[nn.Module] = set()
+    return list(_blocks("", model, seen))
+
+
+def _blocks(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen:
+        return
+    seen.add(module)
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        repeated = _repeated_classes(module)
+        if any(_is_composite(child) for child in _entries(module) if _class(child) in repeated):
+            for key, child in _named_entries(module):
+                if _is_composite(child) and has_parameters(child) and child not in seen:
+                    seen.update(child.modules())
+                    yield _join(name, key), child
+            return
+        if repeated and _is_callable(module) and not _has_repeating_list(module):
+            seen.update(module.modules())
+            yield name, module
+            return
+    for key, child in _named_entries(module):
+        yield from _blocks(_join(name, key), child, seen)
+
+
+def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
+    counts = Counter(_class(child) for child in _entries(container) if has_parameters(child))
+    return {cls for cls, count in counts.items() if count > 1}
+
+
+def _has_repeating_list(container: nn.Module) -> bool:
+    """Whether a list strictly inside `container` has blocks of its own."""
+    return any(True for child in _entries(container) for _ in _blocks("", child, set()))
+
+
+def find_regions(model: nn.Module, patterns: str | Sequence[str] = "auto", *, max_bytes: int) -> list[Region]:
+    """The modules of `model` that are compiled as one, in model order; none lies inside another.
+
+    "auto": every block that can be called (of one that cannot, its outermost composite members), and each
+    outermost other module that has children and parameters and contains no block. In a model without blocks:
+    the largest composite modules whose parameters take at most `max_bytes`, the model itself included.
+    Otherwise `patterns` are shell patterns of qualified names (`"model.layers.*"`): the outermost modules with
+    parameters that match one. A module known under two names is one region, under its first name.
+
+    Raises ConfigError if a pattern matches no module that could be a region.
+    """
+    if not isinstance(patterns, str):
+        return _matching(model, patterns)
+    if patterns != "auto":
+        raise ConfigError(f'compile.regions is "auto" or a list of name patterns, not {patterns!r}')
+    blocks = {module: name for name, module in find_blocks(model)}
+    if not blocks:
+        return list(_sized("", model, max_bytes, set()))
+    above = {parent for name in blocks.values() for parent in _parents(model, name)}
+    return list(_around("", model, frozenset(blocks), above, set()))
+
+
+def _around(
+    name: str, module: nn.Module, blocks: frozenset[nn.Module], above: set[nn.Module], seen: set[nn.Module]
+) -> Iterator[Region]:
+    """Regions of a model with blocks; `above` are the modules that contain one."""
+    if module in seen:
+        return
+    seen.add(module)
+    kind: Kind = "block" if module in blocks else "module"
+    if module not in above and _is_callable(module) and has_parameters(module) and _is_composite(module):
+        seen.update(module.modules())
+        yield Region(name, module, kind)
+        return
+    for key, child in _named_entries(module):
+        yield from _around(_join(name, key), child, blocks, above, seen)
+
+
+def _sized(name: str, module: nn.Module, max_bytes: int, seen: set[nn.Module]) -> Iterator[Region]:
+    if module in seen or not has_parameters(module):
+        return
+    seen.add(module)
+    fits = sum(p.numel() * p.element_size() for p in module.parameters()) <= max_bytes
+    if fits and _is_composite(module) and _is_callable(module):
+        seen.update(module.modules())
+        yield Region(name, module, "sized")
+        return
+    for key, child in _named_entries(module):
+        yield from _sized(_join(name, key), child, max_bytes, seen)
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[Region]:
+    regions: list[Region] = []
+    inside: set[nn.Module] = set()
+    matched: set[str] = set()
+    for name, module in model.named_modules():
+        if not (has_parameters(module) and _is_callable(module)):
+            continue
+        hits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        matched.update(hits)
+        if hits and module not in inside:
+            inside.update(module.modules())
+            regions.append(Region(name, module, "pattern"))
+    if missing := [pattern for pattern in patterns if pattern not in matched]:
+        raise ConfigError(
+            f"compile.regions: no module with parameters matches {', '.join(map(repr, missing))}; "
+            "patterns are matched against the qualified names of model.named_modules()"
+        )
+    return regions
+
+
+def call_modules(model: nn.Module, regions: Sequence[Region]) -> list[tuple[str, nn.Module]]:
+    """The modules outside all `regions` that hold parameters directly, in model order.
+
+    They run eagerly, each execution a call of its own.
+    """
+    inside = {module for region in regions for module in region.module.modules()}
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if module not in inside and any(p is not None for p in module._parameters.values())
+    ]
+
+
+def region_key(module: nn.Module) -> Hashable:
+    """What two regions have in common if they can share a template: classes, names, shapes and dtypes.
+
+    Regions with different keys get wrappers of their own in `Templates`, so that Dynamo's recompile limit
+    counts only real variants and sizes that differ between regions are not taken for dynamic ones.
+    """
+    modules = tuple((name, _class(child)) for name, child in module.named_modules(remove_duplicate=False))
+    parameters = tuple(
+        (name, tuple(p.shape), p.dtype, p.requires_grad)
+        for name, p in module.named_parameters(remove_duplicate=False)
+    )
+    return modules, parameters
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether `module` or a module inside it holds a parameter."""
+    return next(module.parameters(), None) is not None
+
+
+def _entries(module: nn.Module) -> Iterator[nn.Module]:
+    """Children with repetitions: a list may hold one module several times."""
+    return (child for child in module._modules.values() if child is not None)
+
+
+def _named_entries(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return ((key, child) for key, child in module._modules.items() if child is not None)
+
+
+def _parents(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """The modules on the way from `model` to the module called `name`, that one excluded."""
+    module = model
+    for part in name.split(".") if name else ():
+        yield module
+        module = module.get_submodule(part)
+
+
+def _class(module: nn.Module) -> type[nn.Module]:
+    """The module's class; parametrizations (weight_norm) give every module a class of its own."""
+    return cast(type[nn.Module], type_before_parametrizations(module))
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return any(key != "parametrizations" for key, _ in module.named_children())
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether the class defines a forward; ModuleList and ModuleDict do not."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key

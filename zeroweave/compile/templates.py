@@ -1,0 +1,141 @@
+"""Compiled regions: one Dynamo backend per engine, which makes templates and runs them on the runtime.
+
+`torch.compile` captures a region; the backend below turns each captured graph into templates: a forward and
+a backward, or one for inference. A template finds the buckets of its arguments when it is called, because
+Dynamo runs it for every region with the same code (see `bind.py`). Communication is no part of it.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zeroweave import _torch
+from zeroweave.compile import lower as lowering
+from zeroweave.compile.bind import Boxed, Host, Roles, Split, backward_binder, forward_binder, roles_of
+from zeroweave.compile.lower import Kind, Lower
+from zeroweave.errors import ZeroweaveError
+
+
+class Templates:
+    """Everything one engine has compiled. Holds no tensors.
+
+    `names` maps each region's module to its qualified name, which becomes the name of its calls. Counters:
+    `graphs` captured by Dynamo, `templates` lowered, `calls` of templates so far.
+    """
+
+    def __init__(self, host: Host, names: Mapping[nn.Module, str], lower: Lower = "inductor") -> None:
+        self.graphs = 0
+        self.templates = 0
+        self.calls = 0
+        self.host = host
+        self._names = dict(names)
+        self._lower = lower
+        self._compiled: dict[Hashable, Callable[..., Any]] = {}
+        self._codes: dict[Hashable, types.CodeType] = {}
+        self._running: list[nn.Module] = []
+        self._own: dict[nn.Module, frozenset[int]] = {}
+
+    def compile(self, key: Hashable, dynamic: bool | None = None) -> Callable[..., Any]:
+        """The compiled callable of all regions of one class: `compiled(module, *args, **kwargs)`.
+
+        It runs `module` as its own `__call__` would, hooks included. `key` says which regions share it, see
+        `regions.region_key`; `dynamic` is torch.compile's. The first call compiles. While it runs, the caller
+        must hold all buckets that hold parameters of `module`. Code that Dynamo gives up on runs eagerly.
+
+        Raises ParameterError where the region does with a parameter what a compiled graph must not.
+        """
+        if key not in self._compiled:
+            run = _torch.module_runner()
+            self._codes[key] = run.__code__
+            self._compiled[key] = self._guarded(torch.compile(run, backend=self._backend, dynamic=dynamic))
+        return self._compiled[key]
+
+    def _guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        backend_error = _torch.dynamo_backend_error()
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module not in self._own:
+                found = (self.host.find(p) for p in module.parameters())
+                self._own[module] = frozenset(place[0] for place in found if place is not None)
+            self._running.append(module)
+            try:
+                return compiled(module, *args, **kwargs)
+            except backend_error as error:
+                cause = getattr(error, "inner_exception", None)
+                if isinstance(cause, ZeroweaveError):
+                    raise cause from None
+                raise
+            finally:
+                self._running.pop()
+
+        return call
+
+    def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        module = self._running[-1] if self._running else None
+        roles = roles_of(graph.graph, self.host, module, self._names.get(module, "") if module else "")
+        compilation = _Compilation(self, self._lower, roles)
+        return _torch.dynamo_backend(
+            fw_compiler=compilation.forward,
+            bw_compiler=compilation.backward,
+            inference_compiler=compilation.inference,
+            partition_fn=compilation.partition,
+            decompositions=lowering.decompositions(self._lower),
+            keep_inference_input_mutations=True,
+        )(graph, inputs)
+
+    def region(self) -> tuple[str, frozenset[int]]:
+        """The name of the region that is running, and the buckets that its caller holds."""
+        if not self._running:
+            return "", frozenset()
+        module = self._running[-1]
+        return self._names.get(module, ""), self._own[module]
+
+    def ran(self) -> None:
+        """Counts one execution of a template."""
+        self.calls += 1
+        self.host.template_ran()
+
+    def give_up_reason(self, key: Hashable) -> str:
+        return ""
+
+
+class _Compilation:
+    """The compilers of one Dynamo graph. The backward comes last, perhaps only when it is first needed."""
+
+    def __init__(self, templates: Templates, lower: Lower, roles: Roles) -> None:
+        self._templates = templates
+        self._lower = lower
+        self._roles = roles
+        self._split = Split()
+
+    def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        forward, backward, self._split = lowering.partition(self._lower, self._roles, joint, inputs, **options)
+        return forward, backward
+
+    def forward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        return self._forward(graph, inputs, self._split)
+
+    def inference(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        return self._forward(graph, inputs, None)
+
+    def _forward(self, graph: fx.GraphModule, inputs: Sequence[Any], split: Split | None) -> Boxed:
+        metadata = _torch.aot_metadata()
+        lowering.check_mutations(graph.graph, self._roles, metadata.input_info)
+        metadata.bw_donated_idxs = []
+        bind = forward_binder(self._templates, graph.graph, split)
+        return bind(self._compile(graph, inputs, "forward" if split else "inference"))
+
+    def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        bind = backward_binder(self._templates, graph.graph, self._split, self._roles)
+        return bind(self._compile(graph, inputs, "backward"))
+
+    def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind) -> Boxed:
+        run = lowering.compile_graph(self._lower, graph, inputs, kind)
+        self._templates.templates += 1
+        return run

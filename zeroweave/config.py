@@ -1,0 +1,265 @@
+"""The engine's configuration: what may be set, the defaults, and error messages that help.
+
+Keys exist only when they work. Unknown keys are errors that suggest the nearest known key; wrong values
+are errors that name the key and say what is allowed. Values are never converted silently: `"3"` is not a
+stage and `true` is not a number.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from zeroweave.errors import ConfigError
+
+_STRICT = ConfigDict(
+    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+)
+
+
+class PrecisionConfig(BaseModel):
+    """Dtypes of parameters, gradients in transit and gradients at rest. Masters are always float32."""
+
+    model_config = _STRICT
+
+    params: Literal["bfloat16", "float32"] | None = None
+    """Dtype in which floating-point parameters are gathered and computed with; None: the model's own."""
+
+    reduce: Literal["float32", "bfloat16"] | None = None
+    """Dtype in which gradients travel and are summed over ranks; None: that of the parameters."""
+
+    accumulate: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradient shards in which the micro-steps of a window add up."""
+
+
+class BucketConfig(BaseModel):
+    """How parameters are grouped for communication."""
+
+    model_config = _STRICT
+
+    bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """Largest bucket in bytes; a single parameter above it has a bucket of its own."""
+
+    by_block: bool = True
+    """One bucket for each block; false: neighbours fill buckets up to `bytes`, whatever their block."""
+
+
+class ReduceConfig(BaseModel):
+    """How gradients are reduced over ranks."""
+
+    model_config = _STRICT
+
+    depth: Annotated[int, Field(ge=1)] = 2
+    """Most reductions in flight at once; each holds one gradient flat."""
+
+    op: Literal["average", "presum"] = "average"
+    """"average": the backend's average; "presum": divide by the world, then sum."""
+
+
+class CompileConfig(BaseModel):
+    """What is compiled and how."""
+
+    model_config = _STRICT
+
+    enabled: bool = True
+    """False: every module runs eagerly, through hooks."""
+
+    regions: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
+    """"auto": the repeated blocks and what is left between them; else patterns of module names (fnmatch)."""
+
+    lower: Literal["inductor", "aot_eager"] = "inductor"
+    """What turns a traced graph into code: Inductor, or PyTorch's own eager kernels."""
+
+    prefetch: Annotated[int, Field(ge=0)] = 1
+    """How many runs ahead of its use a bucket's gather is issued (stage 3)."""
+
+    dynamic: bool | None = None
+    """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
+
+
+class TransportConfig(BaseModel):
+    """What carries the collectives."""
+
+    model_config = _STRICT
+
+    kind: Literal["auto", "process_group"] = "auto"
+    """"process_group": the process group's own backend (NCCL, gloo); "auto" chooses by device."""
+
+
+class Config(BaseModel):
+    """All settings of one engine. Immutable; `Config(stage=2)` and `Config.load(...)` raise ConfigError."""
+
+    model_config = _STRICT
+
+    stage: Literal[1, 2, 3] = 3
+    """ZeRO stage: 1 shards optimizer state, 2 gradients as well, 3 parameters as well."""
+
+    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
+    """Backwards in one optimizer step."""
+
+    gradient_clipping: Annotated[float, Field(gt=0)] | None = None
+    """Largest global 2-norm of the gradient; None: no clipping."""
+
+    gather_after_step: bool = False
+    """Stages 1 and 2: gather the new parameters inside `step()`, for code that reads them in between."""
+
+    deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a rank waits for the others before it says which one is missing."""
+
+    precision: PrecisionConfig = PrecisionConfig()
+    bucket: BucketConfig = BucketConfig()
+    reduce: ReduceConfig = ReduceConfig()
+    compile: CompileConfig = CompileConfig()
+    transport: TransportConfig = TransportConfig()
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error)) from None
+
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _stage_is_a_number(cls, stage: object) -> object:
+        if isinstance(stage, bool):  # True == 1, and a Literal compares by equality
+            raise ValueError(f"stage must be 1, 2 or 3, not {stage}")
+        return stage
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> Self:
+        if self.gather_after_step and self.stage == 3:
+            raise ValueError(
+                "gather_after_step works with stages 1 and 2 only: stage 3 keeps no parameters gathered; "
+                "read them in engine.full_parameters()"
+            )
+        return self
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+        """The config that `source` describes: a Config, a mapping, the path of a .json or .toml file, None.
+
+        None gives the defaults. ConfigError where a file is missing or malformed, a key is unknown, or a
+        value is wrong; the message names all offending keys at once.
+        """
+        if isinstance(source, Config):
+            return source
+        if source is None:
+            return cls()
+        if isinstance(source, Mapping):
+            return cls._of_mapping(source)
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(
+                "the config must be a dict, a zeroweave.Config or the path of a JSON or TOML file, "
+                f"not {type(source).__name__}"
+            )
+        path = Path(source)
+        try:
+            return cls._of_mapping(_read(path))
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+
+    @classmethod
+    def _of_mapping(cls, values: Mapping[Any, Any]) -> Config:
+        for key in values:
+            if not isinstance(key, str):
+                raise ConfigError(f"keys of the config must be strings, not {key!r}")
+        return cls(**values)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    parsers = {".json": json.loads, ".toml": tomllib.loads}
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError("the config file must end in .json or .toml")
+    try:
+        values = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the config file cannot be read: {error.strerror}") from None
+    except ValueError as error:  # malformed JSON, TOML or UTF-8
+        raise ConfigError(f"the config file is not valid {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"the config file must hold a table of keys, not a {type(values).__name__}")
+    return values
+
+
+def _explain(error: ValidationError) -> str:
+    known = _known_keys(Config)
+    lines: dict[str, str] = {}
+    for details in error.errors():
+        key = _key_of(details["loc"], known)
+        # A value that fits no branch of a union gives one error a branch; the first has the whole value.
+        lines.setdefault(key, _explain_one(key, details, known))
+    if len(lines) == 1:
+        return next(iter(lines.values()))
+    return "\n".join([f"{len(lines)} errors in the config:", *(f"- {line}" for line in lines.values())])
+
+
+def _explain_one(key: str, details: ErrorDetails, known: tuple[str, ...]) -> str:
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return f"unknown key {key!r} in the config; {_suggestion(key, known)}"
+    if kind == "value_error":
+        return str(details["ctx"]["error"])
+    return f"{key} must be {_allowed(key, details)}, not {details['input']!r}"
+
+
+def _key_of(location: tuple[int | str, ...], known: tuple[str, ...]) -> str:
+    """The dotted key of a pydantic location, without list indices and branches of unions below a leaf."""
+    key = ""
+    for part in location:
+        if key in known and not any(name.startswith(f"{key}.") for name in known):
+            break
+        key = f"{key}.{part}" if key else str(part)
+    return key
+
+
+def _allowed(key: str, details: ErrorDetails) -> str:
+    context = details.get("ctx", {})
+    match details["type"]:
+        case _ if key == "compile.regions":
+            return "'auto' or a list of module-name patterns"
+        case "literal_error":
+            return str(context["expected"])
+        case "greater_than_equal":
+            return f"at least {context['ge']}"
+        case "greater_than":
+            return f"greater than {context['gt']:g}"
+        case "int_type":
+            return "a whole number"
+        case "float_type" | "finite_number":
+            return "a finite number"
+        case "bool_type":
+            return "true or false"
+        case "model_type":
+            return "a table of keys"
+        case other:  # no field of the models above gives another; pydantic's own words would still be true
+            return f"valid ({other}: {details['msg']})"
+
+
+def _suggestion(key: str, known: tuple[str, ...]) -> str:
+    """The nearest key beside the unknown one, else the nearest anywhere, else a list of those beside it."""
+    table, _, leaf = key.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == table}
+    anywhere = {name.rpartition(".")[2]: name for name in known}
+    for names in (beside, anywhere):
+        for near in difflib.get_close_matches(leaf, names, n=1):
+            return f"did you mean {names[near]!r}?"
+    return f"the keys {f'of {table!r} ' if table else ''}are {', '.join(sorted(beside))}"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
+    """All dotted keys, tables included: "stage", "precision", "precision.params", …"""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys.extend(_known_keys(field.annotation, f"{prefix}{name}."))
+    return tuple(keys)

@@ -1,0 +1,1 @@
+"""Calls of modules that run eagerly: what they read, what they save, and the gradients they produce."""

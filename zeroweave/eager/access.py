@@ -1,0 +1,78 @@
+"""Reads of parameters that no call announced, such as `F.linear(x, self.embedding.weight)` in the root's forward.
+
+While the engine computes, each module's `_parameters` is a dictionary that unshards a parameter's bucket when
+the parameter is read. Dynamo shares one graph between equal modules only where `_parameters` is a plain
+dict, so a compiled region gets its plain dicts back while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterable, ValuesView
+from typing import Any
+
+from torch import nn
+
+from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.runtime import Runtime
+
+_Read = Callable[[Any], None]
+
+
+class _Watched(dict[str, Any]):
+    """A module's `_parameters` that tells when a parameter is read."""
+
+    __slots__ = ("_read",)
+
+    def __init__(self, plain: dict[str, Any], read: _Read) -> None:
+        super().__init__(plain)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        self._read(value)
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = super().get(name, default)
+        self._read(value)
+        return value
+
+    def items(self) -> ItemsView[str, Any]:
+        for value in super().values():
+            self._read(value)
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:
+        for value in super().values():
+            self._read(value)
+        return super().values()
+
+
+class Access:
+    """The watched and the plain dictionaries of every module of a model."""
+
+    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._bucket: dict[int, Bucket] = {id(p): b for b in runtime.buckets.values() for p in b.real}
+        self._plain = {m: m._parameters for m in model.modules() if any(p is not None for p in m._parameters.values())}
+        self._watched: dict[nn.Module, _Watched] = {}
+
+    def _read(self, parameter: Any) -> None:
+        bucket = self._bucket.get(id(parameter))
+        if bucket is not None:
+            self._runtime.read(bucket)
+
+    def watch(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Watches these modules (None: all), whose plain dictionaries hold the real parameters now."""
+        for module in self._plain if modules is None else modules:
+            if (plain := self._plain.get(module)) is not None:
+                watched = self._watched.get(module)
+                if watched is None:
+                    watched = self._watched[module] = _Watched(plain, self._read)
+                module.__dict__["_parameters"] = watched
+
+    def unwatch(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Gives these modules (None: all) their plain dictionaries back."""
+        for module in self._plain if modules is None else modules:
+            if (plain := self._plain.get(module)) is not None:
+                module.__dict__["_parameters"] = plain

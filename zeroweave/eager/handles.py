@@ -1,0 +1,70 @@
+"""Saved tensors: eager code saves a handle where it would save a view of a flat.
+
+A view would be read in the backward after its storage was freed. The handle says which bucket the view lies
+in and where; unpacking it enters the backward of the call that saved it, which unshards and holds the bucket.
+Views that a compiled forward saves pass through: its backward binds and holds their buckets itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from zeroweave._torch import version
+from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.runtime import Frame, Runtime
+
+
+class _Handle(NamedTuple):
+    bucket: Bucket
+    frame: Frame
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Plain(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """The hooks of one engine, entered for each outermost forward."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> object:
+        bucket = self._runtime.directory.bucket(tensor)
+        frame = self._runtime.frame
+        if bucket is None or frame is None:
+            # Detached, or a node that saves its own output would keep itself alive. The version is kept
+            # because autograd checks for later writes only where there are no hooks.
+            return _Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor))
+        if self._runtime.passes_through(tensor):
+            found = self._runtime.find(tensor)
+            # the parameter itself, not an alias that would count as a view of the flat
+            kept = bucket.real[found[1]] if found is not None and found[1] >= 0 else tensor.detach()
+            return _Plain(kept, version(kept))
+        frame.handles += 1
+        return _Handle(bucket, frame, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _unpack(self, saved: object) -> torch.Tensor:
+        if isinstance(saved, _Plain):
+            if version(saved.tensor) != saved.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: {saved.tensor.dtype} {list(saved.tensor.shape)} is at version "
+                    f"{version(saved.tensor)}; expected version {saved.version}"
+                )
+            return saved.tensor
+        assert isinstance(saved, _Handle)
+        self._runtime.use_in_backward(saved.bucket, saved.frame)
+        with torch.no_grad():
+            base = saved.bucket.flat.detach()
+            if saved.dtype != base.dtype:
+                base = base.view(saved.dtype)
+            return base.as_strided(saved.shape, saved.stride, saved.offset)

@@ -1,0 +1,448 @@
+"""The engine: the training loop's face."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from zeroweave import state
+from zeroweave.calls import Calls
+from zeroweave.comm.alarm import Alarm
+from zeroweave.comm.control import Agreement, Control
+from zeroweave.comm.ledger import Ledger
+from zeroweave.config import Config
+from zeroweave.eager.handles import SavedTensors
+from zeroweave.errors import EngineError, RankFailure
+from zeroweave.layout import BucketLayout
+from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
+from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.rest import Places
+from zeroweave.runtime.runtime import Runtime
+from zeroweave.runtime.stub import Status
+from zeroweave.schedule import BucketFacts, Facts, Instruction, Schedule, compile_schedule
+from zeroweave.stats import Stats
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is assembled from; see `initialize`."""
+
+    model: nn.Module
+    config: Config
+    runtime: Runtime
+    ledger: Ledger
+    control: Control
+    places: Places
+    status: Status
+    optimizer: ShardedOptimizer | None
+    masters: Mapping[int, torch.Tensor]
+    original_dtypes: Mapping[str, torch.dtype]
+    device: torch.device
+    owns_process_group: bool
+
+
+class Engine:
+    """Trains one model, sharded over the ranks of a process group. Made by `zeroweave.initialize`.
+
+    Every method that computes or communicates is collective: all ranks call it in the same order.
+    """
+
+    def __init__(self, parts: Parts, lr_scheduler: Any = None) -> None:
+        self._parts, self._runtime = parts, parts.runtime
+        self.module, self.config, self.device = parts.model, parts.config, parts.device
+        self.rank, self.world = parts.control.rank, parts.control.world
+        self.lr_scheduler = lr_scheduler
+        self.global_steps = self.micro_steps = self.skipped_steps = 0
+        self._alarm = Alarm(parts.control, lambda: (self.global_steps, parts.ledger.count))
+        self._shown = 0
+        self._destroyed = self._dirty = self._applied = self._warned = False
+        self._guards = self._holding = False
+        self._backwards = 0
+        self._sync = True
+        self._boundary: bool | None = None
+        self._scaled = False
+        self._norm: torch.Tensor | None = None
+        self._executed: tuple[Instruction, ...] = ()
+        self._facts = Facts(
+            tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in self.buckets),
+            keep=parts.runtime.policy.keep,
+            depth=self.config.reduce.depth,
+            prefetch=self.config.compile.prefetch,
+            update_by_bucket=parts.optimizer is not None
+            and parts.optimizer.by_bucket
+            and self.config.gradient_clipping is None,
+        )
+        self._runtime.reduces = self._reduces
+        self._runtime.backward_began = self._show
+        self._runtime.backward_ended = self._backward_ended
+        self._calls = Calls(parts.model, parts.runtime, parts.config, self._session)
+        if self.config.gather_after_step:
+            self._hold_all()
+        self._traffic = parts.ledger.step()
+        parts.ledger.begin_step()
+
+    # ------------------------------------------------------------------ looking at it
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The user's optimizer."""
+        return None if self._parts.optimizer is None else self._parts.optimizer.optimizer
+
+    @property
+    def buckets(self) -> tuple[BucketLayout, ...]:
+        return tuple(b.layout for b in self._runtime.buckets.values())
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that the next step follows; None before the first step has been recorded."""
+        return self._runtime.replay.schedule
+
+    @property
+    def executed(self) -> tuple[Instruction, ...]:
+        """The instructions that the last optimizer step executed."""
+        return self._executed
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of this rank at this moment."""
+        return Stats.read(self._runtime, self._parts.ledger, self._calls, self._parts.optimizer, self._parts.masters, self._traffic)
+
+    # ------------------------------------------------------------------ forward and backward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
+        with self._guarded("forward"):
+            dtype = self.config.precision.params
+            if dtype is not None:
+                args, kwargs = tree_map_only(torch.Tensor, _cast_to(getattr(torch, dtype)), (args, kwargs))
+            kwargs = self._calls.without_cache(kwargs)
+            with self._session(), self._calls.compiling():
+                return self._calls.own_outputs(self.module(*args, **kwargs))
+
+    def train_step(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
+        """One micro-step: forward, loss, backward, `step()`. Returns the detached, unscaled loss.
+
+        `batch` is a mapping (keyword arguments), a tuple or list (arguments) or one argument. The loss is
+        `loss_fn(output, batch)`, else the output itself if it is a tensor, else its `.loss`.
+        """
+        if isinstance(batch, Mapping):
+            output = self(**batch)
+        else:
+            output = self(*batch) if isinstance(batch, tuple | list) else self(batch)
+        if loss_fn is not None:
+            loss = loss_fn(output, batch)
+        else:
+            loss = output if isinstance(output, torch.Tensor) else output.loss
+        self.backward(loss)
+        self.step()
+        return loss.detach()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` divided by the number of accumulated micro-steps: `engine.scale(loss).backward()`."""
+        self._scaled = True
+        steps = self.config.gradient_accumulation_steps
+        return loss / steps if steps > 1 else loss
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
+        """The backward of `loss`, divided by the accumulation count unless `scale_wrt_gas` is false."""
+        self._scaled = True
+        with self._guarded("backward"):
+            (self.scale(loss) if scale_wrt_gas else loss).backward(retain_graph=retain_graph)
+
+    def _reduces(self) -> bool:
+        return self._sync and (self.config.stage > 1 or self.is_gradient_accumulation_boundary())
+
+    def _backward_ended(self) -> None:
+        self._backwards += 1
+        self._parts.status.gradients_pending = True
+        self._hide()
+        if self.config.gradient_accumulation_steps > 1 and not (self._scaled or self._warned):
+            self._warned = True
+            warnings.warn(
+                "loss.backward() does not divide by gradient_accumulation_steps; use engine.backward(loss) or "
+                "engine.scale(loss).backward() unless the loss is divided already",
+                stacklevel=2,
+            )
+        self._scaled = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add their gradients up locally; a later one outside, or `step()`, reduces."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Does the optimizer step follow the present backward?"""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
+        self._boundary = is_boundary
+
+    # ------------------------------------------------------------------ step
+    def step(self) -> None:
+        """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
+        with self._guarded("step"):
+            if self._parts.optimizer is None:
+                raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
+            if self._backwards == 0:
+                raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
+            boundary = self.is_gradient_accumulation_boundary()
+            self._applied = boundary
+            self._backwards = 0
+            if boundary:
+                self._apply(self._parts.optimizer)
+            self.micro_steps += 1
+
+    def _apply(self, optimizer: ShardedOptimizer) -> None:
+        runtime, gradients, replay = self._runtime, self._runtime.gradients, self._runtime.replay
+        runtime.note_backward()  # an unfinished backward is an error
+        runtime.reduce_rest()
+        replay.refuse_views()
+        followed = replay.completed
+        candidate = replay.schedule if followed else compile_schedule(tuple(replay.record), self._facts)
+        assert candidate is not None
+        self._alarm.post_counts(self.global_steps, self._parts.ledger.count)
+        decision = self._parts.control.agree(
+            Agreement(
+                self.global_steps,
+                self._parts.ledger.count,
+                self._parts.ledger.hash,
+                gradients.had_gradient(),
+                candidate.fingerprint,
+            )
+        )
+        absent = gradients.absent(decision.had_gradient)
+        if self.config.gradient_clipping is not None:
+            self.clip_grad_norm_(self.config.gradient_clipping)
+        if self.config.gather_after_step:
+            self._release_all()
+        if optimizer.by_bucket:
+
+            def update(bucket: int) -> None:
+                shard = gradients.take(bucket)
+                if shard is not None:
+                    optimizer.update(bucket, shard, absent[bucket])
+        else:
+            waiting = set(absent)
+
+            def update(bucket: int) -> None:
+                waiting.discard(bucket)
+                if not waiting:  # the last one: this optimizer can only step as a whole
+                    taken = {b: shard for b in sorted(absent) if (shard := gradients.take(b)) is not None}
+                    optimizer.update_all(taken, absent)
+
+        replay.finish(update, frozenset(absent))
+        self._executed = tuple(replay.executed)
+        gradients.reset()
+        replay.next_window(candidate if decision.adopt else None)
+        runtime.release_kept()
+        self._parts.status.gradients_pending = False
+        self.global_steps += 1
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        if self.config.gather_after_step:
+            self._hold_all()
+        self._traffic = self._parts.ledger.step()
+        self._parts.ledger.begin_step()
+
+    def was_step_applied(self) -> bool:
+        """Did the last `step()` run the optimizer?"""
+        return self._applied
+
+    def zero_grad(self) -> None:
+        """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
+        with self._guarded("zero_grad", clean=False):
+            self._abort()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales the window's gradients to a global 2-norm of at most `max_norm`; returns the norm before.
+
+        To be called between the boundary's backward and `step()`. Collective.
+        """
+        gradients = self._runtime.gradients
+        self._runtime.reduce_rest()
+        gradients.settle_all()
+        shards = gradients.shards()
+        self._norm = total_norm(local_square_norm(shards), self._runtime.transport.all_reduce_sum)
+        coefficient = clip_coefficient(self._norm, max_norm)
+        for shard in shards:
+            shard.mul_(coefficient)
+        return self._norm
+
+    def get_global_grad_norm(self) -> float | None:
+        """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
+        return None if self._norm is None else float(self._norm)
+
+    # ------------------------------------------------------------------ state
+    def train(self, mode: bool = True) -> Engine:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Engine:
+        return self.train(False)
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[dict[str, nn.Parameter]]:
+        """Everything unsharded: inside, the module's parameters are full and may be read and written.
+
+        Yields them by name. Writes are kept: each rank stores its own part of what it finds, so all ranks
+        must write the same. Collective; not inside a forward or backward.
+        """
+        with self._guarded("full_parameters"):
+            if self._runtime.in_session or self._runtime.in_backward:
+                raise EngineError("full_parameters() inside a forward or backward: enter it between them")
+            state.gather(self._runtime)
+            self._show()
+            self._parts.status.full = True
+        try:
+            yield {s.name: p for b in self._runtime.buckets.values() for s, p in zip(b.layout.slots, b.real, strict=True)}
+        finally:
+            self._parts.status.full = False
+            state.store(self._runtime, self._parts.masters)
+            self._hide()
+            state.release(self._runtime)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All parameters and persistent buffers, full, on the CPU of rank 0, in the model's original dtypes.
+
+        Parameters come from the masters. `{}` on the other ranks. Collective.
+        """
+        with self._guarded("state_dict"):
+            return state.state_dict(self.module, self._runtime, self._parts)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Takes rank 0's full `state_dict` on all ranks; every parameter and persistent buffer must be there.
+
+        Collective; the other ranks' argument is ignored.
+        """
+        with self._guarded("load_state_dict"):
+            state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The reduced gradients that `step()` would use, full, float32, on the CPU of every rank.
+
+        None where no rank had a gradient. To be called between the boundary's backward and `step()`. Collective.
+        """
+        with self._guarded("gradients"):
+            self._runtime.reduce_rest()
+            return state.full_gradients(self._runtime, self._parts.control)
+
+    def destroy(self) -> None:
+        """Gives the model back as an ordinary one with its full parameters, and ends what the engine started.
+
+        Collective. The optimizer's groups hold the user's parameters again, without state.
+        """
+        if self._destroyed:
+            return
+        with self._guarded("destroy", clean=False):
+            self._abort()
+            self._release_all()
+            state.gather(self._runtime)
+            values = state.full_values(self._runtime)
+            state.release(self._runtime)
+        self._calls.remove()
+        self._parts.places.restore(values.__getitem__)
+        if self._parts.optimizer is not None:
+            self._parts.optimizer.destroy()
+        self._destroyed = True
+        self._alarm.close()
+        self._parts.control.close()
+        if self._parts.owns_process_group:
+            dist.destroy_process_group()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.destroy()  # after an exception the other ranks may be anywhere: nothing collective is left to do
+
+    # ------------------------------------------------------------------ inside
+    @contextmanager
+    def _session(self) -> Iterator[None]:
+        """The outermost forward: real parameters in the modules, handles for what eager code saves."""
+        self._runtime.begin_session()
+        self._show()
+        try:
+            with SavedTensors(self._runtime):
+                yield
+            self._runtime.end_session()
+        except BaseException:
+            self._runtime.abandon_session()
+            raise
+        finally:
+            self._hide()
+
+    def _show(self) -> None:
+        if self._shown == 0:
+            self._parts.places.show_real()
+            self._calls.access.watch()
+        self._shown += 1
+
+    def _hide(self) -> None:
+        self._shown -= 1
+        if self._shown == 0:
+            self._calls.access.unwatch()
+            self._parts.places.show_stubs()
+
+    def _hold_all(self) -> None:
+        """`gather_after_step`: the new parameters stay gathered and readable until the next optimizer step."""
+        state.gather(self._runtime)
+        self._show()
+        self._parts.status.full = self._holding = True
+
+    def _release_all(self) -> None:
+        if self._holding:
+            self._parts.status.full = self._holding = False
+            self._hide()
+            state.release(self._runtime)
+
+    def _abort(self) -> None:
+        """Forgets the open window and what an exception left behind."""
+        schedule = self._runtime.replay.schedule
+        self._runtime.abort()
+        self._runtime.replay.next_window(schedule)
+        while self._shown > self._holding:
+            self._hide()
+        self._parts.status.gradients_pending = False
+        self._backwards = 0
+        self._dirty = self._scaled = False
+
+    @contextmanager
+    def _guarded(self, place: str, clean: bool = True) -> Iterator[None]:
+        """Around everything collective: tells the other ranks about an exception that leaves it."""
+        if self._destroyed:
+            raise EngineError(f"{place} on a destroyed engine: make a new one with zeroweave.initialize")
+        if self._guards:
+            yield
+            return
+        self._guards = True
+        try:
+            if self._alarm.fatal is not None:
+                raise RankFailure(self._alarm.fatal)
+            if clean and self._dirty:
+                raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
+            yield
+        except BaseException as error:
+            self._dirty = self._dirty or not isinstance(error, EngineError)
+            if not self._alarm.failed(place, self.global_steps, error):
+                error.add_note(f"rank {self.rank} failed alone, so the other ranks are ended: {self._alarm.fatal}")
+            raise
+        finally:
+            self._guards = False
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor

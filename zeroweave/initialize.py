@@ -1,0 +1,229 @@
+"""From a user's model and optimizer to an engine: checked, broadcast, sharded, swapped, installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroweave.comm.control import Control
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.process_group import make_transport
+from zeroweave.compile.regions import find_blocks
+from zeroweave.config import Config
+from zeroweave.engine import Engine, Parts
+from zeroweave.errors import EngineError
+from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
+from zeroweave.optim.admit import check_optimizer
+from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.admit import check
+from zeroweave.runtime.rest import rest
+from zeroweave.runtime.stub import Status
+from zeroweave.runtime.runtime import Policy, Runtime
+from zeroweave.state import share
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: OptimizerLike | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lr_scheduler: Any = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Engine:
+    """Shards `model` and its optimizer over the ranks of `process_group` and returns the engine.
+
+    Collective. Without a process group one is started from the environment (torchrun's variables), a world
+    of 1 where there is none; `engine.destroy()` ends what was started here. Rank 0's weights and buffers are
+    taken on all ranks. The model moves to `cuda:LOCAL_RANK` where the group has a CUDA backend, else stays.
+
+    `optimizer`: an element-wise torch.optim optimizer over `model.parameters()`, a callable from the
+    parameters to one, or None for evaluation only. It stays the user's object, with its groups.
+
+    Raises ConfigError for a wrong config and ParameterError or EngineError for a model or an optimizer
+    that is refused; nothing has been changed then.
+    """
+    settings = Config.load(config)
+    check(model)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(model.parameters()))
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
+    started = process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if started:
+        _start_process_group()
+    group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+    control = Control.over(group, settings.deadline_seconds)
+    try:
+        return _assemble(model, optimizer, settings, lr_scheduler, group, control, started)
+    except BaseException:
+        control.close()
+        raise
+
+
+def _start_process_group() -> None:
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the engine computes: the local GPU unless the group cannot talk between GPUs."""
+    if torch.cuda.is_available() and (group is None or "nccl" in str(dist.get_backend(group))):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One distinct parameter of the user's model, before it is sharded."""
+
+    name: str
+    tensor: nn.Parameter
+    dtype: torch.dtype
+    """the dtype it is computed with"""
+
+
+def _parameters(model: nn.Module, settings: Config) -> dict[str, _Parameter]:
+    wanted = settings.precision.params
+    cast = None if wanted is None else getattr(torch, wanted)
+    return {
+        name: _Parameter(name, p, cast if cast is not None and p.is_floating_point() else p.dtype)
+        for name, p in model.named_parameters()
+    }
+
+
+def _specs(model: nn.Module, parameters: Mapping[str, _Parameter]) -> list[ParameterSpec]:
+    block_of: dict[int, str] = {}
+    for name, block in find_blocks(model):
+        for p in block.parameters():
+            block_of.setdefault(id(p), name)
+    return [
+        ParameterSpec(
+            name=p.name,
+            shape=tuple(p.tensor.shape),
+            dtype=str(p.dtype).removeprefix("torch."),
+            itemsize=p.dtype.itemsize,
+            requires_grad=p.tensor.requires_grad,
+            block=block_of.get(id(p.tensor)),
+        )
+        for p in parameters.values()
+    ]
+
+
+def _agree_on_model(control: Control, specs: list[ParameterSpec], settings: Config) -> None:
+    mine = (specs, settings.model_dump())
+    for rank, theirs in enumerate(control.all_gather_object(mine)):
+        for a, b in zip(specs, theirs[0], strict=False):
+            if a != b:
+                raise EngineError(f"ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}")
+        if len(specs) != len(theirs[0]):
+            raise EngineError(
+                f"ranks built different models: {len(specs)} parameters on rank {control.rank}, "
+                f"{len(theirs[0])} on rank {rank}"
+            )
+        if mine[1] != theirs[1]:
+            differing = sorted(key for key in mine[1] if mine[1][key] != theirs[1][key])
+            raise EngineError(f"the config differs between ranks {control.rank} and {rank}: {', '.join(differing)}")
+
+
+@torch.no_grad()
+def _fill(runtime: Runtime, parameters: Mapping[str, _Parameter]) -> dict[int, torch.Tensor]:
+    """Gives every bucket rank 0's values; returns the masters [shard_numel] of the trainable ones.
+
+    The masters are taken before the values are rounded to the dtype of the computation.
+    """
+    masters: dict[int, torch.Tensor] = {}
+    for bucket in runtime.buckets.values():
+        tensors = [parameters[slot.name].tensor for slot in bucket.layout.slots]
+        widest = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+        full = torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.shard.device)
+        for view, tensor in zip(bucket.views(full), tensors, strict=True):
+            view.copy_(tensor)
+        runtime.transport.broadcast(full)
+        mine = bucket.slice(full)
+        bucket.shard.copy_(mine)
+        if bucket.layout.trainable:
+            exact = bucket.dtype.itemsize >= torch.float32.itemsize
+            masters[bucket.id] = bucket.shard if exact else mine.to(torch.float32, copy=True)
+    return masters
+
+
+def _share_buffers(model: nn.Module, device: torch.device, runtime: Runtime) -> None:
+    shared: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in shared:
+                shared[buffer] = buffer.to(device)
+                share(shared[buffer], runtime)
+            if buffer is not None:
+                module._buffers[name] = shared[buffer]
+
+
+def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
+    precision = settings.precision
+    return Policy(
+        keep=frozenset() if settings.stage == 3 else frozenset(b.id for b in layouts),
+        depth=settings.reduce.depth,
+        op=settings.reduce.op,
+        reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
+        accumulate_dtype=getattr(torch, precision.accumulate),
+    )
+
+
+def _assemble(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    settings: Config,
+    lr_scheduler: Any,
+    group: dist.ProcessGroup | None,
+    control: Control,
+    started: bool,
+) -> Engine:
+    device = _device(group)
+    parameters = _parameters(model, settings)
+    specs = _specs(model, parameters)
+    _agree_on_model(control, specs, settings)
+    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block)
+    ledger = Ledger(control.world, control.rank)
+    transport = make_transport(group, device, ledger)
+    dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
+    runtime = Runtime(layouts, dtypes, transport, _policy(settings, layouts))
+    masters = _fill(runtime, parameters)
+    _share_buffers(model, device, runtime)
+
+    place = {s.name: (b.id, i) for b in layouts for i, s in enumerate(b.slots)}
+    original = {name: p.tensor.dtype for name, p in parameters.items()}
+    slot_of = {id(p.tensor): place[name] for name, p in parameters.items()}
+    del parameters
+    status = Status()
+    places = rest(model, status, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
+    sharded = None
+    if optimizer is not None:
+        sharded = ShardedOptimizer(optimizer, list(runtime.buckets.values()), slot_of, masters)
+    return Engine(
+        Parts(
+            model=model,
+            config=settings,
+            runtime=runtime,
+            ledger=ledger,
+            control=control,
+            places=places,
+            status=status,
+            optimizer=sharded,
+            masters=masters,
+            original_dtypes=original,
+            device=device,
+            owns_process_group=started,
+        ),
+        lr_scheduler,
+    )

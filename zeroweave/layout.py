@@ -1,0 +1,290 @@
+"""Where each parameter lies: buckets, slots, shards and fragments. Integers only, no torch.
+
+A *bucket* is a group of parameters of one dtype, sharding group and `requires_grad` that are gathered and
+reduced together. Its *flat* is a 1-D buffer of `numel` elements:
+
+    | slot 0 | gap | slot 1 | slot 2 | gap | ... | slot k | padding |
+    |<----- shard of rank 0 ----->|<----- shard of rank 1 ----->| ...
+
+Each *slot* is one parameter's place and starts at a multiple of 128 bytes. The flat is padded so that the
+shards of all ranks are equal and start at multiples of 128 bytes too. A slot may span several shards; the
+part of it inside one rank's shard is a *fragment*. What belongs to no slot (gaps and padding) is always
+zero, so that norms and overflow checks may read whole shards.
+
+All counts and offsets are in elements unless a name says bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+ALIGN_BYTES = 128
+"""Slots and shards start at multiples of this: a full cache line, and what vector loads and NCCL like."""
+
+NAME_SEPARATOR = ":"
+"""Between a bucket's base name (a module path) and the suffixes that tell its siblings apart."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the layout needs to know of one distinct parameter (a tied one appears once).
+
+    `block` is the qualified name of the block that the parameter belongs to, or None. `group` names the
+    ranks that share it. `itemsize` is in bytes and follows from `dtype`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    requires_grad: bool
+    block: str | None
+    group: str = "world"
+
+    @property
+    def numel(self) -> int:
+        """Elements: 1 for shape (), 0 where a dimension is 0."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its flat. Offsets of one bucket's slots are pairwise distinct, always."""
+
+    name: str
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """What of one parameter lies in one rank's shard.
+
+    `start` counts from the first element of the shard, `offset` from the first element of the parameter's
+    own flat. Of an empty fragment all three are 0.
+    """
+
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket: its slots in model order and the size of its flat (`numel`, padding included).
+
+    `numel` is a positive multiple of `world * ALIGN_BYTES / itemsize`.
+    """
+
+    id: int
+    name: str
+    dtype: str
+    itemsize: int
+    requires_grad: bool
+    group: str
+    world: int
+    slots: tuple[Slot, ...]
+    numel: int
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its parameters get gradients: every parameter of a bucket does, or none."""
+        return self.requires_grad
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of each rank's shard, equal on all ranks."""
+        return self.numel // self.world
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the flat: the payload of one gather or reduction."""
+        return self.numel * self.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of each rank's shard."""
+        return self.shard_numel * self.itemsize
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The shard of `rank` as a range `[start, stop)` of the flat; IndexError outside the world."""
+        if not 0 <= rank < self.world:
+            raise IndexError(f"rank {rank} is outside the world of {self.world}")
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def fragment(self, slot_index: int, rank: int) -> Fragment:
+        """The part of slot `slot_index` inside the shard of `rank`."""
+        slot = self.slots[slot_index]
+        start, stop = self.shard_range(rank)
+        first, last = max(slot.offset, start), min(slot.offset + slot.numel, stop)
+        if first >= last:
+            return Fragment(0, 0, 0)
+        return Fragment(first - start, first - slot.offset, last - first)
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges `[start, stop)` of the flat that belong to no slot, in order. They are always zero."""
+        edges = [(0, 0), *((slot.offset, slot.offset + slot.numel) for slot in self.slots if slot.numel)]
+        starts = [stop for _, stop in edges]
+        stops = [start for start, _ in edges[1:]] + [self.numel]
+        return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+
+
+def build_layout(
+    specs: Iterable[ParameterSpec], world: int, max_bytes: int, by_block: bool = True
+) -> tuple[BucketLayout, ...]:
+    """Lay the parameters out in buckets; ids count from 0 in the order of each bucket's first parameter.
+
+    A block's parameters go together, and a bucket never spans two blocks. The other parameters form runs
+    of neighbours: a run ends where a parameter of a block comes next. With `by_block=False` blocks are
+    ignored and the model is one run. Within a block or run, parameters are split by dtype, `requires_grad`
+    and sharding group, then in order into flats of at most `max_bytes`; a single parameter above that has
+    a bucket of its own. A slot never spans buckets.
+
+    The result depends on the arguments alone, so every rank computes the same. ValueError for a world or
+    size below 1, a name given twice, or an item size that is inconsistent or no divisor of 128.
+    """
+    specs = tuple(specs)
+    _check(specs, world, max_bytes)
+    order = {spec.name: index for index, spec in enumerate(specs)}
+    groups = [
+        members
+        for unit in _units(specs, by_block)
+        for alike in _split_by_kind(unit)
+        for members in _split_by_size(alike, world, max_bytes)
+    ]
+    groups.sort(key=lambda members: order[members[0].name])
+    names = _bucket_names(groups, by_block)
+    return tuple(
+        _lay_out(bucket, name, members, world)
+        for bucket, (name, members) in enumerate(zip(names, groups, strict=True))
+    )
+
+
+def _check(specs: Sequence[ParameterSpec], world: int, max_bytes: int) -> None:
+    if world < 1:
+        raise ValueError(f"world must be at least 1, not {world}")
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
+    itemsizes: dict[str, int] = {}
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ValueError(f"parameter {spec.name!r} is given twice")
+        seen.add(spec.name)
+        if spec.itemsize < 1 or ALIGN_BYTES % spec.itemsize:
+            raise ValueError(f"parameter {spec.name!r}: {spec.itemsize} bytes an element do not divide 128")
+        if itemsizes.setdefault(spec.dtype, spec.itemsize) != spec.itemsize:
+            raise ValueError(f"parameter {spec.name!r}: {spec.dtype} has two item sizes")
+
+
+def _units(specs: Sequence[ParameterSpec], by_block: bool) -> list[list[ParameterSpec]]:
+    """The blocks and the runs between them. A block's parameters need not be neighbours (tied ones)."""
+    blocks: dict[str, list[ParameterSpec]] = {}
+    runs: list[list[ParameterSpec]] = []
+    in_run = False
+    for spec in specs:
+        if by_block and spec.block is not None:
+            blocks.setdefault(spec.block, []).append(spec)
+            in_run = False
+            continue
+        if not in_run:
+            runs.append([])
+            in_run = True
+        runs[-1].append(spec)
+    return [*blocks.values(), *runs]
+
+
+def _split_by_kind(unit: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
+    kinds: dict[tuple[str, bool, str], list[ParameterSpec]] = {}
+    for spec in unit:
+        kinds.setdefault((spec.dtype, spec.requires_grad, spec.group), []).append(spec)
+    return list(kinds.values())
+
+
+def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -> list[list[ParameterSpec]]:
+    """Fill greedily in order: a bucket is closed when the next parameter would lift its flat over the cap."""
+    parts: list[list[ParameterSpec]] = []
+    filled = 0
+    for spec in alike:
+        extent = _extent_bytes(spec)
+        if not parts or _round_up(filled + extent, world * ALIGN_BYTES) > max_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(spec)
+        filled += extent
+    return parts
+
+
+def _lay_out(bucket: int, name: str, members: Sequence[ParameterSpec], world: int) -> BucketLayout:
+    first = members[0]
+    slots: list[Slot] = []
+    end = 0
+    for spec in members:
+        slots.append(Slot(spec.name, end // spec.itemsize, spec.numel, spec.shape))
+        end += _extent_bytes(spec)
+    return BucketLayout(
+        id=bucket,
+        name=name,
+        dtype=first.dtype,
+        itemsize=first.itemsize,
+        requires_grad=first.requires_grad,
+        group=first.group,
+        world=world,
+        slots=tuple(slots),
+        numel=_round_up(end, world * ALIGN_BYTES) // first.itemsize,
+    )
+
+
+def _extent_bytes(spec: ParameterSpec) -> int:
+    """Bytes from this slot's start to the next one's.
+
+    Never 0: a parameter is found by its offset, so even one without elements takes an offset of its own.
+    """
+    return _round_up(max(1, spec.numel * spec.itemsize), ALIGN_BYTES)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _bucket_names(groups: Sequence[Sequence[ParameterSpec]], by_block: bool) -> list[str]:
+    """One distinct name a bucket, for people: its block, or the module of its first parameter.
+
+    Buckets that would share a name get what tells them apart, in this order: dtype, "frozen", sharding
+    group, and a running number where all that is equal: "layers.0:bfloat16:frozen", "layers.3:1".
+    """
+    heads = [members[0] for members in groups]
+    bases = [_base_name(head, by_block) for head in heads]
+    siblings: dict[str, list[ParameterSpec]] = {}
+    for base, head in zip(bases, heads, strict=True):
+        siblings.setdefault(base, []).append(head)
+
+    names = []
+    for base, head in zip(bases, heads, strict=True):
+        alike = siblings[base]
+        parts = [base]
+        if len({other.dtype for other in alike}) > 1:
+            parts.append(head.dtype)
+        if len({other.requires_grad for other in alike}) > 1 and not head.requires_grad:
+            parts.append("frozen")
+        if len({other.group for other in alike}) > 1:
+            parts.append(head.group)
+        names.append(NAME_SEPARATOR.join(parts))
+
+    total, seen = Counter(names), Counter[str]()
+    for index, name in enumerate(names):
+        if total[name] > 1:
+            names[index] = f"{name}{NAME_SEPARATOR}{seen[name]}"
+            seen[name] += 1
+    return names
+
+
+def _base_name(head: ParameterSpec, by_block: bool) -> str:
+    if by_block and head.block is not None:
+        return head.block
+    module, _, leaf = head.name.rpartition(".")
+    return module or leaf

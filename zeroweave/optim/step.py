@@ -1,0 +1,176 @@
+"""The user's optimizer on fragments: its own object, groups, learning rates and schedulers.
+
+Outside a step the optimizer's groups hold the user's parameters, which are stubs; inside they hold the
+fragments, in the same order, and `optimizer.state` is keyed by fragments. Whatever an element-wise
+optimizer computes from a fragment is, bit for bit, that part of what it computes from the whole parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from zeroweave import _torch
+from zeroweave.errors import EngineError, ParameterError
+from zeroweave.optim.admit import check_optimizer, initial_state
+from zeroweave.optim.fragments import Fragments, ShardView
+
+__all__ = ["ShardedOptimizer", "check_optimizer"]
+
+# Optimizers whose state, step counters included, belongs to single parameters: some of these can be stepped
+# without the others. Exact types; a subclass may count steps of its own.
+_BY_BUCKET = frozenset(
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+)
+
+
+class ShardedOptimizer:
+    """Steps the user's optimizer on this rank's fragments of every trainable bucket.
+
+    `slot_of` maps `id(parameter)` of the model's parameters to (bucket id, slot index); `masters` maps the
+    ids of trainable buckets to tensors [shard_numel], fp32 beside a narrower shard, else the shard itself.
+    `check_optimizer` must have passed. Trainable parameters in no group are never updated. Memory: the
+    optimizer's own state, over the fragments.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[ShardView],
+        slot_of: Mapping[int, tuple[int, int]],
+        masters: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.optimizer = optimizer
+        trainable = [bucket for bucket in buckets if bucket.layout.trainable]
+        self._fragments = {b.layout.id: Fragments(b, masters[b.layout.id]) for b in trainable}
+        self._users: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
+        self._whole: list[list[nn.Parameter]] = []
+        self._parts: dict[int, list[list[nn.Parameter]]] = {}  # the groups while one bucket is stepped
+        for index, users in enumerate(self._users):
+            self._whole.append([])
+            for user in users:
+                bucket, slot = slot_of[id(user)]
+                state = initial_state(optimizer, optimizer.state.pop(user, None))
+                if bucket not in self._fragments:
+                    continue  # frozen: it would never have a gradient
+                fragment = self._fragments[bucket].parameters[slot]
+                parts = self._parts.setdefault(bucket, [[] for _ in self._users])
+                parts[index].append(fragment)
+                self._whole[index].append(fragment)
+                if state is not None:
+                    optimizer.state[fragment] = state(fragment)
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(_refuse_save),
+            optimizer.register_load_state_dict_pre_hook(_refuse_load),
+        ]
+
+    @property
+    def by_bucket(self) -> bool:
+        """Whether buckets may be updated one at a time: a known optimizer that nobody listens to."""
+        optimizer = self.optimizer
+        return not (
+            type(optimizer) not in _BY_BUCKET
+            or _torch.has_step_hooks(optimizer)
+            or _torch.is_step_replaced(optimizer)
+        )
+
+    def update(self, bucket: int, gradient: torch.Tensor, absent: Set[int] = frozenset()) -> None:
+        """Updates one bucket's master and shard by `gradient` [shard_numel], any floating dtype.
+
+        `absent`: slots without a gradient on any rank; the optimizer skips them, as it does for a `.grad`
+        of None. EngineError where the optimizer only steps as a whole; ParameterError if its groups changed.
+        """
+        if not self.by_bucket:
+            raise EngineError(f"{type(self.optimizer).__name__} is stepped as a whole, by update_all()")
+        self._step({bucket: gradient}, {bucket: absent}, self._parts.get(bucket))
+
+    def update_all(self, gradients: Mapping[int, torch.Tensor], absent: Mapping[int, Set[int]]) -> None:
+        """Updates all buckets; those without an entry in `gradients` have no gradient. Else as `update`."""
+        if self.by_bucket:
+            for bucket, gradient in gradients.items():
+                self.update(bucket, gradient, absent.get(bucket, frozenset()))
+        else:
+            self._step(gradients, absent, self._whole)
+
+    def memory(self) -> int:
+        """Bytes of the optimizer's state tensors on this rank, step counters included."""
+        return sum(
+            tensor.nbytes
+            for state in self.optimizer.state.values()
+            for tensor in state.values()
+            if isinstance(tensor, torch.Tensor)
+        )
+
+    def destroy(self) -> None:
+        """Hands the optimizer back with the user's parameters and without state. Idempotent.
+
+        To be called after the parameters were restored.
+        """
+        for handle in self._handles:
+            handle.remove()
+        if not self._handles:
+            return
+        self._handles = []
+        self.optimizer.state.clear()
+        for group, users in zip(self.optimizer.param_groups, self._users, strict=False):
+            group["params"] = users
+            for user in users:
+                if (state := initial_state(self.optimizer, {})) is not None:
+                    self.optimizer.state[user] = state(user)
+
+    def _step(
+        self,
+        gradients: Mapping[int, torch.Tensor],
+        absent: Mapping[int, Set[int]],
+        groups: list[list[nn.Parameter]] | None,
+    ) -> None:
+        if groups is None:
+            return  # no parameter of this bucket is in any group
+        fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
+        with self._holding(groups):
+            try:
+                for one, bucket in fragments:
+                    one.set_gradients(gradients[bucket], absent.get(bucket, frozenset()))
+                self.optimizer.step()
+            finally:
+                for one, _ in fragments:
+                    one.drop_gradients()
+        for one, _ in fragments:
+            one.publish()
+
+    @contextmanager
+    def _holding(self, groups: Sequence[list[nn.Parameter]]) -> Iterator[None]:
+        """Inside, the optimizer's groups hold fragments."""
+        held = self.optimizer.param_groups
+        if len(held) != len(self._users) or any(
+            group["params"] is not users for group, users in zip(held, self._users, strict=True)
+        ):
+            raise ParameterError(
+                "the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "
+                "group, such as lr, can change at any time, its parameters cannot"
+            )
+        for group, fragments in zip(held, groups, strict=True):
+            group["params"] = fragments
+        try:
+            yield
+        finally:
+            for group, users in zip(held, self._users, strict=True):
+                group["params"] = users
+
+
+_STATE = "the optimizer's state is sharded over the ranks, and the engine neither saves nor loads it"
+
+
+def _refuse_save(_: torch.optim.Optimizer) -> NoReturn:
+    raise ParameterError(f"optimizer.state_dict(): {_STATE}; parameters are saved by engine.state_dict()")
+
+
+def _refuse_load(_: torch.optim.Optimizer, __: dict[str, Any]) -> NoReturn:
+    raise ParameterError(
+        f"optimizer.load_state_dict(): {_STATE}; parameters are loaded by engine.load_state_dict()"
+    )

@@ -1,0 +1,220 @@
+"""The program of each rank of `zeroweave demo`: train, check the run against independent figures, and show
+it.
+
+The model and the text are handed in by `examples/demo.py`. All ranks do the same; rank 0 prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+import zeroweave as zw
+from zeroweave.report import measure
+from zeroweave.report.show import Result, show
+
+LEARNING_RATE = 2e-3
+CHECKED_STEPS = 3
+LAST = 10
+"""Steps whose mean is the final loss: one batch is noisy."""
+
+
+class Batches(Protocol):
+    """The text: `step(k)` gives this rank's part of the batch of step k, keyword arguments of the model."""
+
+    def step(self, k: int) -> dict[str, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for."""
+
+    stage: int
+    steps: int
+    lower: str
+    eager: bool
+    json: Path | None
+
+    @property
+    def way(self) -> str:
+        """How modules are run, in one word."""
+        return "eager" if self.eager else self.lower
+
+    def config(self, stage: int) -> dict[str, Any]:
+        """The engine's config."""
+        return {"stage": stage, "compile": {"enabled": not self.eager, "lower": self.lower}}
+
+
+def parse(arguments: list[str]) -> Settings:
+    parser = argparse.ArgumentParser(prog="zeroweave demo")
+    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--lower", choices=("inductor", "aot_eager"), default="inductor")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--json", type=Path)
+    return Settings(**vars(parser.parse_args(arguments)))
+
+
+class Demo:
+    """One rank of the demo."""
+
+    def __init__(
+        self, settings: Settings, build: Callable[[], nn.Module], text: Batches, device: torch.device
+    ) -> None:
+        self.settings, self.build, self.text, self.device = settings, build, text, device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+
+    def model(self) -> nn.Module:
+        """A new model, with the same weights each time and on every rank."""
+        torch.manual_seed(0)
+        return self.build().to(self.device)
+
+    def batch(self, k: int) -> dict[str, Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in self.text.step(k).items()}
+
+    def engine(self, stage: int) -> zw.Engine:
+        model = self.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        return zw.initialize(model, optimizer, config=self.settings.config(stage))
+
+    def step(self, engine: zw.Engine, k: int) -> Tensor:
+        """One training step; the loss of this rank's part of the batch, detached."""
+        loss = engine(**self.batch(k)).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    def short_run(self, stage: int) -> list[dict[str, Tensor | None]]:
+        """The gradients of each of the first steps, and last the parameters after them."""
+        seen: list[dict[str, Tensor | None]] = []
+        with self.engine(stage) as engine:
+            for k in range(CHECKED_STEPS):
+                engine.backward(engine(**self.batch(k)).loss)
+                seen.append(dict(engine.gradients()))
+                engine.step()
+            with engine.full_parameters() as parameters:
+                seen.append({name: p.detach().float().cpu().clone() for name, p in parameters.items()})
+        return seen
+
+    def train(self, engine: zw.Engine) -> list[float]:
+        """All steps with a progress bar; the loss of each step, averaged over the ranks."""
+        losses: list[Tensor] = []
+        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        console = Console(stderr=True)
+        with Progress(
+            *columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=self.rank > 0
+        ) as bar:
+            task = bar.add_task("training", total=self.settings.steps, loss="")
+            for k in range(self.settings.steps):
+                losses.append(self.step(engine, k))
+                bar.update(task, advance=1, loss=f"{float(losses[-1]):.3f}")
+        mean = torch.stack(losses).float()
+        dist.all_reduce(mean)
+        return [float(loss) for loss in mean / self.world]
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def run(self) -> Result:
+        began, settings = time.perf_counter(), self.settings
+        self.say(f"ZeRO-{settings.stage}, {settings.way}, {self.world} ranks, {self.device.type}")
+        self.say(f"comparing stages 1, 2 and 3 with each other and with DDP: {CHECKED_STEPS} steps each")
+        runs = {stage: self.short_run(stage) for stage in (1, 2, 3)}
+        equal = all(measure.bit_equal(runs[1], runs[stage]) for stage in (2, 3))
+        reference = measure.ddp_gradients(self.model(), self.batch(0))
+        difference = measure.relative_difference(runs[settings.stage][0], reference)
+
+        with self.engine(settings.stage) as engine:
+            start = time.perf_counter()
+            losses = self.train(engine)
+            training = time.perf_counter() - start
+            counted = measure.profiled(lambda: self.step(engine, settings.steps))
+            stats, schedule = engine.stats, engine.schedule
+            assert schedule is not None  # recorded and agreed in the first step
+            config = engine.config
+            formula = measure.state_formula(
+                engine.buckets, self.rank, settings.stage, config.compile.prefetch, config.reduce.depth
+            )
+            mine = {
+                "measured": measure.total(
+                    (kind, measure.Count(t.calls, t.payload)) for kind, t in stats.last_step.items()
+                ),
+                "schedule": measure.scheduled(schedule, engine.buckets),
+                "independent": counted,
+            }
+            return Result(
+                settings=asdict(settings) | {"json": None},
+                way=settings.way,
+                world=self.world,
+                losses=losses,
+                last=LAST,
+                seconds_training=training,
+                seconds=time.perf_counter() - began,
+                stages_bit_equal=self.everywhere(equal),
+                difference=max(self.gather(difference)),
+                counts=self.gather(mine),
+                replayed=self.everywhere(tuple(engine.executed) == tuple(schedule.instructions)),
+                memory=self.gather((stats.memory, formula)),
+                schedule=schedule,
+                stats=stats,
+                parameters=sum(slot.numel for bucket in engine.buckets for slot in bucket.slots),
+            )
+
+    def gather(self, item: Any) -> list[Any]:
+        """Every rank's item."""
+        items: list[Any] = [None] * self.world
+        dist.all_gather_object(items, item)
+        return items
+
+    def everywhere(self, fact: bool) -> bool:
+        return all(self.gather(fact))
+
+
+def main(
+    build: Callable[[], nn.Module], text: Callable[[int, int], Batches], arguments: list[str] | None = None
+) -> None:
+    """Run the demo on this rank with the model of `build()` and the text of `text(rank, world)`.
+
+    Rank 0 prints the report and, last, one JSON object. The process exits with 1 where a check failed.
+    Expects the environment that torchrun sets; without it the world is 1.
+    """
+    settings = parse(sys.argv[1:] if arguments is None else arguments)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    on_gpu: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    single: dict[str, Any] = (
+        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
+    dist.init_process_group("nccl" if on_gpu else "gloo", **on_gpu, **single)
+    rank = dist.get_rank()
+    result = Demo(settings, build, text(rank, dist.get_world_size()), device).run()
+    gc.collect()  # DistributedDataParallel holds the group in a cycle, and a group that outlives its end aborts
+    dist.destroy_process_group()
+    problems = result.problems()
+    if rank == 0:
+        show(result)
+        line = json.dumps(result.figures())
+        if settings.json:
+            settings.json.write_text(line + "\n")
+        for problem in problems:
+            print(f"FAILED: {problem}", flush=True)
+        print(line, flush=True)
+    if problems:
+        raise SystemExit(1)

@@ -1,0 +1,78 @@
+"""Start a script on several ranks, as torchrun does, with what its users otherwise learn the hard way.
+
+`launch` takes torchrun's own arguments and differs from it in four things:
+
+* restarts get a TCPStore of their own (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`); without it gloo recovers from
+  `--max-restarts` only sometimes;
+* `OMP_NUM_THREADS` is 1 unless the user set it, without a warning;
+* on one machine a free port is used, unless the user chose a rendezvous;
+* Python scripts run under `zeroweave.report.runner`, which ends the process group on every way out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+RUNNER = "zeroweave.report.runner"
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Run `[torchrun options] SCRIPT [script arguments]` and return the exit code to leave with.
+
+    0 if all ranks left with 0; else that of the rank that failed first (128 + n where signal n ended it),
+    with one line on stderr that names the rank and the reason. Wrong options end the process with torchrun's
+    usage and code 2.
+    """
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    try:
+        torchrun.run(under_runner(torchrun.parse_args(list(arguments)), list(arguments)))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        reason = exit_reason(failure.exitcode) + first_line(failure.message)
+        print(f"zeroweave: rank {rank} failed with {reason}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    except (SignalException, KeyboardInterrupt):
+        print("zeroweave: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def under_runner(options: argparse.Namespace, arguments: list[str]) -> argparse.Namespace:
+    """torchrun's parsed options, changed so that the script runs under the runner and one machine uses a free
+    port.
+    """
+    if not options.no_python:
+        script = ["-m", options.training_script] if options.module else [options.training_script]
+        options.training_script_args = [*script, *options.training_script_args]
+        options.training_script, options.module = RUNNER, True
+    chosen = options.rdzv_endpoint or options.rdzv_backend != "static" or has_port(arguments)
+    if not chosen and options.nnodes in ("1", "1:1"):
+        options.standalone = True
+    return options
+
+
+def has_port(arguments: list[str]) -> bool:
+    """Whether the user named a master port, which asks for a plain static rendezvous."""
+    return any(argument.split("=")[0] in ("--master-port", "--master_port") for argument in arguments)
+
+
+def exit_reason(code: int) -> str:
+    """ "exit code 3", or "signal 9" for the negative codes of a process that a signal ended."""
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+
+
+def first_line(message: object) -> str:
+    """The reason in an elastic failure's message (text, or a worker's error file), as ": reason"."""
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    lines = str(message).strip().splitlines()
+    known = lines and not lines[0].startswith(("Signal ", "To enable traceback"))
+    return f": {lines[0]}" if known else ""

@@ -1,0 +1,170 @@
+"""Figures that do not come from the engine: what its own are compared with.
+
+Collectives are counted by PyTorch's profiler, state sizes follow from the layout alone, and gradients come
+from DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+from zeroweave.layout import BucketLayout
+from zeroweave.schedule import Schedule
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+# The host-side agreement uses c10d::allgather_, a collective of another name: it is not counted here.
+PROFILED = {
+    "c10d::_allgather_base_": "all_gather",
+    "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::allreduce_": "all_reduce",
+    "c10d::broadcast_": "broadcast",
+}
+
+
+@dataclass(frozen=True)
+class Count:
+    """Collectives of one kind: how many, and the bytes of the full flats they gathered or reduced."""
+
+    calls: int = 0
+    payload: int = 0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.calls + other.calls, self.payload + other.payload)
+
+
+def total(counts: Iterable[tuple[str, Count]]) -> dict[str, Count]:
+    """Sums per kind, in the order of KINDS, without the kinds that do not occur."""
+    sums: dict[str, Count] = {}
+    for kind, count in counts:
+        sums[kind] = sums.get(kind, Count()) + count
+    return {kind: sums[kind] for kind in KINDS if kind in sums}
+
+
+def scheduled(schedule: Schedule, buckets: Sequence[BucketLayout]) -> dict[str, Count]:
+    """What the schedule of one step says will be issued."""
+    nbytes = {bucket.id: bucket.nbytes for bucket in buckets}
+    return total((kind, Count(1, nbytes[bucket])) for kind, bucket in schedule.collectives())
+
+
+def profiled(step: Callable[[], object], itemsize: int = 4) -> dict[str, Count]:
+    """Runs `step` once and counts the collectives that PyTorch's profiler saw on this process.
+
+    `itemsize`: bytes of an element of what is gathered and reduced. The profiler gives no sizes for
+    all-reduces and broadcasts; their payload is 0.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
+        step()
+    events = [event for event in seen.events() or () if event.name in PROFILED]
+    return total((PROFILED[event.name], Count(1, itemsize * largest(event.input_shapes))) for event in events)
+
+
+def largest(shapes: Sequence[Sequence[int]]) -> int:
+    """Elements of the largest tensor of an event; the flat, beside a shard of it. Lists of tensors have no
+    shape.
+    """
+    return max((torch.Size(shape).numel() for shape in shapes if shape), default=0)
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of model state on one rank, by kind. `masters` is 0 where the shards are float32 and serve as
+    masters.
+    """
+
+    shards: int
+    masters: int
+    optimizer: int
+    gradients: int
+    flats_peak: int
+    gradient_flats_peak: int
+
+    def differences(self, other: object) -> dict[str, int]:
+        """By how much `other`, an object with the same attributes, is above this one; only where it is not
+        equal.
+        """
+        deltas = {name: int(getattr(other, name)) - value for name, value in asdict(self).items()}
+        return {name: delta for name, delta in deltas.items() if delta}
+
+
+def state_formula(buckets: Sequence[BucketLayout], rank: int, stage: int, prefetch: int, depth: int) -> State:
+    """What training with Adam keeps on `rank`, from the layout alone; gradients in float32.
+
+    Shards, flats and gradients include padding. Adam has two float32 values for each element of a fragment
+    and one float32 step count for each parameter. Flats: all for stages 1 and 2; for stage 3 the most that
+    the schedule may hold at once, the largest 1 + prefetch. Gradient flats: the largest `depth`, in flight at
+    once.
+    """
+    trained = [bucket for bucket in buckets if bucket.trainable]
+    fragments = [bucket.fragment(i, rank).numel for bucket in trained for i in range(len(bucket.slots))]
+    flats = sorted((bucket.nbytes for bucket in buckets), reverse=True)
+    gradient_flats = sorted((4 * bucket.numel for bucket in trained), reverse=True)
+    return State(
+        shards=sum(bucket.shard_nbytes for bucket in buckets),
+        masters=sum(4 * bucket.shard_numel for bucket in trained if bucket.dtype != "float32"),
+        optimizer=sum(8 * numel + 4 for numel in fragments),
+        gradients=sum(4 * bucket.shard_numel for bucket in trained),
+        flats_peak=sum(flats if stage < 3 else flats[: 1 + prefetch]),
+        gradient_flats_peak=sum(gradient_flats[:depth]),
+    )
+
+
+def ddp_gradients(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of `model(**batch).loss`, averaged over the ranks by DistributedDataParallel, on the CPU.
+
+    Uses the default process group; `model` must be the same on all ranks, and lies on this rank's device. Its
+    `.grad`s are dropped again.
+    """
+    wrapped = DistributedDataParallel(model)
+    wrapped(**batch).loss.backward()
+    gradients = {
+        name: p.grad.detach().float().cpu().clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def relative_difference(ours: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]) -> float:
+    """The largest of ‖ours − reference‖ / ‖reference‖ over the parameters; infinite where one side has no
+    gradient.
+    """
+    if {name for name, gradient in ours.items() if gradient is not None} != set(reference):
+        return float("inf")
+    worst = 0.0
+    for name, expected in reference.items():
+        found = ours[name]
+        assert found is not None
+        worst = max(worst, float((found - expected).norm() / expected.norm().clamp_min(1e-30)))
+    return worst
+
+
+def bit_equal(
+    one: Sequence[Mapping[str, Tensor | None]], other: Sequence[Mapping[str, Tensor | None]]
+) -> bool:
+    """Whether two runs' tensors (of each step, by name) are equal in every bit."""
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Bitwise, so that a NaN equals itself and 0 does not equal -0."""
+    if one is None or other is None:
+        return one is other
+    bits = torch.int32 if one.element_size() == 4 else torch.int16
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and torch.equal(one.view(bits), other.view(bits))
+    )

@@ -1,0 +1,82 @@
+"""The program of each rank under `zeroweave run`: a user's script, and an orderly way out after it.
+
+A process that leaves with a live gloo group often aborts on the way out, which turns a finished run into a
+failed one and hides a failed run's own exit code. So, when the script is over:
+
+* finished, or left by `sys.exit`: its variables are dropped (they may hold the group), then the group is
+  destroyed;
+* failed: the traceback is printed, without the lines of this runner, and the process leaves with its exit
+  code by `os._exit` after all other exit handlers. Destroying the group here could wait for ever for a peer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import runpy
+import sys
+from types import TracebackType
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+
+class Exit:
+    """The code a failed script leaves with; registered first, so that it acts after all other handlers."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        atexit.register(self.leave)
+
+    def leave(self) -> None:
+        if self.code and dist.is_available() and dist.is_initialized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code)
+
+
+def run_script(arguments: list[str]) -> None:
+    """Run `SCRIPT args` or `-m MODULE args` as `__main__`, with the sys.argv and sys.path that python gives
+    it.
+    """
+    as_module = arguments[0] == "-m"
+    target, *rest = arguments[1:] if as_module else arguments
+    sys.argv = [target, *rest]
+    if as_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
+        runpy.run_path(target, run_name="__main__")
+
+
+def own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the leading frames of this runner; all of it where nothing else is in it."""
+    ours = {__file__, runpy.__file__, "<frozen runpy>", record.__code__.co_filename}
+    start = trace
+    while start is not None and start.tb_frame.f_code.co_filename in ours:
+        start = start.tb_next
+    return start or trace
+
+
+def main() -> int:
+    end = Exit()
+    try:
+        record(run_script)(sys.argv[1:])
+    except SystemExit as stop:
+        end.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException as error:
+        end.code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        shown = error.with_traceback(own_frames(error.__traceback__))
+        sys.excepthook(type(shown), shown, shown.__traceback__)
+    gc.collect()
+    if end.code == 0 and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()
+    return end.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""What the demo found, its checks, and how it is printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from zeroweave.report.measure import Count, State
+from zeroweave.report.tables import chart, size, table
+from zeroweave.schedule import Schedule
+from zeroweave.stats import Stats
+
+SOURCES = ("measured", "schedule", "independent")
+DIFFERENCE = 1e-5
+SHOWN = "layers.1"
+"""The block whose schedule is printed: one with neighbours on both sides."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of one demo run; lists have one entry for each rank."""
+
+    settings: dict[str, Any]
+    way: str
+    world: int
+    losses: list[float]
+    last: int
+    seconds_training: float
+    seconds: float
+    stages_bit_equal: bool
+    difference: float
+    counts: list[dict[str, dict[str, Count]]]
+    replayed: bool
+    memory: list[tuple[State, State]]
+    schedule: Schedule
+    stats: Stats
+    parameters: int
+
+    @property
+    def loss_last(self) -> float:
+        tail = self.losses[-self.last :]
+        return sum(tail) / len(tail)
+
+    def problems(self) -> list[str]:
+        """Every check that failed, in words; empty for a good run. The loss is reported, not checked."""
+        return list(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if not self.stages_bit_equal:
+            yield "stages 1, 2 and 3 did not give bit-equal gradients and parameters"
+        if not self.difference <= DIFFERENCE:
+            worst = f"{self.difference:.1e} of its norm, more than {DIFFERENCE:.0e}"
+            yield f"a gradient differs from DDP's by {worst}"
+        if not self.replayed:
+            yield "the executed instructions are not the schedule's"
+        for rank, counts in enumerate(self.counts):
+            expected = counts["schedule"] if self.world > 1 else {}
+            for source in ("measured", "independent"):
+                if counts[source] != expected:
+                    yield f"rank {rank}: collectives {source}: {counts[source]}, in the schedule: {expected}"
+        for rank, (measured, formula) in enumerate(self.memory):
+            for name, delta in formula.differences(measured).items():
+                # The last two are bounds where not all flats live at once.
+                if delta > 0 or not name.endswith("flats_peak"):
+                    yield f"rank {rank}: {name} measured {delta:+d} bytes off the formula"
+
+    def figures(self) -> dict[str, Any]:
+        """The JSON object; per-rank figures are rank 0's, payloads in bytes."""
+        measured, formula = self.memory[0]
+        names = [field.name for field in fields(State)]
+        return {
+            "loss_first": round(self.losses[0], 4),
+            "loss_last": round(self.loss_last, 4),
+            "stages_bit_equal": self.stages_bit_equal,
+            "grad_rel_diff_vs_ddp": self.difference,
+            "steps": len(self.losses),
+            "seconds": round(self.seconds, 2),
+            "seconds_training": round(self.seconds_training, 2),
+            "stage": self.settings["stage"],
+            "ranks": self.world,
+            "lower": self.way,
+            "parameters": self.parameters,
+            "replayed": self.replayed,
+            "collectives": {s: {k: c.calls for k, c in self.counts[0][s].items()} for s in SOURCES},
+            "bytes": {s: {k: c.payload for k, c in self.counts[0][s].items()} for s in SOURCES},
+            "memory": {
+                "measured": {name: getattr(measured, name) for name in names},
+                "formula": asdict(formula),
+            },
+            "compiled_calls": self.stats.compiled_calls,
+            "eager_calls": self.stats.eager_calls,
+            "on_demand_unshards": self.stats.on_demand_unshards,
+            "ok": not self.problems(),
+        }
+
+
+def show(result: Result) -> None:
+    """Print the report on standard output."""
+    for line in report(result):
+        print(line)
+
+
+def report(result: Result) -> Iterator[str]:
+    """The report's lines."""
+    steps, seconds = len(result.losses), result.seconds_training
+    yield ""
+    yield (
+        f"loss {result.losses[0]:.2f} -> {result.loss_last:.2f} in {steps} steps, {seconds:.1f} s "
+        f"({1000 * seconds / steps:.0f} ms a step), {result.parameters:,} parameters"
+    )
+    yield from chart(result.losses)
+    yield ""
+    count = len(result.schedule.instructions)
+    yield f"schedule of {SHOWN} (the lines that touch it; the whole step has {count} instructions)"
+    yield from (f"  {line}" for line in result.schedule.of(SHOWN))
+    yield ""
+    yield "collectives of one step and rank: the engine's ledger, the schedule, PyTorch's profiler"
+    yield from table(("", *SOURCES), list(count_rows(result)))
+    yield ""
+    yield "model state of rank 0, peak bytes (flats: at most the formula)"
+    measured, formula = result.memory[0]
+    rows = [
+        (field.name, getattr(measured, field.name), getattr(formula, field.name)) for field in fields(State)
+    ]
+    yield from table(("", "measured", "formula"), [(name, size(a), size(b)) for name, a, b in rows])
+    yield ""
+    yield f"stages 1, 2 and 3, same seed: {'equal in every bit' if result.stages_bit_equal else 'NOT equal'}"
+    yield f"gradients of the first step against DDP: differ by at most {result.difference:.1e} of their norm"
+    stats = result.stats
+    calls = f"{stats.compiled_calls} compiled, {stats.eager_calls} eager"
+    yield f"calls: {calls}; gathers on demand: {stats.on_demand_unshards}"
+    yield ""
+
+
+def count_rows(result: Result) -> Iterator[tuple[object, ...]]:
+    """One row of calls and one of bytes for each kind of collective."""
+    counts = result.counts[0]
+    for kind in dict.fromkeys(kind for source in SOURCES for kind in counts[source]):
+        found = [counts[source].get(kind, Count()) for source in SOURCES]
+        yield (kind, *(count.calls for count in found))
+        yield ("  bytes", *(size(count.payload) for count in found))

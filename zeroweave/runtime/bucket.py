@@ -1,0 +1,155 @@
+"""A bucket at run time: its shard, its flat, and the holds that keep the flat's storage alive.
+
+    resharded   the flat's storage has 0 bytes; the shard is all there is
+    gathering   storage is full size, the all-gather is under way (`unshard` of the first hold)
+    usable      the current stream has waited for the gather (`wait`)
+    lingering   no hold is left, but some tensor still views the flat; freed by a later `sweep`
+
+A shard costs numel / world elements for good, a flat numel elements while it is not resharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from zeroweave._torch import storage_key, storage_use_count, version
+from zeroweave.comm.transport import Pending, Transport
+from zeroweave.errors import ParameterError
+from zeroweave.layout import BucketLayout
+
+
+class Bucket:
+    """One bucket of this rank. `real[i]` is the Parameter that views slot i of the flat.
+
+    The real parameters keep shape, dtype and stride while the storage is freed; PyTorch dies on a read
+    then, so whoever computes with them holds the bucket (`unshard`, `wait`, …, `reshard`).
+    """
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, transport: Transport) -> None:
+        self.layout, self.rank, self.dtype = layout, transport.rank, dtype
+        self._transport = transport
+        self.shard = transport.empty(layout.shard_numel, dtype)
+        self.flat = torch.empty(layout.numel, dtype=dtype, device=self.shard.device)
+        self.storage = self.flat.untyped_storage()
+        # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named,
+        # and the gather a target whose writes bump none of them.
+        self._target = self.flat.data
+        self.real = tuple(
+            nn.Parameter(
+                self.flat.data.narrow(0, slot.offset, slot.numel).view(slot.shape),
+                requires_grad=layout.requires_grad,
+            )
+            for slot in layout.slots
+        )
+        self.storage.resize_(0)
+        self.holds = 0
+        self._pending: Pending | None = None
+        self._versions = [version(p) for p in self.real]
+        self._references = storage_use_count(self.storage)
+
+    @property
+    def id(self) -> int:
+        return self.layout.id
+
+    @property
+    def resident(self) -> bool:
+        """Is the storage full size (gathering, usable or lingering)?"""
+        return self.storage.nbytes() > 0
+
+    @property
+    def usable(self) -> bool:
+        return self.resident and self._pending is None
+
+    @property
+    def viewed(self) -> bool:
+        """Does some tensor other than the bucket's own view the flat?"""
+        return storage_use_count(self.storage) > self._references
+
+    def unshard(self) -> None:
+        """Takes a hold; the first one starts the all-gather.
+
+        A lingering bucket is gathered again: how long a view lives depends on garbage collection and may
+        differ between ranks, but all ranks must issue the same collectives. Its values stay the same.
+        """
+        self.holds += 1
+        if self.holds == 1:
+            if not self.resident:
+                self.storage.resize_(self.layout.nbytes)
+            self._pending = self._transport.all_gather(self._target, self.shard, self.layout)
+
+    def wait(self) -> None:
+        """Makes the flat usable on the current stream."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+
+    def reshard(self) -> bool:
+        """Drops a hold. The last one frees the storage in stream order; False if a view still lives."""
+        self.holds -= 1
+        return self.holds > 0 or self.free()
+
+    def free(self) -> bool:
+        """Frees the storage of a bucket without holds unless a tensor still views it; True if freed."""
+        self.wait()
+        self.check_unchanged()
+        if self.viewed:
+            return False
+        self.storage.resize_(0)
+        return True
+
+    def check_unchanged(self) -> None:
+        """Raises if a parameter was written in place: the next gather would lose the write."""
+        versions = [version(p) for p in self.real]
+        if versions != self._versions:
+            names = [s.name for s, a, b in zip(self.layout.slots, versions, self._versions, strict=True) if a != b]
+            self.accept_writes()
+            raise ParameterError(
+                f"{', '.join(map(repr, names))} written in place during a call: the write would be lost with "
+                "the next gather; write parameters inside `with engine.full_parameters():`"
+            )
+
+    def accept_writes(self) -> None:
+        """Takes the parameters' present versions as unchanged (their values have been stored)."""
+        self._versions = [version(p) for p in self.real]
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The slots of a tensor [numel] that is laid out like this bucket's flat."""
+        return [flat.narrow(0, s.offset, s.numel).view(s.shape) for s in self.layout.slots]
+
+    def slice(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part [numel / world] of a tensor that is laid out like the flat."""
+        start, stop = self.layout.shard_range(self.rank)
+        return flat[start:stop]
+
+
+class Directory:
+    """Finds the bucket and slot of a tensor by (storage, offset)."""
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._bucket: dict[int, Bucket] = {}
+        self._slot: dict[tuple[int, int], int] = {}
+        for bucket in buckets:
+            key = storage_key(bucket.flat)
+            self._bucket[key] = bucket
+            for index, slot in enumerate(bucket.layout.slots):
+                self._slot[key, slot.offset] = index
+
+    def bucket(self, tensor: torch.Tensor) -> Bucket | None:
+        """The bucket whose flat `tensor` views; None for every other tensor, and for those without storage."""
+        try:
+            return self._bucket.get(storage_key(tensor))
+        except (NotImplementedError, RuntimeError):  # a wrapper subclass has no storage of its own
+            return None
+
+    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
+        bucket = self.bucket(tensor)
+        if bucket is None:
+            return None
+        slot = self._slot.get((storage_key(tensor), tensor.storage_offset()), -1)
+        if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():
+            slot = -1
+        return bucket.id, slot

@@ -1,0 +1,249 @@
+"""The accounting of gradients: every contribution enters exactly one reduction.
+
+The life of a gradient: a forward *announces* that its backward will deliver it; the backward *delivers* it
+as a part (slot, tensor); when nothing announced is missing the bucket is *ready*; in its turn the bucket is
+*issued* (reduce-scattered) or, in a backward that does not reduce, *folded* into a local sum; *settling*
+makes the result usable and copies or adds it into the gradient shard, which the optimizer step *takes*.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroweave.comm.transport import Parts, Pending, ReduceOp, Transport
+from zeroweave.errors import ZeroweaveError
+from zeroweave.runtime.bucket import Bucket
+
+
+@dataclass(slots=True)
+class _Account:
+    """What is known about one bucket's gradients in the open window."""
+
+    bucket: Bucket
+    announced: dict[int, int] = field(default_factory=dict)
+    """slot -> contributions of compiled backwards still to come"""
+    expected: set[int] = field(default_factory=set)
+    """slots whose eager gradient is still to come"""
+    armed: bool = False
+    """was anything announced? A backward without a word before it is complete only at its end"""
+    parts: dict[int, torch.Tensor] = field(default_factory=dict)
+    """contributions of this backward that have entered no reduction yet"""
+    local: torch.Tensor | None = None
+    """[numel] the sum of backwards that did not reduce, in the accumulation dtype"""
+    shard: torch.Tensor | None = None
+    """[numel / world] the reduced gradient of the window"""
+    had_gradient: set[int] = field(default_factory=set)
+    issued: bool = False
+    """was this bucket reduced in the present backward?"""
+
+    @property
+    def complete(self) -> bool:
+        return self.armed and not self.announced and not self.expected and bool(self.parts)
+
+
+class Gradients:
+    """Accounts of all trainable buckets, and the order of their reductions.
+
+    `ready(bucket_id)` is called once per bucket and backward when its announced gradients are complete;
+    whoever is told decides when to `issue`. `order` is the order that all ranks have agreed on.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        transport: Transport,
+        *,
+        op: ReduceOp,
+        reduce_dtype: torch.dtype | None,
+        accumulate_dtype: torch.dtype,
+        ready: Callable[[int], None],
+    ) -> None:
+        self._accounts = {b.id: _Account(b) for b in buckets if b.layout.trainable}
+        self._transport, self._op = transport, op
+        self._reduce_dtype, self._accumulate_dtype = reduce_dtype, accumulate_dtype
+        self._ready = ready
+        self._flying: deque[tuple[int, Pending, torch.Tensor]] = deque()
+        self.order: tuple[int, ...] = tuple(sorted(self._accounts, reverse=True))
+        self.flats_peak = 0
+        """bytes of the gradient flats in flight at once, at most"""
+        self.shards_peak = 0
+        """bytes of the settled gradient shards at once, at most"""
+
+    # ------------------------------------------------------------------ contributions
+    def announce(self, parts: Iterable[tuple[int, int]]) -> None:
+        """A compiled backward will deliver these (bucket id, slot index)."""
+        for bucket_id, slot in parts:
+            account = self._accounts[bucket_id]
+            account.armed = True
+            account.announced[slot] = account.announced.get(slot, 0) + 1
+
+    def expect(self, parts: Iterable[tuple[int, int]]) -> None:
+        """The eager gradients of these (bucket id, slot index) are likely to come."""
+        for bucket_id, slot in parts:
+            account = self._accounts[bucket_id]
+            account.armed = True
+            account.expected.add(slot)
+
+    def deliver(
+        self, announced: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int, torch.Tensor | None]]
+    ) -> None:
+        """Contributions of the present backward: (bucket id, slot index, gradient or None).
+
+        `announced` are the (bucket id, slot index) that a compiled forward had announced for them.
+        """
+        touched: dict[int, _Account] = {}
+        for bucket_id, slot in announced:
+            account = touched[bucket_id] = self._accounts[bucket_id]
+            left = account.announced.get(slot, 0) - 1
+            if left > 0:
+                account.announced[slot] = left
+            else:
+                account.announced.pop(slot, None)
+        for bucket_id, slot, gradient in parts:
+            account = touched[bucket_id] = self._accounts[bucket_id]
+            if gradient is not None:
+                account.had_gradient.add(slot)
+                earlier = account.parts.get(slot)
+                # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
+                account.parts[slot] = gradient if earlier is None else earlier + gradient
+        for bucket_id, account in touched.items():
+            if account.complete and not account.issued:
+                self._ready(bucket_id)
+
+    def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
+        """One contribution of the eager autograd engine."""
+        self._accounts[bucket_id].expected.discard(slot)
+        self.deliver((), ((bucket_id, slot, gradient),))
+
+    # ------------------------------------------------------------------ reductions
+    @torch.no_grad()
+    def fold(self, bucket_id: int) -> None:
+        """Adds the parts of a backward that does not reduce to the local sum."""
+        account = self._accounts[bucket_id]
+        if not account.parts:
+            return
+        bucket = account.bucket
+        if account.local is None:
+            account.local = torch.zeros(
+                bucket.layout.numel, dtype=self._accumulate_dtype, device=bucket.shard.device
+            )
+        views = bucket.views(account.local)
+        for slot, part in account.parts.items():
+            views[slot].add_(part)
+        account.parts.clear()
+
+    @torch.no_grad()
+    def issue(self, bucket_id: int) -> None:
+        """Starts the reduction of what the bucket has now; missing slots count as zeros."""
+        account = self._accounts[bucket_id]
+        bucket = account.bucket
+        parts: Parts = account.parts
+        if account.local is not None:
+            self.fold(bucket_id)
+            parts = dict(enumerate(bucket.views(account.local)))
+        out = torch.empty(
+            bucket.layout.shard_numel, dtype=self._reduce_dtype or bucket.dtype, device=bucket.shard.device
+        )
+        pending = self._transport.reduce_scatter(out, parts, bucket.layout, self._op)
+        self._flying.append((bucket_id, pending, out))
+        account.parts, account.local, account.issued = {}, None, True
+        self.flats_peak = max(self.flats_peak, sum(o.nbytes * self._transport.world for _, _, o in self._flying))
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """Buckets whose reductions are not settled, oldest first."""
+        return tuple(bucket_id for bucket_id, _, _ in self._flying)
+
+    @torch.no_grad()
+    def settle(self, bucket_id: int) -> None:
+        """Makes the oldest reduction of the bucket usable; nothing to do where it has been settled."""
+        entry = next((e for e in self._flying if e[0] == bucket_id), None)
+        if entry is None:
+            return
+        self._flying.remove(entry)
+        _, pending, out = entry
+        pending.wait()
+        account = self._accounts[bucket_id]
+        if account.shard is None:
+            account.shard = out
+        else:
+            if account.shard.dtype != self._accumulate_dtype:
+                account.shard = account.shard.to(self._accumulate_dtype)
+            account.shard.add_(out)
+        self.shards_peak = max(self.shards_peak, sum(s.nbytes for s in self.shards()))
+
+    def settle_all(self) -> None:
+        """Makes every reduction usable, in the order in which they were issued."""
+        for bucket_id in self.in_flight:
+            self.settle(bucket_id)
+
+    # ------------------------------------------------------------------ backward and window
+    def unissued(self) -> tuple[int, ...]:
+        """The buckets not yet reduced in this backward, or again holding parts, in the agreed order."""
+        return tuple(b for b in self.order if not self._accounts[b].issued or self._accounts[b].parts)
+
+    def awaits_turn(self, bucket_id: int) -> bool:
+        """Was the bucket reported ready in this backward, and not issued yet?"""
+        account = self._accounts[bucket_id]
+        return account.complete and not account.issued
+
+    def end_backward(self) -> None:
+        """Announced gradients that did not come count as zeros; the next backward reduces every bucket anew."""
+        for account in self._accounts.values():
+            if account.parts:
+                raise ZeroweaveError(f"bucket {account.bucket.layout.name!r}: a gradient entered no reduction")
+            account.announced.clear()
+            account.expected.clear()
+            account.issued = account.armed = False
+
+    @property
+    def unreduced(self) -> bool:
+        """Does a local sum wait for a reduction?"""
+        return any(account.local is not None for account in self._accounts.values())
+
+    @property
+    def pending(self) -> bool:
+        """Does the window hold gradients?"""
+        return any(a.had_gradient or a.shard is not None for a in self._accounts.values())
+
+    def shard(self, bucket_id: int) -> torch.Tensor | None:
+        """The settled gradient [numel / world] of the window; None where nothing was reduced."""
+        return self._accounts[bucket_id].shard
+
+    def shards(self) -> list[torch.Tensor]:
+        """All settled gradients of the window, by bucket id."""
+        return [a.shard for _, a in sorted(self._accounts.items()) if a.shard is not None]
+
+    def take(self, bucket_id: int) -> torch.Tensor | None:
+        """Hands the settled gradient over and forgets it, so that its memory goes with the caller's use."""
+        account = self._accounts[bucket_id]
+        shard, account.shard = account.shard, None
+        return shard
+
+    def had_gradient(self) -> bytes:
+        """A byte per slot of the trainable buckets, by bucket id: 1 where this rank's window had a gradient."""
+        return b"".join(
+            bytes(slot in account.had_gradient for slot in range(len(account.bucket.layout.slots)))
+            for _, account in sorted(self._accounts.items())
+        )
+
+    def absent(self, had_gradient: bytes) -> dict[int, frozenset[int]]:
+        """The inverse of `had_gradient`: for each bucket the slots that no rank had a gradient for."""
+        result, start = {}, 0
+        for bucket_id, account in sorted(self._accounts.items()):
+            count = len(account.bucket.layout.slots)
+            flags = had_gradient[start : start + count]
+            result[bucket_id] = frozenset(slot for slot, had in enumerate(flags) if not had)
+            start += count
+        return result
+
+    def reset(self) -> None:
+        """Forgets the window: after the step, `zero_grad` or an exception. Waits for what is under way."""
+        while self._flying:
+            self._flying.popleft()[1].wait()
+        for bucket_id, account in self._accounts.items():
+            self._accounts[bucket_id] = _Account(account.bucket)

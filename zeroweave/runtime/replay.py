@@ -1,0 +1,308 @@
+"""The executor of schedules: one cursor, moved by what the training program does.
+
+The program's events (a call is entered or left, a bucket's gradients are ready) move the cursor through the
+schedule; the instructions that it passes are executed. Without a schedule, or once a step departs from it,
+each event generates the instructions that it needs at that moment, and they go through the same `execute`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from zeroweave.errors import ParameterError
+from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.gradients import Gradients
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.instructions import (
+    Call,
+    End,
+    Entered,
+    Event,
+    Instruction,
+    Left,
+    Micro,
+    Ready,
+    Reduce,
+    Reshard,
+    Run,
+    Settle,
+    Unshard,
+    Update,
+    Wait,
+)
+
+_EVENTS = (Run, End, Reduce, Update)
+
+
+class Replay:
+    """Executes one window (the steps between two optimizer steps) and records its events.
+
+    `keep`: the buckets that stay unsharded until the window's end. Counters are kept over windows.
+    """
+
+    def __init__(
+        self, buckets: Mapping[int, Bucket], gradients: Gradients, keep: frozenset[int], depth: int
+    ) -> None:
+        self._buckets, self._gradients, self._depth = buckets, gradients, depth
+        self.keep = keep
+        self.schedule: Schedule | None = None
+        self.departures = 0
+        self.on_demand = 0
+        """unshards that no schedule ordered although there was one"""
+        self._lingering: set[int] = set()
+        self._update: Callable[[int], None] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self.record: list[Event] = []
+        self.executed: list[Instruction] = []
+        self.departed = False
+        self._cursor = 0
+        self._open: list[tuple[Call, tuple[int, ...]]] = []
+        self._holds: Counter[int] = Counter()
+
+    # ------------------------------------------------------------------ events
+    def entered(self, call: Call, uses: tuple[int, ...]) -> None:
+        """A call begins: makes the buckets whose values it needs usable."""
+        self.sweep()
+        self.record.append(Entered(call, uses))
+        if not self._advance(Run(call, uses)):
+            self._depart()
+            for bucket in uses:
+                self._acquire(bucket)
+            self.executed.append(Run(call, uses))
+        self._open.append((call, uses))
+
+    def left(self, call: Call) -> None:
+        """A call ends: drops the holds that it does not need any more."""
+        self.record.append(Left(call))
+        index = next(i for i in reversed(range(len(self._open))) if self._open[i][0] == call)
+        _, uses = self._open.pop(index)
+        if self.following:
+            self._advance(End(call))
+            self._trail()
+        else:
+            for bucket in uses:
+                if bucket not in self.keep:
+                    self._execute(Reshard(bucket))
+        self.sweep()
+
+    def ready(self, bucket: int) -> None:
+        """A bucket's gradients of this backward are complete: reduced now, or when its turn comes."""
+        self.record.append(Ready(bucket))
+        if self._advance(Reduce(bucket)):
+            self._trail()
+        else:
+            self._depart()
+            self._issue_in_turn()
+
+    def forward_ended(self) -> None:
+        """The outermost forward is over: every kept bucket has been gathered, used here or not."""
+        if not self.following:
+            self._gather_kept()
+
+    def backward_ended(self, reduced: bool) -> None:
+        """The outermost backward is over; what was not complete is reduced as it is."""
+        if reduced:
+            for bucket in self._gradients.unissued():
+                if self._gradients.awaits_turn(bucket) and not self.following:
+                    self._issue(bucket)
+                else:
+                    self._flush(bucket)
+        self.record.append(Micro())
+
+    def _flush(self, bucket: int) -> None:
+        """Reduces a bucket although gradients that were announced, or all of them, are missing."""
+        self.record.append(Ready(bucket))
+        if self._advance(Reduce(bucket)):
+            self._trail()
+        else:
+            self._depart()
+            self._issue(bucket)
+
+    def finish(self, update: Callable[[int], None], updates: frozenset[int]) -> None:
+        """The optimizer step: settles, updates (`update(bucket id)`), and drops the kept buckets."""
+        self._update = update
+        if self.following and not self._next_is_tail():
+            self._depart()
+        if self.following:
+            assert self.schedule is not None
+            for instruction in self.schedule.instructions[self._cursor :]:
+                self._execute(instruction)
+        else:
+            pending = self._gradients.in_flight
+            for bucket in sorted(updates - set(pending)):
+                self._execute(Update(bucket))
+            for bucket in dict.fromkeys(pending):
+                while bucket in self._gradients.in_flight:
+                    self._execute(Settle(bucket))
+                self._execute(Update(bucket))
+            self._drop_holds()
+        self._update = None
+
+    def next_window(self, schedule: Schedule | None) -> None:
+        """Starts a window that follows `schedule` (None: on demand, in the default order)."""
+        self._drop_holds()
+        self._begin()
+        self.schedule = schedule
+        self._gradients.order = (
+            tuple(dict.fromkeys(schedule.reduce_order()))
+            if schedule is not None and schedule.reduce_order()
+            else tuple(sorted(self._gradients.order, reverse=True))
+        )
+
+    @property
+    def completed(self) -> bool:
+        """Did the window follow its schedule up to the optimizer step?"""
+        return self.following and self._next_is_tail()
+
+    # ------------------------------------------------------------------ following the schedule
+    @property
+    def following(self) -> bool:
+        return self.schedule is not None and not self.departed
+
+    def _next_event(self) -> int:
+        assert self.schedule is not None
+        instructions = self.schedule.instructions
+        index = self._cursor
+        while index < len(instructions) and not isinstance(instructions[index], _EVENTS):
+            index += 1
+        return index
+
+    def _next_is_tail(self) -> bool:
+        assert self.schedule is not None
+        index = self._next_event()
+        return index == len(self.schedule.instructions) or isinstance(self.schedule.instructions[index], Update)
+
+    def _advance(self, event: Instruction) -> bool:
+        """Executes up to and including `event` if it is the schedule's next event."""
+        if not self.following:
+            return False
+        assert self.schedule is not None
+        index = self._next_event()
+        instructions = self.schedule.instructions
+        if index == len(instructions) or instructions[index] != event:
+            return False
+        while self._cursor <= index:
+            self._cursor += 1
+            self._execute(instructions[self._cursor - 1])
+        return True
+
+    def _trail(self) -> None:
+        """Executes what follows at once: everything up to the next wait or event."""
+        assert self.schedule is not None
+        instructions = self.schedule.instructions
+        while self._cursor < len(instructions) and isinstance(
+            instructions[self._cursor], (Unshard, Reshard, Settle)
+        ):
+            if isinstance(instructions[self._cursor], Settle) and self._next_is_tail():
+                return  # the last reductions are settled by the optimizer step
+            self._cursor += 1
+            self._execute(instructions[self._cursor - 1])
+
+    def _depart(self) -> None:
+        """Leaves the schedule for the rest of the window; drops what it gathered ahead."""
+        if not self.following:
+            return
+        self.departed = True
+        self.departures += 1
+        needed = Counter(b for _, uses in self._open for b in uses)
+        for bucket, held in list(self._holds.items()):
+            if bucket in self.keep:
+                continue
+            for _ in range(held - needed[bucket]):
+                self._execute(Reshard(bucket))
+            for _ in range(needed[bucket] - held):
+                self._execute(Unshard(bucket))
+
+    # ------------------------------------------------------------------ on demand
+    def _acquire(self, bucket: int) -> None:
+        if bucket in self.keep:
+            self._gather_kept(until=bucket)
+        else:
+            self.on_demand += self.schedule is not None
+            self._execute(Unshard(bucket))
+        self._execute(Wait(bucket))
+
+    def _gather_kept(self, until: int | None = None) -> None:
+        """Gathers kept buckets in the order that all ranks agreed on, used on this rank or not."""
+        for bucket in self._keep_order():
+            if not self._holds[bucket]:
+                self.on_demand += self.schedule is not None
+                self._execute(Unshard(bucket))
+            if bucket == until:
+                break
+
+    def _keep_order(self) -> list[int]:
+        if self.schedule is None:
+            return sorted(self.keep)
+        return [i.bucket for i in self.schedule.instructions if isinstance(i, Unshard) and i.bucket in self.keep]
+
+    def _issue_in_turn(self) -> None:
+        for bucket in self._gradients.unissued():
+            if not self._gradients.awaits_turn(bucket):
+                return
+            self._issue(bucket)
+
+    def _issue(self, bucket: int) -> None:
+        while len(in_flight := self._gradients.in_flight) >= self._depth:
+            self._execute(Settle(in_flight[0]))
+        self._execute(Reduce(bucket))
+
+    # ------------------------------------------------------------------ instructions
+    def _execute(self, instruction: Instruction) -> None:
+        self.executed.append(instruction)
+        match instruction:
+            case Unshard(bucket):
+                self._buckets[bucket].unshard()
+                self._holds[bucket] += 1
+            case Wait(bucket):
+                self._buckets[bucket].wait()
+            case Reshard(bucket):
+                self._holds[bucket] -= 1
+                if not self._buckets[bucket].reshard():
+                    self._lingering.add(bucket)
+            case Reduce(bucket):
+                self._gradients.issue(bucket)
+            case Settle(bucket):
+                self._gradients.settle(bucket)
+            case Update(bucket):
+                assert self._update is not None
+                self._update(bucket)
+            case Run() | End():
+                pass
+
+    def sweep(self) -> None:
+        """Frees buckets that were still viewed by some tensor when their last hold was dropped."""
+        if not self._lingering:
+            return
+        for bucket in sorted(self._lingering):
+            if self._buckets[bucket].holds or self._buckets[bucket].free():
+                self._lingering.discard(bucket)
+
+    def refuse_views(self) -> None:
+        """Raises if a view of a gathered parameter is still alive: it would keep the values of this step."""
+        self.sweep()
+        if names := [b.layout.name for b in self._buckets.values() if b.viewed]:
+            raise ParameterError(
+                f"a view of a parameter of {', '.join(map(repr, names))} is alive at the step and would keep old "
+                "values; keep a `.clone()` of it instead, or delete it before engine.step()"
+            )
+
+    def release(self, bucket: Bucket) -> None:
+        """Drops a hold that was taken outside of any schedule."""
+        if not bucket.reshard():
+            self._lingering.add(bucket.id)
+
+    def _drop_holds(self) -> None:
+        for bucket, held in sorted(self._holds.items()):
+            for _ in range(held):
+                self._execute(Reshard(bucket))
+
+    def abort(self) -> None:
+        """Drops every hold, whatever was going on: after an exception."""
+        self.departed = True
+        self._open.clear()
+        self._drop_holds()
+        self.sweep()

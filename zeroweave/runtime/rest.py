@@ -1,0 +1,227 @@
+"""Parameters at rest: between engine calls the user's own Parameter objects are stubs that refuse values.
+
+A parameter whose storage was freed must not be reachable: PyTorch dies on it. So `rest` exchanges the
+content of every parameter object for a stub (`AtRest`), and every earlier reference, those in optimizer
+groups included, is one from then on. While the engine computes, `Places` puts its real parameters into the
+modules, and takes them out again.
+
+    at rest      modules and earlier references both show stubs
+    shown        modules show other parameters (the engine's real ones); earlier references still refuse
+    restored     every object is an ordinary Parameter again; the stubs are gone
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroweave import _torch
+from zeroweave.errors import ParameterError
+from zeroweave.runtime.admit import check
+from zeroweave.runtime.stub import VALUES, AtRest, Status
+
+__all__ = ["AtRest", "Places", "Status", "check", "rest"]
+
+
+def rest(model: nn.Module, status: Status, real: Callable[[str, nn.Parameter], nn.Parameter]) -> Places:
+    """Puts all parameters of `model` to rest, or none. `check(model)` must have passed.
+
+    `real(name, parameter)` is called once for each distinct parameter, in model order, before anything is
+    changed; it returns the engine's real Parameter, a new object whose shape, stride, dtype, device and
+    `requires_grad` the stub takes over. The content of the old object is dropped and must not be used for
+    autograd again, because `swap_tensors` poisons it. Errors of `real` pass through; ParameterError where
+    a parameter cannot be swapped.
+    """
+    named = dict(model.named_parameters())
+    reals = {name: real(name, parameter) for name, parameter in named.items()}
+    rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    swapped: list[tuple[nn.Parameter, torch.Tensor]] = []
+    current = ""
+    other: torch.Tensor
+    for rnn in rnns:
+        _torch.watch_rnn_weights(rnn, watch=False)
+    try:
+        for current, parameter in named.items():
+            other = AtRest(reals[current], current, status)
+            attributes = {**vars(parameter), **vars(other)}
+            vars(other).update(attributes)
+            torch.utils.swap_tensors(parameter, other)
+            swapped.append((parameter, other))
+            vars(reals[current]).update(vars(other))
+    except BaseException as error:
+        for parameter, other in reversed(swapped):
+            torch.utils.swap_tensors(parameter, other)
+        for rnn in rnns:
+            _torch.watch_rnn_weights(rnn, watch=True)
+        if isinstance(error, RuntimeError):
+            raise ParameterError(
+                f"parameter {current!r} cannot be put to rest; nothing was changed: {error}"
+            ) from error
+        raise
+    return Places(model, status, named, reals)
+
+
+class Places:
+    """Every (module, name) where a parameter of the model stands, and what stands there.
+
+    `names` maps canonical names, in model order, to stubs; `aliases` maps the further names of tied
+    parameters to canonical ones. Costs two lists of references. Built by `rest`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        status: Status,
+        stubs: Mapping[str, nn.Parameter],
+        reals: Mapping[str, nn.Parameter],
+    ) -> None:
+        self.names: dict[str, nn.Parameter] = dict(stubs)
+        canonical = {id(stub): name for name, stub in stubs.items()}
+        self.aliases = {
+            alias: canonical[id(stub)]
+            for alias, stub in model.named_parameters(remove_duplicate=False)
+            if alias not in stubs
+        }
+        self._status = status
+        self._entries: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self._labels: list[str] = []  # the name of each place for errors
+        self._owners: list[str] = []  # the canonical name of the parameter that belongs there
+        self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+        self._handles: list[RemovableHandle] = []
+        for path, module in model.named_modules():
+            entries = _torch.parameter_entries(module)
+            for name, stub in entries.items():
+                if stub is not None:
+                    self._entries.append((entries, name))
+                    self._labels.append(f"{path}.{name}" if path else name)
+                    self._owners.append(canonical[id(stub)])
+            first = next(iter(module.parameters()), None)
+            if first is not None:
+                self._handles += _guard_state_dict(module, path, canonical[id(first)], status)
+        self._stubs = [self.names[name] for name in self._owners]
+        self._reals = [reals[name] for name in self._owners]
+        self._shown = self._stubs
+
+    def show_real(self) -> None:
+        """Puts the real parameters into the modules. No-op if they are there.
+
+        ParameterError, with nothing changed, if someone replaced an entry meanwhile.
+        """
+        self._show(self._reals)
+
+    def show(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Puts other parameters, by canonical name, into the modules. Errors as `show_real`."""
+        self._show([parameters[name] for name in self._owners])
+
+    def show_stubs(self) -> None:
+        """Puts the stubs back. No-op if they are there.
+
+        Places where someone replaced the entry meanwhile keep it, and are named by the ParameterError that
+        is raised after all others are at rest.
+        """
+        replaced = self._replaced()
+        self._put(self._stubs, replaced)
+        if replaced:
+            self._refuse(replaced)
+
+    def restore(self, values: Callable[[str], torch.Tensor]) -> None:
+        """Makes every parameter object of the user an ordinary Parameter again, with `values(name)` in it.
+
+        Each value must be a full tensor of its own; it is not copied. Hooks on modules are removed. Entries
+        that someone replaced keep what they hold. If `values` raises, the parameters that it had not
+        answered for stay at rest and `restore` can be called again. ParameterError, with nothing restored,
+        if a stub is weakly referenced.
+        """
+        self._put(self._stubs, self._replaced())
+        resting = {name: stub for name, stub in self.names.items() if isinstance(stub, AtRest)}
+        held = [name for name, stub in resting.items() if weakref.getweakrefs(stub)]
+        if held:
+            raise ParameterError(
+                f"parameters {', '.join(held)} are weakly referenced and cannot be restored; "
+                "drop the references (weakref.ref, WeakKeyDictionary) and try again"
+            )
+        for name, stub in resting.items():
+            full = nn.Parameter(values(name), requires_grad=stub.requires_grad)
+            full.__dict__.update({key: value for key, value in vars(stub).items() if key not in _OWN})
+            torch.utils.swap_tensors(stub, full)
+        for rnn in self._rnns:
+            _torch.refresh_rnn_weights(rnn)
+            _torch.watch_rnn_weights(rnn, watch=True)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _show(self, wanted: list[nn.Parameter]) -> None:
+        if wanted is self._shown:
+            return
+        if replaced := self._replaced():
+            self._refuse(replaced)
+        self._put(wanted, frozenset())
+
+    def _replaced(self) -> frozenset[int]:
+        """The places that do not hold what was put there."""
+        places = zip(self._entries, self._shown, strict=True)
+        return frozenset(
+            [i for i, ((entries, name), old) in enumerate(places) if entries.get(name) is not old]
+        )
+
+    def _put(self, wanted: list[nn.Parameter], but: frozenset[int]) -> None:
+        if wanted is self._shown:
+            return
+        for i, ((entries, name), new) in enumerate(zip(self._entries, wanted, strict=True)):
+            if i not in but:
+                entries[name] = new
+        for rnn in self._rnns:
+            _torch.refresh_rnn_weights(rnn)
+        self._shown = wanted
+        self._status.shown = wanted is not self._stubs
+
+    def _refuse(self, replaced: frozenset[int]) -> NoReturn:
+        labels = ", ".join(self._labels[i] for i in sorted(replaced))
+        raise ParameterError(
+            f"{labels}: replaced or deleted in the module since zeroweave.initialize, so it would not be "
+            "trained; assign values inside `with engine.full_parameters():` instead, or call "
+            "engine.destroy(), replace it, and initialize again with a new optimizer"
+        )
+
+
+_OWN = frozenset(("_zeroweave_name", "_zeroweave_status", "_is_param"))
+
+
+def _guard_state_dict(module: nn.Module, path: str, parameter: str, status: Status) -> list[RemovableHandle]:
+    """Registers hooks: state dicts are refused at rest and independent copies in `full_parameters`."""
+    where = f" of module {path!r}" if path else ""
+    own = tuple(_torch.parameter_entries(module))
+
+    def refuse(what: str) -> None:
+        if not (status.shown and status.full):
+            raise ParameterError(f"{what}(){where}, parameter {parameter!r}: {VALUES}")
+
+    def before_save(_: nn.Module, prefix: str, keep_vars: bool) -> None:
+        refuse("state_dict")
+
+    def after_save(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+        for key in (prefix + name for name in own):
+            if isinstance(state.get(key), torch.Tensor):
+                state[key] = state[key].detach().clone()
+
+    def before_load(
+        _: nn.Module, __: object, prefix: str, metadata: Mapping[str, Any], *rest: object
+    ) -> None:
+        refuse("load_state_dict")
+        if metadata.get("assign_to_params_buffers"):
+            raise ParameterError(
+                f"load_state_dict(assign=True){where} would replace parameter {parameter!r}, which the "
+                "engine shards; leave assign out, or use engine.load_state_dict()"
+            )
+
+    return [
+        module.register_state_dict_pre_hook(before_save),
+        module.register_state_dict_post_hook(after_save),
+        module.register_load_state_dict_pre_hook(before_load),
+    ]

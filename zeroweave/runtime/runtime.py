@@ -1,0 +1,310 @@
+"""The runtime: what eager hooks and compiled templates tell, turned into events of the replay.
+
+    forward    session( enter(call) … leave(call) … )          the engine's call, or a submodule's
+    backward   begin( enter … leave, deliver … ) end           from the first sign of a backward to its end
+
+A *session* is the outermost forward. Both kinds of calls meet here: whatever computes with a bucket enters a
+call first, and whatever produces a parameter's gradient delivers it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroweave._torch import at_end_of_backward, current_graph_task, storage_key
+from zeroweave.comm.transport import ReduceOp, Transport
+from zeroweave.errors import EngineError
+from zeroweave.layout import BucketLayout
+from zeroweave.runtime.bucket import Bucket, Directory
+from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.replay import Replay
+from zeroweave.schedule.instructions import Call
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One execution of a call.
+
+    `handles` counts the views of flats that its eager code saved for the backward, `unpacked` those that the
+    backward has asked for; `origin` is, in a backward entered that way, the forward call that saved them.
+    """
+
+    call: Call
+    uses: tuple[int, ...]
+    replay: Replay
+    parent: Frame | None = None
+    origin: Frame | None = None
+    announced: set[tuple[int, int]] = field(default_factory=set)
+    reads: list[Frame] = field(default_factory=list)
+    handles: int = 0
+    unpacked: int = 0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How gradients and parameters are kept. With `Runtime.reduces`, `keep` is all that makes a stage."""
+
+    keep: frozenset[int]
+    """buckets that stay unsharded until the optimizer step"""
+    depth: int
+    op: ReduceOp
+    reduce_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the runtime counts over its life."""
+
+    compiled_calls: int = 0
+    eager_calls: int = 0
+
+
+class Runtime:
+    """Buckets, gradients and replay of one engine.
+
+    `backward_began` and `backward_ended` tell the engine about outermost backwards, once each.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[BucketLayout],
+        dtypes: Mapping[str, torch.dtype],
+        transport: Transport,
+        policy: Policy,
+    ) -> None:
+        self.transport, self.policy = transport, policy
+        self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport) for b in layouts}
+        self.directory = Directory(self.buckets.values())
+        self.gradients = Gradients(
+            list(self.buckets.values()),
+            transport,
+            op=policy.op,
+            reduce_dtype=policy.reduce_dtype,
+            accumulate_dtype=policy.accumulate_dtype,
+            ready=self._ready,
+        )
+        self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
+        self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
+        self.counts = Counts()
+        self.flats_peak = 0
+        """bytes of all flats unsharded at once, at most"""
+        self.reduces: Callable[[], bool] = lambda: True
+        """does the backward that begins now reduce?"""
+        self.backward_began: Callable[[], None] = lambda: None
+        self.backward_ended: Callable[[], None] = lambda: None
+        self._frame: Frame | None = None
+        self._training = True
+        self._backward: int | None = None
+        self._reducing = False
+        self._backward_frames: dict[int, list[Frame]] = {}
+        self._session_reads: list[Frame] | None = None
+        self._backward_reads: list[Frame] = []
+        self._saved: Counter[tuple[int, int]] = Counter()
+
+    # ------------------------------------------------------------------ calls
+    @property
+    def in_backward(self) -> bool:
+        return self._backward is not None
+
+    @property
+    def in_session(self) -> bool:
+        return self._session_reads is not None
+
+    @property
+    def frame(self) -> Frame | None:
+        """The innermost forward call that is running."""
+        return self._frame
+
+    def begin_session(self) -> None:
+        """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
+        self.note_backward()
+        self._training = self.in_backward or torch.is_grad_enabled()
+        self._session_reads = []
+
+    def end_session(self) -> None:
+        """The outermost forward is over, and with it the reads of parameters outside of any call."""
+        reads, self._session_reads = self._session_reads, None
+        for read in reversed(reads or ()):
+            read.replay.left(read.call)
+        if self._training and not self.in_backward:
+            self.replay.forward_ended()
+
+    def abandon_session(self) -> None:
+        """The outermost forward ended with an exception; nothing collective is done any more."""
+        self._session_reads, self._frame = None, None
+
+    def enter(self, name: str, phase: str, uses: tuple[int, ...]) -> Frame:
+        """A call begins: the values of the buckets `uses` are usable until it is left."""
+        backward = phase == "backward"
+        if backward:
+            self.note_backward()
+        replay = self.replay if backward or self._training else self._inference
+        frame = Frame(Call(name, "backward" if backward else "forward"), uses, replay, self._frame)
+        replay.entered(frame.call, uses)
+        self._measure()
+        if not backward:
+            self._frame = frame
+        return frame
+
+    def leave(self, frame: Frame) -> None:
+        """A call ends, and with it the reads of parameters that happened inside."""
+        for read in reversed(frame.reads):
+            read.replay.left(read.call)
+        frame.reads.clear()
+        if frame.call.phase == "forward":
+            self._frame = frame.parent
+            self._saved.clear()
+        frame.replay.left(frame.call)
+
+    def read(self, bucket: Bucket) -> None:
+        """Eager code reads a parameter: its bucket is usable until the innermost call is left."""
+        if bucket.holds and bucket.usable:
+            return
+        if self._frame is not None:
+            reads = self._frame.reads
+        elif self._session_reads is not None:
+            reads = self._session_reads
+        elif self.in_backward:
+            reads = self._backward_reads
+        else:
+            raise EngineError(f"a parameter of bucket {bucket.layout.name!r} is read outside of a call")
+        innermost = self._frame
+        reads.append(self.enter(f"{bucket.layout.name} (read)", "forward", (bucket.id,)))
+        self._frame = innermost
+
+    def _measure(self) -> None:
+        resident = sum(b.layout.nbytes for b in self.buckets.values() if b.resident)
+        self.flats_peak = max(self.flats_peak, resident)
+
+    # ------------------------------------------------------------------ saved tensors
+    def saved(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A compiled forward saves these views of flats; its backward will bind them itself."""
+        for tensor in tensors:
+            self._saved[storage_key(tensor), tensor.storage_offset()] += 1
+
+    def passes_through(self, tensor: torch.Tensor) -> bool:
+        """Is this one of the tensors that a compiled forward has just saved? Each is asked for once."""
+        key = storage_key(tensor), tensor.storage_offset()
+        if self._saved[key] <= 0:
+            return False
+        self._saved[key] -= 1
+        return True
+
+    def use_in_backward(self, bucket: Bucket, origin: Frame) -> None:
+        """A node of the backward needs a tensor that the eager code of the call `origin` saved.
+
+        The first one enters the backward of that call. Calls whose tensors have all been asked for are
+        left before: their nodes have run.
+        """
+        self.note_backward()
+        frames = self._backward_frames.setdefault(bucket.id, [])
+        origin.unpacked += 1
+        if any(f.origin is origin for f in frames):
+            return
+        self._leave_finished()
+        frame = self.enter(bucket.layout.name, "backward", (bucket.id,))
+        frame.origin = origin
+        frames.append(frame)
+
+    def _leave_finished(self, everything: bool = False) -> None:
+        for frames in self._backward_frames.values():
+            for frame in list(frames):
+                origin = frame.origin
+                assert origin is not None
+                if everything or origin.unpacked >= origin.handles:
+                    frames.remove(frame)
+                    origin.unpacked = 0
+                    self.leave(frame)
+
+    # ------------------------------------------------------------------ gradients
+    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(bucket id, slot index) of a view of a flat; see `Directory.find`."""
+        return self.directory.find(tensor)
+
+    def announce(self, parts: Sequence[tuple[int, int]]) -> None:
+        """The backward of the template that runs now will deliver these (bucket id, slot index)."""
+        self.gradients.announce(parts)
+        if self._frame is not None:
+            self._frame.announced.update(parts)
+
+    def deliver(
+        self, announced: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int, torch.Tensor | None]]
+    ) -> None:
+        """Gradients of a compiled backward; see `Gradients.deliver`."""
+        self.note_backward()
+        self.gradients.deliver(announced, parts)
+
+    def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
+        """A parameter's gradient of the eager autograd engine."""
+        self.note_backward()
+        self.gradients.deliver_eager(bucket_id, slot, gradient)
+
+    def template_ran(self) -> None:
+        """Counts one execution of compiled code."""
+        self.counts.compiled_calls += 1
+
+    def _ready(self, bucket_id: int) -> None:
+        if self._reducing:
+            self.replay.ready(bucket_id)
+        else:
+            self.gradients.fold(bucket_id)
+
+    # ------------------------------------------------------------------ backward
+    def note_backward(self) -> None:
+        """Called at every sign of a backward: the first one begins it."""
+        task = current_graph_task()
+        if self._backward is None:
+            if task >= 0:
+                self._backward = task
+                self._reducing = self.reduces()
+                at_end_of_backward(self._end_backward)
+                self.backward_began()
+        elif task < 0:
+            raise EngineError("an earlier backward did not finish; call engine.zero_grad() and start the window anew")
+
+    def _end_backward(self) -> None:
+        self._leave_finished(everything=True)
+        for read in reversed(self._backward_reads):
+            read.replay.left(read.call)
+        self._backward_reads.clear()
+        if self._reducing:
+            self.replay.backward_ended(reduced=True)
+        else:
+            for bucket_id in self.gradients.unissued():
+                self.gradients.fold(bucket_id)
+            self.replay.backward_ended(reduced=False)
+        self.gradients.end_backward()
+        self._measure()
+        self._backward = None
+        self._backward_frames.clear()
+        self.replay.sweep()
+        self.backward_ended()
+
+    def reduce_rest(self) -> None:
+        """Reduces what backwards without reduction left behind: before a step that no backward reduced for."""
+        if self.gradients.unreduced:
+            self.replay.backward_ended(reduced=True)
+            self.gradients.end_backward()
+
+    # ------------------------------------------------------------------ window
+    def release_kept(self) -> None:
+        """Drops what inference kept unsharded: the shards have changed."""
+        self._inference.next_window(None)
+        self.replay.sweep()
+        self._inference.sweep()
+
+    def abort(self) -> None:
+        """Forgets the window and drops every hold: after an exception, or `zero_grad` in mid-window."""
+        self._frame, self._backward, self._session_reads = None, None, None
+        self._backward_frames.clear()
+        self._backward_reads.clear()
+        self._saved.clear()
+        self.gradients.reset()
+        self.replay.abort()
+        self._inference.abort()
+        self._inference.next_window(None)

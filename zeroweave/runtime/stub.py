@@ -1,0 +1,186 @@
+"""The stubs that stand in for parameters between engine calls: they answer metadata and refuse values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from zeroweave import _torch
+from zeroweave.errors import ParameterError
+
+
+@dataclass(slots=True)
+class Status:
+    """What all stubs of one engine know about it; the engine sets the fields, `shown` is set by `Places`."""
+
+    gradients_pending: bool = False
+    """Gradients of the open window wait in the engine: `.grad` refuses instead of saying None."""
+    shown: bool = False
+    """The modules show other parameters than the stubs."""
+    full: bool = False
+    """What the modules show has values for anyone to read and write (`engine.full_parameters()`)."""
+
+
+def _getters(names: str) -> Iterator[Callable[..., Any]]:
+    return (getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name))
+
+
+def _methods(names: str) -> Iterator[Callable[..., Any]]:
+    return (getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name))
+
+
+# What a stub answers: everything that a tensor knows without looking at its values.
+_ANSWERED = frozenset(
+    (
+        *_getters(
+            "shape dtype device layout requires_grad is_leaf grad_fn grad_dtype ndim name names itemsize"
+        ),
+        *_getters(
+            "nbytes retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested"
+        ),
+        *_getters("is_mkldnn is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan"),
+        *_torch.metadata_getters(),
+        *_methods("size stride dim ndimension numel nelement element_size dim_order is_contiguous has_names"),
+        *_methods(
+            "storage_offset get_device is_floating_point is_complex is_signed is_inference is_conj is_neg"
+        ),
+        *_methods("is_shared is_distributed __len__ __hash__ __dir__"),
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_signed,
+        torch.is_inference,
+        torch.is_conj,
+        torch.is_neg,
+        torch.get_device,
+    )
+)
+_GRAD: Any = torch.Tensor.grad  # the descriptor, which the stubs of torch take for a value
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_READ_GRAD, _WRITE_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_WRITE_REQUIRES_GRAD = (_REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_)
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
+VALUES = (
+    "its values are sharded over the ranks between engine calls; read or write them inside "
+    "`with engine.full_parameters():`, or take engine.state_dict()"
+)
+_GRADIENTS = (
+    "its gradients are kept by the engine, sharded over the ranks; use engine.clip_grad_norm_() to clip "
+    "them, engine.step() to apply them, engine.zero_grad() to drop them"
+)
+_FIXED = (
+    "requires_grad is part of how parameters are sharded and cannot change under an engine; call "
+    "engine.destroy(), change it, and initialize again"
+)
+_NO_HOOKS = "tensor hooks never run on a sharded parameter; hook the module, or look at engine.gradients()"
+
+
+class AtRest(torch.Tensor):
+    """A stub: shape, dtype, device and the like of a parameter, without its values.
+
+    It holds no storage, counts as an `nn.Parameter`, and carries the attributes that the user had set on
+    the parameter. Every read and write of values, gradients (while some wait), hooks and `requires_grad`
+    raises `ParameterError` with the parameter's name and the way out; none is silently ignored. The one
+    exception is the C function `torch.utils.dlpack.to_dlpack`, which asks nobody.
+    """
+
+    _zeroweave_name: str
+    _zeroweave_status: Status
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, name: str, status: Status) -> AtRest:
+        stub = _torch.wrapper_like(cls, like)
+        stub._zeroweave_name, stub._zeroweave_status = name, status
+        _torch.mark_as_parameter(stub)
+        return stub
+
+    def __init__(self, like: torch.Tensor, name: str, status: Status) -> None:
+        """Does nothing; all is done in `__new__`."""
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        what = f"shape {tuple(self.shape)}, {self.dtype}, {self.device}, requires_grad={self.requires_grad}"
+        return f"Parameter {self._zeroweave_name!r}, sharded: {what}"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def refuse(self, what: str, why: str = VALUES) -> NoReturn:
+        """Raises the error for a use `what` of this parameter."""
+        message = f"{what} on parameter {self._zeroweave_name!r}: {why}"
+        if self._zeroweave_status.shown and why is VALUES:
+            message += ". This reference was taken earlier: reach it through the module"
+        raise ParameterError(message)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _ANSWERED or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
+            with _torch.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        stub = _first_stub((args, kwargs))
+        assert stub is not None, func  # else PyTorch would not have asked this class
+        pending = stub._zeroweave_status.gradients_pending
+        if func == _READ_GRAD and not pending:
+            return None
+        if func == _WRITE_GRAD and args[0] is stub and args[1] is None and not pending:
+            return None  # nothing waits, so there is nothing to drop: optimizer.zero_grad() and the like
+        if func in (_READ_GRAD, _WRITE_GRAD, _DELETE_GRAD):
+            stub.refuse(".grad", _GRADIENTS)
+        if func in _WRITE_REQUIRES_GRAD:
+            wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+            if wanted == stub.requires_grad:
+                return stub
+            stub.refuse(f"requires_grad = {wanted}", _FIXED)
+        if func in _HOOKS:
+            stub.refuse(func.__name__, _NO_HOOKS)
+        stub.refuse(_name_of(func))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuses what reaches the operators past `__torch_function__` (constructors written in C++)."""
+        stub = _first_stub((args, kwargs))
+        assert stub is not None, func
+        stub.refuse(str(func))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self.refuse("copying or pickling")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self.refuse("deepcopy")
+
+    def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
+        self.refuse("dlpack")
+
+
+def _first_stub(values: object) -> AtRest | None:
+    """The first stub in nested sequences and mappings."""
+    if isinstance(values, AtRest):
+        return values
+    if isinstance(values, Mapping):
+        values = tuple(values.values())
+    if isinstance(values, (tuple, list)):
+        return next((stub for value in values if (stub := _first_stub(value)) is not None), None)
+    return None
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """The name of a function; for the getter or setter of an attribute that of the attribute."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f".{func.__self__.__name__}"  # type: ignore[attr-defined]
+    return name

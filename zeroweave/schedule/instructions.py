@@ -1,0 +1,154 @@
+"""The words of a schedule: calls, the instructions woven around them, and the events of a recorded step.
+
+Buckets are named by their integer ids. Everything here is frozen and hashable and knows no torch.
+
+Instructions
+    ``Unshard`` takes a hold on a bucket; the first hold starts the all-gather. ``Wait`` makes the gathered
+    values usable. ``Run`` starts a call, which reads the buckets in ``uses`` until it ends. ``Reshard`` drops
+    a hold; the storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients,
+    ``Settle`` copies or adds its result into the gradient shard, ``Update`` runs the optimizer on the
+    bucket's fragments.
+
+Ends of calls
+    ``Run`` marks a call's start and, where nothing happens inside the call, also its end. ``End`` is there
+    only for a call inside which another event lies (a call nested in it or overlapping it, a ``Reduce``), or
+    while the same call is open twice, where one ``Run`` could not tell whose end it is.
+
+Events
+    What the runtime records of one optimizer step: ``Entered`` and ``Left`` for every call, ``Ready`` where a
+    bucket's gradients of this backward are complete, ``Micro`` at the end of each outermost backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from zeroweave.errors import ScheduleError
+
+Phase: TypeAlias = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One execution of a template or of an eager module; equal calls may occur several times in a step."""
+
+    name: str
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Unshard:
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    call: Call
+    uses: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    bucket: int
+
+
+Instruction: TypeAlias = Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A call starts and needs the values of the buckets in ``uses`` until it is left."""
+
+    call: Call
+    uses: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A call ends; of equal calls that are open at once, the one entered last."""
+
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A bucket's gradients of this backward are complete and its turn to be reduced has come."""
+
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """The end of an outermost backward: the boundary between two micro-steps."""
+
+
+Event: TypeAlias = Entered | Left | Ready | Micro
+
+
+def ends(record: Iterable[Event]) -> frozenset[int]:
+    """Indices of the ``Left`` events that become an ``End`` (see the module's text).
+
+    Raises ScheduleError for a call that is left without being entered or never left.
+    """
+    marked: set[int] = set()
+    open_calls: dict[Call, list[int]] = {}  # call -> number of events up to and including each of its Entered
+    seen = 0
+    for index, event in enumerate(record):
+        if isinstance(event, Micro):
+            continue
+        seen += 1
+        if isinstance(event, Entered):
+            open_calls.setdefault(event.call, []).append(seen)
+        elif isinstance(event, Left):
+            started = open_calls.get(event.call)
+            if not started:
+                raise ScheduleError(f"record, event {index}: {event.call} is left but was not entered")
+            nothing_inside = started.pop() == seen - 1
+            if started or not nothing_inside:
+                marked.add(index)
+    for call, started in open_calls.items():
+        if started:
+            raise ScheduleError(f"record: {call} is entered but never left")
+    return frozenset(marked)
+
+
+def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
+    """The ``Run``, ``End`` and ``Reduce`` instructions of every schedule of this record, in order."""
+    marked = ends(record)
+    out: list[Run | End | Reduce] = []
+    for index, event in enumerate(record):
+        match event:
+            case Entered(call, uses):
+                out.append(Run(call, uses))
+            case Left(call) if index in marked:
+                out.append(End(call))
+            case Ready(bucket):
+                out.append(Reduce(bucket))
+    return tuple(out)

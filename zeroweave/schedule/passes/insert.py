@@ -1,0 +1,40 @@
+"""Insert: a bucket whose next use follows at once stays where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.instructions import Instruction, Reshard, Run, Unshard, Wait
+
+
+def insert(schedule: Schedule) -> Schedule:
+    """Drop ``Reshard b … Unshard b · Wait b`` where no call on other buckets lies between.
+
+    Before:  Run head forward · Reshard head · Unshard head · Wait head · Run head backward · Reshard head
+    After:   Run head forward · Run head backward · Reshard head
+
+    The same for calls on one bucket that follow each other: a block run in pieces, a layer called several
+    times. Calls that use no bucket do not count: beside them b is alone. So the peak does not grow. Holds are
+    counts, and the hold that ``Reshard b`` would have dropped becomes the one that ``Unshard b`` would have
+    taken.
+    """
+    dropped: set[int] = set()
+    candidates: dict[int, list[int]] = {}  # bucket -> its Reshards since the last call on other buckets only
+    waits: dict[int, int] = {}  # bucket -> how many of its next Waits belong to dropped Unshards
+    for index, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Reshard(bucket):
+                candidates.setdefault(bucket, []).append(index)
+            case Unshard(bucket) if candidates.get(bucket):
+                dropped |= {candidates[bucket].pop(), index}
+                waits[bucket] = waits.get(bucket, 0) + 1
+            case Wait(bucket) if waits.get(bucket):
+                dropped.add(index)
+                waits[bucket] -= 1
+            case Run(_, uses) if uses:
+                candidates = {bucket: candidates[bucket] for bucket in uses if bucket in candidates}
+    if not dropped:
+        return schedule
+    kept: tuple[Instruction, ...] = tuple(i for n, i in enumerate(schedule.instructions) if n not in dropped)
+    return replace(schedule, instructions=kept)

@@ -1,0 +1,188 @@
+"""The verifier: an abstract interpreter that lets no wrong schedule near a device."""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+
+from zeroweave.errors import ScheduleError
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.instructions import (
+    Call,
+    End,
+    Instruction,
+    Reduce,
+    Reshard,
+    Run,
+    Settle,
+    Unshard,
+    Update,
+    Wait,
+    project,
+)
+
+
+def verify(schedule: Schedule) -> None:
+    """Raise ScheduleError, naming index and instruction, unless the schedule is right; linear in its length.
+
+    Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped
+    that was not taken, none while a call or a gather still needs the storage, and none is left at the end; a
+    kept bucket is gathered exactly once. Gradients: only trainable buckets are reduced, each at least once;
+    every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
+    flight; every trainable bucket is updated exactly once, and after the first update nothing is gathered,
+    run or reduced. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
+    """
+    state = _State(schedule)
+    for index, instruction in enumerate(schedule.instructions):
+        if reason := state.step(index, instruction):
+            raise ScheduleError(f"instruction {index}, {schedule.describe(instruction)}: {reason}")
+    if reason := state.finish():
+        raise ScheduleError(f"instruction {len(schedule.instructions)}, end of the schedule: {reason}")
+    _match_record(schedule)
+
+
+def _match_record(schedule: Schedule) -> None:
+    done = [(n, i) for n, i in enumerate(schedule.instructions) if isinstance(i, Run | End | Reduce)]
+    for found, expected in zip_longest(done, project(schedule.record)):
+        if found is None:
+            index, spelled = len(schedule.instructions), "end of the schedule"
+        elif found[1] == expected:
+            continue
+        else:
+            index, spelled = found[0], schedule.describe(found[1])
+        wanted = "nothing more" if expected is None else schedule.describe(expected)
+        raise ScheduleError(f"instruction {index}, {spelled}: the record has {wanted} here")
+
+
+class _State:
+    """What is known of every bucket and call after some instructions."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.facts = schedule.facts
+        self.runs_with_end = _runs_with_end(schedule.instructions)
+        self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
+        self.holds = dict.fromkeys(self.facts.by_id, 0)
+        self.readers = dict.fromkeys(self.facts.by_id, 0)  # open calls that use the bucket
+        self.gathers = dict.fromkeys(self.facts.by_id, 0)
+        self.waited: set[int] = set()
+        self.reduced: set[int] = set()
+        self.in_flight: set[int] = set()
+        self.updated: set[int] = set()
+
+    def step(self, index: int, instruction: Instruction) -> str | None:
+        """Apply one instruction; the reason why it is wrong, or None."""
+        buckets = self._buckets(instruction)
+        if unknown := [bucket for bucket in buckets if bucket not in self.facts.by_id]:
+            return f"unknown bucket {unknown[0]}"
+        if self.updated and not isinstance(instruction, Settle | Update | Reshard):
+            return "the step is over: an Update has come before it"
+        match instruction:
+            case Unshard(bucket):
+                return self._unshard(bucket)
+            case Wait(bucket):
+                if not self.holds[bucket]:
+                    return "nobody has unsharded the bucket"
+                self.waited.add(bucket)
+            case Run(call, uses):
+                return self._run(call, uses, has_end=index in self.runs_with_end)
+            case End(call):
+                if not self.open_calls.get(call):
+                    return "the call is not running"
+                for bucket in self.open_calls[call].pop():
+                    self.readers[bucket] -= 1
+            case Reshard(bucket):
+                return self._reshard(bucket)
+            case Reduce(bucket):
+                return self._reduce(bucket)
+            case Settle(bucket):
+                if bucket not in self.in_flight:
+                    return "settled without a reduction in flight"
+                self.in_flight.remove(bucket)
+            case Update(bucket):
+                return self._update(bucket)
+        return None
+
+    @staticmethod
+    def _buckets(instruction: Instruction) -> tuple[int, ...]:
+        if isinstance(instruction, Run):
+            return instruction.uses
+        return () if isinstance(instruction, End) else (instruction.bucket,)
+
+    def _unshard(self, bucket: int) -> str | None:
+        if not self.holds[bucket]:
+            if self.gathers[bucket] and bucket in self.facts.keep:
+                return "the bucket is kept and must be gathered once"
+            self.gathers[bucket] += 1
+            self.waited.discard(bucket)
+        self.holds[bucket] += 1
+        return None
+
+    def _run(self, call: Call, uses: tuple[int, ...], has_end: bool) -> str | None:
+        for bucket in uses:
+            if not self.holds[bucket]:
+                return f"{self.facts.name(bucket)} is used but not unsharded"
+            if bucket not in self.waited:
+                return f"{self.facts.name(bucket)} is used before it was waited for"
+        if has_end:
+            self.open_calls.setdefault(call, []).append(uses)
+            for bucket in uses:
+                self.readers[bucket] += 1
+        return None
+
+    def _reshard(self, bucket: int) -> str | None:
+        if not self.holds[bucket]:
+            return "no hold is left to drop"
+        if self.holds[bucket] == 1:
+            if self.readers[bucket]:
+                return "the last hold is dropped while the bucket is in use"
+            if bucket not in self.waited:
+                return "the last hold is dropped while the bucket is being gathered"
+        self.holds[bucket] -= 1
+        return None
+
+    def _reduce(self, bucket: int) -> str | None:
+        if not self.facts.by_id[bucket].trainable:
+            return "the bucket is not trainable"
+        if bucket in self.in_flight:
+            return "reduced again before the last reduction was settled"
+        if len(self.in_flight) >= self.facts.depth:
+            return f"more than {self.facts.depth} reductions in flight"
+        self.in_flight.add(bucket)
+        self.reduced.add(bucket)
+        return None
+
+    def _update(self, bucket: int) -> str | None:
+        if bucket in self.updated:
+            return "updated twice"
+        if bucket not in self.reduced:
+            return "updated but never reduced"
+        if bucket in self.in_flight:
+            return "updated before its reduction was settled"
+        self.updated.add(bucket)
+        return None
+
+    def finish(self) -> str | None:
+        """What is missing at the end, or None."""
+        for bucket in self.facts.buckets:
+            if self.holds[bucket.id]:
+                return f"{bucket.name} is still unsharded"
+            if bucket.id in self.in_flight:
+                return f"a reduction of {bucket.name} was never settled: its gradient is lost"
+            if bucket.trainable and bucket.id not in self.reduced:
+                return f"{bucket.name} was never reduced: its gradient is lost"
+            if bucket.trainable and bucket.id not in self.updated:
+                return f"{bucket.name} was never updated"
+            if bucket.id in self.facts.keep and not self.gathers[bucket.id]:
+                return f"{bucket.name} is kept but was never gathered"
+        return None
+
+
+def _runs_with_end(instructions: tuple[Instruction, ...]) -> frozenset[int]:
+    """Indices of the Runs whose calls last until an End; an End closes the last open Run of its call."""
+    result: set[int] = set()
+    unmatched: dict[Call, list[int]] = {}
+    for index, instruction in enumerate(instructions):
+        if isinstance(instruction, Run):
+            unmatched.setdefault(instruction.call, []).append(index)
+        elif isinstance(instruction, End) and unmatched.get(instruction.call):
+            result.add(unmatched[instruction.call].pop())
+    return frozenset(result)

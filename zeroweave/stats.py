@@ -1,0 +1,84 @@
+"""What an engine tells about itself: counters, traffic, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from zeroweave.calls import Calls
+from zeroweave.comm.ledger import Ledger, Traffic
+from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of this rank's model state, measured on the tensors themselves.
+
+    `masters` is 0 where the shard is the master (float32 parameters). The peaks count all flats that were
+    unsharded at once, and the gradient flats of all reductions in flight at once.
+    """
+
+    shards: int
+    masters: int
+    optimizer: int
+    gradients: int
+    flats_peak: int
+    gradient_flats_peak: int
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot. Counters run from the start of the engine.
+
+    `on_demand_unshards`: gathers that a schedule should have ordered and did not. `departures`: steps that
+    left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `eager_regions`: regions that
+    Dynamo gave up on, with its reason. `last_step`, `total`: traffic by kind of collective.
+    """
+
+    compiled_calls: int
+    eager_calls: int
+    on_demand_unshards: int
+    departures: int
+    regions: int
+    graphs: int
+    templates: int
+    eager_regions: dict[str, str]
+    last_step: dict[str, Traffic]
+    total: dict[str, Traffic]
+    memory: Memory
+
+    @classmethod
+    def read(
+        cls,
+        runtime: Runtime,
+        ledger: Ledger,
+        calls: Calls,
+        optimizer: ShardedOptimizer | None,
+        masters: Mapping[int, torch.Tensor],
+        last_step: Mapping[str, Traffic],
+    ) -> Stats:
+        buckets = runtime.buckets.values()
+        own = [m for b, m in masters.items() if m is not runtime.buckets[b].shard]
+        return cls(
+            compiled_calls=runtime.counts.compiled_calls,
+            eager_calls=runtime.counts.eager_calls,
+            on_demand_unshards=runtime.replay.on_demand,
+            departures=runtime.replay.departures,
+            regions=calls.regions,
+            graphs=0 if calls.templates is None else calls.templates.graphs,
+            templates=0 if calls.templates is None else calls.templates.templates,
+            eager_regions=dict(calls.eager_regions),
+            last_step=dict(last_step),
+            total=dict(ledger.totals()),
+            memory=Memory(
+                shards=sum(b.shard.nbytes for b in buckets),
+                masters=sum(m.nbytes for m in own),
+                optimizer=0 if optimizer is None else optimizer.memory(),
+                gradients=runtime.gradients.shards_peak,
+                flats_peak=runtime.flats_peak,
+                gradient_flats_peak=runtime.gradients.flats_peak,
+            ),
+        )
