@@ -117,14 +117,9 @@ def wait(
             if failed and not complete:
                 time.sleep(2.0)  # the others may say why as well
                 return ", ".join(f"rank {rank} exited with {code}" for rank, code in failed)
-            if (
-                recorded is not None
-                and time.monotonic() - recorded > CLOSING_SECONDS
-                or (failed and complete)
-            ):
-                print(
-                    f"warning: measured, but the ranks did not close cleanly: exit codes {codes}", flush=True
-                )
+            overdue = recorded is not None and time.monotonic() - recorded > CLOSING_SECONDS
+            if overdue or (failed and complete):
+                print(f"warning: measured, but not closed cleanly: exit codes {codes}", flush=True)
                 return None
             if time.monotonic() > deadline:
                 return f"not done after {timeout:.0f} s"

@@ -53,7 +53,7 @@ def row(spec: Spec, records: Sequence[Record]) -> Row:
     tokens = spec.seq * spec.micro_batch
     first = records[0]
     return Row(
-        impl=spec.impl,
+        impl=first.impl,
         world=len(records),
         device=first.device,
         torch_version=first.torch_version,

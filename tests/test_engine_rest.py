@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import zeroweave as zw
 from zeroweave.errors import ParameterError
 
+pytestmark = pytest.mark.oldest
+
 NAME = "blocks.1.weight"
 SHAPE = (8, 8)
 

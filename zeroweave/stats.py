@@ -78,7 +78,7 @@ class Stats:
                 masters=sum(m.nbytes for m in own),
                 optimizer=0 if optimizer is None else optimizer.memory(),
                 gradients=runtime.gradients.shards_peak,
-                flats_peak=runtime.flats_peak,
+                flats_peak=runtime.flats.peak,
                 gradient_flats_peak=runtime.gradients.flats_peak,
             ),
         )

@@ -39,7 +39,7 @@ def test_a_row_is_that_of_the_slowest_rank() -> None:
     found = row("fsdp2-z3", [0.40, 0.45, 0.41, 0.42])
     assert found.step_s == 0.45
     assert found.tokens_s_gpu == 4096 / 0.45
-    assert 450 < found.tflops_gpu < 550
+    assert 440 < found.tflops_gpu < 450
 
 
 def test_verdicts_compare_equal_stages() -> None:

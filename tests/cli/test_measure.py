@@ -11,6 +11,7 @@ import torch.distributed as dist
 from zeroweave.layout import ParameterSpec, build_layout
 from zeroweave.report import measure
 from zeroweave.report.measure import Count
+from zeroweave.schedule import BucketFacts, Call, Entered, Event, Facts, Left, Micro, Ready, compile_schedule
 
 
 def spec(
@@ -41,18 +42,49 @@ def test_the_state_of_a_small_model() -> None:
     specs = [spec("a", 100, 10, block="l.0"), spec("b", 7, block="l.0"), spec("c", 100, block="l.1")]
     buckets = build_layout(specs, world=2, max_bytes=1 << 30)
     assert [bucket.numel for bucket in buckets] == [1088, 128]
-    one, two = (measure.state_formula(buckets, rank, stage=3, prefetch=0, depth=1) for rank in (0, 1))
+    one, two = (measure.state_bound(buckets, rank, stage=3, prefetch=0, depth=1) for rank in (0, 1))
     assert (one.shards, one.masters, one.gradients) == (2432, 0, 2432)
-    # Rank 0: 544 of a and 64 of c; rank 1: 456 of a, all 7 of b, 36 of c. Each parameter has a step count.
-    assert (one.optimizer, two.optimizer) == (8 * 608 + 4 * 3, 8 * 499 + 4 * 3)
+    # Rank 0: 544 of a and 64 of c; rank 1: 456 of a, all 7 of b, 36 of c. Each fragment has a step count.
+    assert (one.optimizer, two.optimizer) == (8 * 608 + 4 * 2, 8 * 499 + 4 * 3)
     assert (one.flats_peak, one.gradient_flats_peak) == (4352, 4352)
-    kept = measure.state_formula(buckets, 0, stage=2, prefetch=0, depth=2)
+    kept = measure.state_bound(buckets, 0, stage=2, prefetch=0, depth=2)
     assert kept.flats_peak == kept.gradient_flats_peak == 4352 + 512
+
+
+def test_the_peaks_of_a_schedule() -> None:
+    buckets = build_layout(
+        [spec("a", 64, block="l.0"), spec("b", 32, block="l.1")], world=2, max_bytes=1 << 30
+    )
+    first, second = (bucket.nbytes for bucket in buckets)
+    facts = Facts(
+        tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in buckets),
+        keep=frozenset(),
+        depth=1,
+        prefetch=1,
+        update_by_bucket=True,
+    )
+    calls = [(bucket, Call(f"l.{bucket}", phase)) for phase in ("forward", "backward") for bucket in (0, 1)]
+    calls[2:] = reversed(calls[2:])
+    record: list[Event] = []
+    for bucket, call in calls:
+        record += [Entered(call, (bucket,)), Left(call)]
+        record += [Ready(bucket)] if call.phase == "backward" else []
+    schedule = compile_schedule((*record, Micro()), facts)
+    bound = measure.state_bound(buckets, 0, stage=3, prefetch=1, depth=1)
+    state = measure.state_scheduled(bound, schedule, buckets)
+    # The second bucket's gradients are settled before the first's are reduced, and updated before those settle.
+    assert (state.flats_peak, state.gradient_flats_peak) == (first + second, first)
+    assert state.gradients == max(first, second) // 2 < bound.gradients
+    assert measure.scheduled(schedule, buckets) == {
+        "all_gather": Count(3, 2 * first + second),
+        "reduce_scatter": Count(2, first + second),
+    }
+    assert state.above(bound) == {} and bound.above(state) == {"gradients": bound.gradients - state.gradients}
 
 
 def test_masters_exist_beside_bf16_shards_of_trained_buckets_only() -> None:
     specs = [spec("a", 256, dtype="bfloat16"), spec("f", 256, dtype="bfloat16", trained=False)]
-    state = measure.state_formula(
+    state = measure.state_bound(
         build_layout(specs, world=2, max_bytes=1 << 30), 0, stage=3, prefetch=1, depth=2
     )
     assert (state.shards, state.masters, state.gradients) == (512, 512, 512)

@@ -293,7 +293,8 @@ def test_autocast_saves_nothing_computed_from_parameters_alone(lower: str) -> No
             y = m(rows())
         loss_of(y).backward()
     sizes = {p.numel() for p in model.layers[0].parameters() if p.dim() == 2}
-    assert host.activations and not [t.shape for t in host.activations if t.numel() in sizes]
+    saved = {t.numel() for t in host.activations}
+    assert saved and not saved & sizes
     for name, p in reference.named_parameters():
         assert p.grad is not None
         close(host.gradient(name), p.grad, 2e-2, name)
@@ -322,7 +323,7 @@ def test_lengths_become_dynamic(lower: str) -> None:
         for m in (reference, model):
             torch.manual_seed(length)
             with host.hooks() if m is model else nullcontext():
-                y = m(torch.randn(2, length, WIDTH))
+                y = m(torch.randn(2, length, WIDTH, requires_grad=True))
             loss_of(y).backward()
     assert host.templates.graphs == 2
     for name, p in reference.named_parameters():
@@ -367,8 +368,7 @@ def test_frozen_blocks_pass_gradients_on() -> None:
 
 @pytest.mark.parametrize("way", ["reentrant", "other"])
 def test_checkpointed_blocks(way: str) -> None:
-    host = compare(Stack(Dropping, way=way), rows())
-    assert not host.pending or way == "other"  # the innermost hooks are checkpoint's own
+    compare(Stack(Dropping, way=way), rows())
 
 
 class Inside(Block):

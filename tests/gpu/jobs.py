@@ -115,7 +115,7 @@ def reference(shape: Shape, dtype: torch.dtype, steps: int = STEPS, reduce: bool
         batch = tokens(shape, device)
         loss = model(batch, batch)
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if reduce:
             average(parameters)
         for master, parameter in zip(masters, parameters, strict=True):
@@ -154,7 +154,7 @@ def step(engine: Any, batch: Tensor) -> float:
     loss = engine(batch, batch)
     engine.backward(loss)
     engine.step()
-    return float(loss)
+    return loss.item()
 
 
 def start(shape: Shape, settings: dict[str, Any], dtype: torch.dtype) -> Any:

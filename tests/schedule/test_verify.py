@@ -72,7 +72,6 @@ def gradient(bucket: int) -> tuple[Instruction, ...]:
     return (Reduce(bucket), Settle(bucket), Update(bucket))
 
 
-
 LEGAL = {
     "plain": schedule(*use(A), *gradient(A)),
     "two uses": schedule(*use(A), *use(A), *gradient(A)),

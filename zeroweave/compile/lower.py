@@ -126,13 +126,14 @@ def save_parameters(forward: fx.GraphModule, backward: fx.GraphModule, roles: Ro
     if not missing:
         return
     output = forward.graph.output_node()
-    values, descs = list(output.args[0]), list(output.meta["desc"])  # type: ignore[arg-type]
+    values = list(output.args[0])  # type: ignore[arg-type]
     stop = _saved_tensors(forward.graph, outputs).stop
     nodes = [primals[position] for position in missing]
     values[stop:stop] = nodes
-    descs[stop:stop] = [None] * len(nodes)
     output.args = (tuple(values),)
-    output.meta["desc"] = descs[:outputs] + [_torch.aot_saved(i) for i in range(len(values) - outputs)]
+    if "desc" in output.meta:  # checkpointing with random operators drops them
+        saved = [_torch.aot_saved(i) for i in range(len(values) - outputs)]
+        output.meta["desc"] = [*output.meta["desc"][:outputs], *saved]
 
     arguments = _placeholders(backward.graph)
     sizes = sum(1 for value in values[outputs:] if _is_size(value))

@@ -147,9 +147,10 @@ class Demo:
             stats, schedule = engine.stats, engine.schedule
             assert schedule is not None  # recorded and agreed in the first step
             config = engine.config
-            formula = measure.state_formula(
+            bound = measure.state_bound(
                 engine.buckets, self.rank, settings.stage, config.compile.prefetch, config.reduce.depth
             )
+            formula = measure.state_scheduled(bound, schedule, engine.buckets)
             mine = {
                 "measured": measure.total(
                     (kind, measure.Count(t.calls, t.payload)) for kind, t in stats.last_step.items()
@@ -169,7 +170,7 @@ class Demo:
                 difference=max(self.gather(difference)),
                 counts=self.gather(mine),
                 replayed=self.everywhere(tuple(engine.executed) == tuple(schedule.instructions)),
-                memory=self.gather((stats.memory, formula)),
+                memory=self.gather((stats.memory, formula, bound)),
                 schedule=schedule,
                 stats=stats,
                 parameters=sum(slot.numel for bucket in engine.buckets for slot in bucket.slots),
@@ -191,7 +192,7 @@ def main(
     """Run the demo on this rank with the model of `build()` and the text of `text(rank, world)`.
 
     Rank 0 prints the report and, last, one JSON object. The process exits with 1 where a check failed.
-    Expects the environment that torchrun sets; without it the world is 1.
+    Expects the environment that torchrun sets.
     """
     settings = parse(sys.argv[1:] if arguments is None else arguments)
     device = torch.device("cpu")
@@ -199,13 +200,10 @@ def main(
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     on_gpu: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    single: dict[str, Any] = (
-        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    )
-    dist.init_process_group("nccl" if on_gpu else "gloo", **on_gpu, **single)
+    dist.init_process_group("nccl" if on_gpu else "gloo", **on_gpu)
     rank = dist.get_rank()
     result = Demo(settings, build, text(rank, dist.get_world_size()), device).run()
-    gc.collect()  # DistributedDataParallel holds the group in a cycle, and a group that outlives its end aborts
+    gc.collect()  # DDP holds the group in a cycle, and a group that outlives its end aborts
     dist.destroy_process_group()
     problems = result.problems()
     if rank == 0:

@@ -14,7 +14,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,8 @@ def gloo() -> Check:
             "gloo", "failed", "not in this PyTorch", "install a PyTorch with torch.distributed and gloo"
         )
     try:
-        group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+        store = dist.TCPStore("localhost", 0, 1, is_master=True, timeout=timedelta(seconds=60))
+        group: Any = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
         group.allreduce([torch.ones(1)]).wait()
     except RuntimeError as error:
         return Check("gloo", "failed", str(error).splitlines()[0], cure)

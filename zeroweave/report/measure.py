@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from zeroweave.layout import BucketLayout
-from zeroweave.schedule import Schedule
+from zeroweave.schedule import Reduce, Reshard, Schedule, Settle, Unshard, Update
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
 
@@ -87,6 +87,10 @@ class State:
     flats_peak: int
     gradient_flats_peak: int
 
+    def above(self, bound: State) -> dict[str, int]:
+        """By how much this state is above `bound`, where it is."""
+        return {name: -delta for name, delta in self.differences(bound).items() if delta < 0}
+
     def differences(self, other: object) -> dict[str, int]:
         """By how much `other`, an object with the same attributes, is above this one; only where it is not
         equal.
@@ -95,13 +99,12 @@ class State:
         return {name: delta for name, delta in deltas.items() if delta}
 
 
-def state_formula(buckets: Sequence[BucketLayout], rank: int, stage: int, prefetch: int, depth: int) -> State:
-    """What training with Adam keeps on `rank`, from the layout alone; gradients in float32.
+def state_bound(buckets: Sequence[BucketLayout], rank: int, stage: int, prefetch: int, depth: int) -> State:
+    """What training with Adam may keep on `rank`, from the layout alone; gradients in float32.
 
     Shards, flats and gradients include padding. Adam has two float32 values for each element of a fragment
-    and one float32 step count for each parameter. Flats: all for stages 1 and 2; for stage 3 the most that
-    the schedule may hold at once, the largest 1 + prefetch. Gradient flats: the largest `depth`, in flight at
-    once.
+    and one float32 step count for each fragment that is not empty. Flats: all of them for stages 1 and 2; for
+    stage 3 the largest 1 + prefetch. Gradient flats: the largest `depth`, in flight at once.
     """
     trained = [bucket for bucket in buckets if bucket.trainable]
     fragments = [bucket.fragment(i, rank).numel for bucket in trained for i in range(len(bucket.slots))]
@@ -110,10 +113,40 @@ def state_formula(buckets: Sequence[BucketLayout], rank: int, stage: int, prefet
     return State(
         shards=sum(bucket.shard_nbytes for bucket in buckets),
         masters=sum(4 * bucket.shard_numel for bucket in trained if bucket.dtype != "float32"),
-        optimizer=sum(8 * numel + 4 for numel in fragments),
+        optimizer=sum(8 * numel + 4 for numel in fragments if numel),
         gradients=sum(4 * bucket.shard_numel for bucket in trained),
         flats_peak=sum(flats if stage < 3 else flats[: 1 + prefetch]),
         gradient_flats_peak=sum(gradient_flats[:depth]),
+    )
+
+
+def state_scheduled(bound: State, schedule: Schedule, buckets: Sequence[BucketLayout]) -> State:
+    """`bound` with the peaks that this schedule really reaches in a step of one backward.
+
+    A flat lives while a hold on it lasts, a gradient flat from its reduction to its settling, a gradient
+    shard from there to its bucket's update.
+    """
+    by_id = {bucket.id: bucket for bucket in buckets}
+    holds: dict[int, int] = {}
+    flying: set[int] = set()
+    settled: set[int] = set()
+    flats, gradient_flats, gradients = [0], [0], [0]
+    for instruction in schedule.instructions:
+        match instruction:
+            case Unshard(b) | Reshard(b):
+                holds[b] = holds.get(b, 0) + (1 if isinstance(instruction, Unshard) else -1)
+            case Reduce(b):
+                flying.add(b)
+            case Settle(b):
+                flying.discard(b)
+                settled.add(b)
+            case Update(b):
+                settled.discard(b)
+        flats.append(sum(by_id[b].nbytes for b, held in holds.items() if held))
+        gradient_flats.append(sum(4 * by_id[b].numel for b in flying))
+        gradients.append(sum(4 * by_id[b].shard_numel for b in settled))
+    return replace(
+        bound, gradients=max(gradients), flats_peak=max(flats), gradient_flats_peak=max(gradient_flats)
     )
 
 

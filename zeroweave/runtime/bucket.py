@@ -11,6 +11,7 @@ A shard costs numel / world elements for good, a flat numel elements while it is
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,6 +22,18 @@ from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 
 
+@dataclass(slots=True)
+class Gauge:
+    """Bytes in use at present and at most."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
 class Bucket:
     """One bucket of this rank. `real[i]` is the Parameter that views slot i of the flat.
 
@@ -28,9 +41,9 @@ class Bucket:
     then, so whoever computes with them holds the bucket (`unshard`, `wait`, …, `reshard`).
     """
 
-    def __init__(self, layout: BucketLayout, dtype: torch.dtype, transport: Transport) -> None:
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype, transport: Transport, flats: Gauge) -> None:
         self.layout, self.rank, self.dtype = layout, transport.rank, dtype
-        self._transport = transport
+        self._transport, self._flats = transport, flats
         self.shard = transport.empty(layout.shard_numel, dtype)
         self.flat = torch.empty(layout.numel, dtype=dtype, device=self.shard.device)
         self.storage = self.flat.untyped_storage()
@@ -78,6 +91,7 @@ class Bucket:
         if self.holds == 1:
             if not self.resident:
                 self.storage.resize_(self.layout.nbytes)
+                self._flats.add(self.layout.nbytes)
             self._pending = self._transport.all_gather(self._target, self.shard, self.layout)
 
     def wait(self) -> None:
@@ -98,6 +112,7 @@ class Bucket:
         if self.viewed:
             return False
         self.storage.resize_(0)
+        self._flats.add(-self.layout.nbytes)
         return True
 
     def check_unchanged(self) -> None:

@@ -71,7 +71,7 @@ class Gradients:
         self.flats_peak = 0
         """bytes of the gradient flats in flight at once, at most"""
         self.shards_peak = 0
-        """bytes of the settled gradient shards at once, at most"""
+        """bytes of the gradient shards at once, at most"""
 
     # ------------------------------------------------------------------ contributions
     def announce(self, parts: Iterable[tuple[int, int]]) -> None:

@@ -246,8 +246,8 @@ class Replay:
             self._issue(bucket)
 
     def _issue(self, bucket: int) -> None:
-        while len(in_flight := self._gradients.in_flight) >= self._depth:
-            self._execute(Settle(in_flight[0]))
+        while len(flying := self._gradients.in_flight) >= self._depth or bucket in flying:
+            self._execute(Settle(flying[0]))
         self._execute(Reduce(bucket))
 
     # ------------------------------------------------------------------ instructions

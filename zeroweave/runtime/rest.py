@@ -102,7 +102,7 @@ class Places:
                     self._owners.append(canonical[id(stub)])
             first = next(iter(module.parameters()), None)
             if first is not None:
-                self._handles += _guard_state_dict(module, path, canonical[id(first)], status)
+                self._handles += _StateDictGuard(module, path, canonical[id(first)], status).handles
         self._stubs = [self.names[name] for name in self._owners]
         self._reals = [reals[name] for name in self._owners]
         self._shown = self._stubs
@@ -193,35 +193,46 @@ class Places:
 _OWN = frozenset(("_zeroweave_name", "_zeroweave_status", "_is_param"))
 
 
-def _guard_state_dict(module: nn.Module, path: str, parameter: str, status: Status) -> list[RemovableHandle]:
-    """Registers hooks: state dicts are refused at rest and independent copies in `full_parameters`."""
-    where = f" of module {path!r}" if path else ""
-    own = tuple(_torch.parameter_entries(module))
+class _StateDictGuard:
+    """Hooks on one module: its state dicts are refused at rest, and independent copies in `full_parameters`.
 
-    def refuse(what: str) -> None:
-        if not (status.shown and status.full):
-            raise ParameterError(f"{what}(){where}, parameter {parameter!r}: {VALUES}")
+    They are methods of an object so that copying and pickling the module, hooks included, can be refused.
+    """
 
-    def before_save(_: nn.Module, prefix: str, keep_vars: bool) -> None:
-        refuse("state_dict")
+    def __init__(self, module: nn.Module, path: str, parameter: str, status: Status) -> None:
+        self._where = f"of {path!r}, parameter {parameter!r}" if path else f"with parameter {parameter!r}"
+        self._own = tuple(_torch.parameter_entries(module))
+        self._status = status
+        self.handles: list[RemovableHandle] = [
+            module.register_state_dict_pre_hook(self._before_save),
+            module.register_state_dict_post_hook(self._after_save),
+            module.register_load_state_dict_pre_hook(self._before_load),
+        ]
 
-    def after_save(_: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
-        for key in (prefix + name for name in own):
+    def _refuse_at_rest(self, what: str) -> None:
+        if not (self._status.shown and self._status.full):
+            raise ParameterError(f"{what} {self._where}: {VALUES}")
+
+    def _before_save(self, *_: object) -> None:
+        self._refuse_at_rest("state_dict()")
+
+    def _after_save(self, _: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
+        for key in (prefix + name for name in self._own):
             if isinstance(state.get(key), torch.Tensor):
                 state[key] = state[key].detach().clone()
 
-    def before_load(
-        _: nn.Module, __: object, prefix: str, metadata: Mapping[str, Any], *rest: object
+    def _before_load(
+        self, _: nn.Module, __: object, prefix: str, metadata: Mapping[str, Any], *___: object
     ) -> None:
-        refuse("load_state_dict")
+        self._refuse_at_rest("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):
             raise ParameterError(
-                f"load_state_dict(assign=True){where} would replace parameter {parameter!r}, which the "
-                "engine shards; leave assign out, or use engine.load_state_dict()"
+                f"load_state_dict(assign=True) {self._where}: it would replace what the engine shards; "
+                "leave assign out, or use engine.load_state_dict()"
             )
 
-    return [
-        module.register_state_dict_pre_hook(before_save),
-        module.register_state_dict_post_hook(after_save),
-        module.register_load_state_dict_pre_hook(before_load),
-    ]
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ParameterError(
+            f"copying or pickling the module {self._where}: it belongs to an engine; build a new one and "
+            "load engine.state_dict() into it"
+        )

@@ -19,7 +19,7 @@ from zeroweave._torch import at_end_of_backward, current_graph_task, storage_key
 from zeroweave.comm.transport import ReduceOp, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.bucket import Bucket, Directory
+from zeroweave.runtime.bucket import Bucket, Directory, Gauge
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.replay import Replay
 from zeroweave.schedule.instructions import Call
@@ -78,7 +78,9 @@ class Runtime:
         policy: Policy,
     ) -> None:
         self.transport, self.policy = transport, policy
-        self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport) for b in layouts}
+        self.flats = Gauge()
+        """bytes of all flats that are unsharded"""
+        self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport, self.flats) for b in layouts}
         self.directory = Directory(self.buckets.values())
         self.gradients = Gradients(
             list(self.buckets.values()),
@@ -91,8 +93,6 @@ class Runtime:
         self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
         self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
         self.counts = Counts()
-        self.flats_peak = 0
-        """bytes of all flats unsharded at once, at most"""
         self.reduces: Callable[[], bool] = lambda: True
         """does the backward that begins now reduce?"""
         self.backward_began: Callable[[], None] = lambda: None
@@ -143,10 +143,10 @@ class Runtime:
         backward = phase == "backward"
         if backward:
             self.note_backward()
+            self._leave_finished()
         replay = self.replay if backward or self._training else self._inference
         frame = Frame(Call(name, "backward" if backward else "forward"), uses, replay, self._frame)
         replay.entered(frame.call, uses)
-        self._measure()
         if not backward:
             self._frame = frame
         return frame
@@ -177,10 +177,6 @@ class Runtime:
         reads.append(self.enter(f"{bucket.layout.name} (read)", "forward", (bucket.id,)))
         self._frame = innermost
 
-    def _measure(self) -> None:
-        resident = sum(b.layout.nbytes for b in self.buckets.values() if b.resident)
-        self.flats_peak = max(self.flats_peak, resident)
-
     # ------------------------------------------------------------------ saved tensors
     def saved(self, tensors: Iterable[torch.Tensor]) -> None:
         """A compiled forward saves these views of flats; its backward will bind them itself."""
@@ -206,7 +202,6 @@ class Runtime:
         origin.unpacked += 1
         if any(f.origin is origin for f in frames):
             return
-        self._leave_finished()
         frame = self.enter(bucket.layout.name, "backward", (bucket.id,))
         frame.origin = origin
         frames.append(frame)
@@ -279,7 +274,6 @@ class Runtime:
                 self.gradients.fold(bucket_id)
             self.replay.backward_ended(reduced=False)
         self.gradients.end_backward()
-        self._measure()
         self._backward = None
         self._backward_frames.clear()
         self.replay.sweep()

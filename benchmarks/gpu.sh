@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Everything that needs GPUs, in one call.
+#
+#   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu, on two GPUs
+#   benchmarks/gpu.sh bench [benchmarks.lm arguments]    the benchmark of benchmarks/README.md, on all GPUs
+#   benchmarks/gpu.sh doctor                             versions and devices, only
+#
+# Run from anywhere. PYTHON names the interpreter (default: python3), OUT the folder for logs and results
+# (default: ./out), LIMIT the seconds after which a run is ended (default: 540).
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+what=${1:?tests, bench or doctor}
+shift
+python=${PYTHON:-python3}
+export OUT=${OUT:-$PWD/out} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+mkdir -p "$OUT"
+
+# Ends the run before whatever started this script would, so that what was written so far survives.
+bounded() { timeout --kill-after=15 "${LIMIT:-540}" "$@"; }
+
+doctor() {
+    "$python" -c '
+import sys, torch
+print("python", sys.version.split()[0], "torch", torch.__version__, "NCCL", torch.cuda.nccl.version())
+for i in range(torch.cuda.device_count()):
+    p = torch.cuda.get_device_properties(i)
+    print(f"GPU {i}: {p.name}, {p.total_memory / 2**30:.0f} GiB, {p.multi_processor_count} multiprocessors")
+'
+}
+
+doctor 2>&1 | tee "$OUT/doctor.log"
+case $what in
+tests) bounded "$python" -m pytest tests/gpu -v --durations=0 "$@" 2>&1 | tee "$OUT/tests.log" ;;
+bench) bounded "$python" -m benchmarks.lm --out "$OUT" "$@" 2>&1 | tee "$OUT/bench.log" ;;
+doctor) ;;
+*) echo "unknown: $what" >&2; exit 2 ;;
+esac
