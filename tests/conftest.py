@@ -15,12 +15,16 @@ from tests.distributed.harness import Pool
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix: the long set (`make matrix`); not part of `make test`")
-    config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
+    config.addinivalue_line(
+        "markers", "parity: one model in one setting compared with the unsharded reference"
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     counts = {
-        outcome: sum("parity" in getattr(report, "keywords", {}) for report in terminalreporter.stats.get(outcome, []))
+        outcome: sum(
+            "parity" in getattr(report, "keywords", {}) for report in terminalreporter.stats.get(outcome, [])
+        )
         for outcome in ("passed", "failed")
     }
     if any(counts.values()):

@@ -208,7 +208,9 @@ def test_the_optimizer_keeps_its_identity_and_groups() -> None:
     module = model()
     weights = [p for p in module.parameters() if p.dim() > 1]
     biases = [p for p in module.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW([{"params": weights, "lr": 0.1}, {"params": biases, "weight_decay": 0.0}], lr=0.2)
+    optimizer = torch.optim.AdamW(
+        [{"params": weights, "lr": 0.1}, {"params": biases, "weight_decay": 0.0}], lr=0.2
+    )
     with zw.initialize(module, optimizer, EAGER) as engine:
         engine.backward(loss_of(engine))
         engine.step()

@@ -50,6 +50,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def place_key(tensor: torch.Tensor) -> tuple[int, int]:
+    """The storage of `tensor` and its offset there, in elements. Why: as `storage_key`."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
 def version(tensor: torch.Tensor) -> int:
     """How often `tensor` was written in place. Why: a write into a gathered parameter would be lost."""
     return int(tensor._version)
@@ -99,7 +104,7 @@ def dynamo_entries(code: types.CodeType) -> int:
 
 
 def dynamo_limit() -> int:
-    """How many variants of a code object Dynamo compiles."""
+    """How many variants of a code object Dynamo compiles. Why: `torch._dynamo` is the only place of the option."""
     return int(torch._dynamo.config.recompile_limit)
 
 
@@ -223,9 +228,7 @@ def pin_output_strides(graph: torch.fx.GraphModule) -> None:
     assert isinstance(nodes, (tuple, list))
     output.meta["user_visible_output_idxs"] = [i for i, n in enumerate(nodes) if isinstance(n, torch.fx.Node)]
     values = [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
-    output.meta["original_output_strides"] = [
-        v.stride() if isinstance(v, torch.Tensor) else None for v in values
-    ]
+    output.meta["original_output_strides"] = [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
 
 
 def _fake_mode(graph: torch.fx.GraphModule) -> Any:
@@ -327,8 +330,7 @@ def refresh_rnn_weights(module: nn.RNNBase) -> None:
     """Makes an RNN compute with its present `_parameters`. Why: it keeps a list of its weights of its own."""
     entries = module._parameters
     module._flat_weights[:] = [
-        entries.get(name, old)
-        for name, old in zip(module._flat_weights_names, module._flat_weights, strict=True)
+        entries.get(name, old) for name, old in zip(module._flat_weights_names, module._flat_weights, strict=True)
     ]
 
 
@@ -380,17 +382,18 @@ def mark_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     return run
 
 
-def module_runner() -> Callable[..., Any]:
-    """A new function `run(module, *args, **kwargs)` with a code object of its own.
+def module_runner(name: str) -> types.FunctionType:
+    """A new function `name(module, *args, **kwargs)` with a code object of its own.
 
-    Why: Dynamo keeps what it compiled by code object, with one limit per process, deleted engines included.
-    It does what `module(*args, **kwargs)` does where the module is not set to be compiled.
+    Why: Dynamo keeps what it compiled by code object, with one limit per process, deleted engines included,
+    and remembers which sizes vary by file, line and name of the code. It does what
+    `module(*args, **kwargs)` does where the module is not set to be compiled.
     """
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    return types.FunctionType(run.__code__.replace(), globals(), "run")
+    return types.FunctionType(run.__code__.replace(co_name=name, co_qualname=name), globals(), name)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

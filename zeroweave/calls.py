@@ -60,9 +60,11 @@ class Calls:
 
         def gave_up(_: ModuleCall) -> None:
             if call.name not in self.eager_regions:
-                reason = templates.give_up_reason(key)
+                reason = templates.give_up_reason(key, call.module)
                 if reason not in self.eager_regions.values():
-                    warnings.warn(f"{call.name or 'the model'} trains eagerly, exact but slower: {reason}", stacklevel=2)
+                    warnings.warn(
+                        f"{call.name or 'the model'} trains eagerly, exact but slower: {reason}", stacklevel=2
+                    )
                 self.eager_regions[call.name] = reason
 
         call.compiled = templates.compile(key, dynamic)
@@ -109,3 +111,5 @@ class Calls:
         self._hooks.remove()
         for call in self._calls:
             call.remove()
+        if self.templates is not None:
+            self.templates.close()

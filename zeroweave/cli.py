@@ -33,9 +33,7 @@ def demo(
     ranks: Annotated[int, typer.Option(min=1, help="processes; must divide the batch of 16 sequences")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 240,
     lower: Annotated[Lower, typer.Option(help="how compiled regions are lowered")] = Lower.inductor,
-    eager: Annotated[
-        bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")
-    ] = False,
+    eager: Annotated[bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")] = False,
     json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,
 ) -> None:
     """Train a small language model on the text of Python's help(), then check the run and show its schedule.
@@ -67,9 +65,7 @@ def demo_script() -> Path:
 
 @app.command(context_settings=PASS_THROUGH)
 def run(
-    arguments: Annotated[
-        list[str], typer.Argument(metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...", show_default=False)
-    ],
+    arguments: Annotated[list[str], typer.Argument(metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...", show_default=False)],
 ) -> None:
     """Start SCRIPT on several ranks, as torchrun does, with all of torchrun's options.
 

@@ -20,9 +20,7 @@ from pydantic_core import ErrorDetails
 
 from zeroweave.errors import ConfigError
 
-_STRICT = ConfigDict(
-    frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-)
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class PrecisionConfig(BaseModel):

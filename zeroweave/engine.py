@@ -11,16 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from zeroweave import state
+from zeroweave._torch import map_tensors
 from zeroweave.calls import Calls
 from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.control import Agreement, Control
 from zeroweave.comm.ledger import Ledger
 from zeroweave.config import Config
+from zeroweave.eager.access import Shown
 from zeroweave.eager.handles import SavedTensors
-from zeroweave.errors import EngineError, RankFailure
+from zeroweave.errors import EngineError
+from zeroweave.guard import Guard
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
 from zeroweave.optim.step import ShardedOptimizer
@@ -62,9 +64,8 @@ class Engine:
         self.lr_scheduler = lr_scheduler
         self.global_steps = self.micro_steps = self.skipped_steps = 0
         self._alarm = Alarm(parts.control, lambda: (self.global_steps, parts.ledger.count))
-        self._shown = 0
-        self._destroyed = self._dirty = self._applied = self._warned = False
-        self._guards = self._holding = False
+        self._guard = Guard(self._alarm, lambda: self.global_steps)
+        self._applied = self._warned = self._holding = False
         self._backwards = 0
         self._sync = True
         self._boundary: bool | None = None
@@ -80,10 +81,11 @@ class Engine:
             and parts.optimizer.by_bucket
             and self.config.gradient_clipping is None,
         )
-        self._runtime.reduces = self._reduces
-        self._runtime.backward_began = self._show
-        self._runtime.backward_ended = self._backward_ended
         self._calls = Calls(parts.model, parts.runtime, parts.config, self._session)
+        self._shown = Shown(parts.places, self._calls.access)
+        self._runtime.reduces = self._reduces
+        self._runtime.backward_began = self._shown.show
+        self._runtime.backward_ended = self._backward_ended
         if self.config.gather_after_step:
             self._hold_all()
         self._traffic = parts.ledger.step()
@@ -112,15 +114,17 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Counters of this rank at this moment."""
-        return Stats.read(self._runtime, self._parts.ledger, self._calls, self._parts.optimizer, self._parts.masters, self._traffic)
+        return Stats.read(
+            self._runtime, self._parts.ledger, self._calls, self._parts.optimizer, self._parts.masters, self._traffic
+        )
 
     # ------------------------------------------------------------------ forward and backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
-        with self._guarded("forward"):
+        with self._guard("forward"):
             dtype = self.config.precision.params
             if dtype is not None:
-                args, kwargs = tree_map_only(torch.Tensor, _cast_to(getattr(torch, dtype)), (args, kwargs))
+                args, kwargs = map_tensors(_cast_to(getattr(torch, dtype)), (args, kwargs))
             kwargs = self._calls.without_cache(kwargs)
             with self._session(), self._calls.compiling():
                 return self._calls.own_outputs(self.module(*args, **kwargs))
@@ -152,7 +156,7 @@ class Engine:
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss`, divided by the accumulation count unless `scale_wrt_gas` is false."""
         self._scaled = True
-        with self._guarded("backward"):
+        with self._guard("backward"):
             (self.scale(loss) if scale_wrt_gas else loss).backward(retain_graph=retain_graph)
 
     def _reduces(self) -> bool:
@@ -161,7 +165,7 @@ class Engine:
     def _backward_ended(self) -> None:
         self._backwards += 1
         self._parts.status.gradients_pending = True
-        self._hide()
+        self._shown.hide()
         if self.config.gradient_accumulation_steps > 1 and not (self._scaled or self._warned):
             self._warned = True
             warnings.warn(
@@ -193,7 +197,7 @@ class Engine:
     # ------------------------------------------------------------------ step
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
-        with self._guarded("step"):
+        with self._guard("step"):
             if self._parts.optimizer is None:
                 raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
             if self._backwards == 0:
@@ -245,8 +249,7 @@ class Engine:
 
         replay.finish(update, frozenset(absent))
         self._executed = tuple(replay.executed)
-        gradients.reset()
-        replay.next_window(candidate if decision.adopt else None)
+        runtime.next_window(candidate if decision.adopt else None)
         runtime.release_kept()
         self._parts.status.gradients_pending = False
         self.global_steps += 1
@@ -263,7 +266,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
-        with self._guarded("zero_grad", clean=False):
+        with self._guard("zero_grad", clean=False):
             self._abort()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -300,18 +303,20 @@ class Engine:
         Yields them by name. Writes are kept: each rank stores its own part of what it finds, so all ranks
         must write the same. Collective; not inside a forward or backward.
         """
-        with self._guarded("full_parameters"):
+        with self._guard("full_parameters"):
             if self._runtime.in_session or self._runtime.in_backward:
                 raise EngineError("full_parameters() inside a forward or backward: enter it between them")
             state.gather(self._runtime)
-            self._show()
+            self._shown.show()
             self._parts.status.full = True
         try:
-            yield {s.name: p for b in self._runtime.buckets.values() for s, p in zip(b.layout.slots, b.real, strict=True)}
+            yield {
+                s.name: p for b in self._runtime.buckets.values() for s, p in zip(b.layout.slots, b.real, strict=True)
+            }
         finally:
             self._parts.status.full = False
             state.store(self._runtime, self._parts.masters)
-            self._hide()
+            self._shown.hide()
             state.release(self._runtime)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -319,7 +324,7 @@ class Engine:
 
         Parameters come from the masters. `{}` on the other ranks. Collective.
         """
-        with self._guarded("state_dict"):
+        with self._guard("state_dict"):
             return state.state_dict(self.module, self._runtime, self._parts)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -327,7 +332,7 @@ class Engine:
 
         Collective; the other ranks' argument is ignored.
         """
-        with self._guarded("load_state_dict"):
+        with self._guard("load_state_dict"):
             state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -335,7 +340,7 @@ class Engine:
 
         None where no rank had a gradient. To be called between the boundary's backward and `step()`. Collective.
         """
-        with self._guarded("gradients"):
+        with self._guard("gradients"):
             self._runtime.reduce_rest()
             return state.full_gradients(self._runtime, self._parts.control)
 
@@ -344,9 +349,9 @@ class Engine:
 
         Collective. The optimizer's groups hold the user's parameters again, without state.
         """
-        if self._destroyed:
+        if self._guard.destroyed:
             return
-        with self._guarded("destroy", clean=False):
+        with self._guard("destroy", clean=False):
             self._abort()
             self._release_all()
             state.gather(self._runtime)
@@ -356,8 +361,7 @@ class Engine:
         self._parts.places.restore(values.__getitem__)
         if self._parts.optimizer is not None:
             self._parts.optimizer.destroy()
-        self._destroyed = True
-        self._alarm.close()
+        self._guard.close()
         self._parts.control.close()
         if self._parts.owns_process_group:
             dist.destroy_process_group()
@@ -374,7 +378,7 @@ class Engine:
     def _session(self) -> Iterator[None]:
         """The outermost forward: real parameters in the modules, handles for what eager code saves."""
         self._runtime.begin_session()
-        self._show()
+        self._shown.show()
         try:
             with SavedTensors(self._runtime):
                 yield
@@ -383,65 +387,29 @@ class Engine:
             self._runtime.abandon_session()
             raise
         finally:
-            self._hide()
-
-    def _show(self) -> None:
-        if self._shown == 0:
-            self._parts.places.show_real()
-            self._calls.access.watch()
-        self._shown += 1
-
-    def _hide(self) -> None:
-        self._shown -= 1
-        if self._shown == 0:
-            self._calls.access.unwatch()
-            self._parts.places.show_stubs()
+            self._shown.hide()
 
     def _hold_all(self) -> None:
         """`gather_after_step`: the new parameters stay gathered and readable until the next optimizer step."""
         state.gather(self._runtime)
-        self._show()
+        self._shown.show()
         self._parts.status.full = self._holding = True
 
     def _release_all(self) -> None:
         if self._holding:
             self._parts.status.full = self._holding = False
-            self._hide()
+            self._shown.hide()
             state.release(self._runtime)
 
     def _abort(self) -> None:
         """Forgets the open window and what an exception left behind."""
         schedule = self._runtime.replay.schedule
         self._runtime.abort()
-        self._runtime.replay.next_window(schedule)
-        while self._shown > self._holding:
-            self._hide()
+        self._runtime.next_window(schedule)
+        self._shown.reset(int(self._holding))
         self._parts.status.gradients_pending = False
         self._backwards = 0
-        self._dirty = self._scaled = False
-
-    @contextmanager
-    def _guarded(self, place: str, clean: bool = True) -> Iterator[None]:
-        """Around everything collective: tells the other ranks about an exception that leaves it."""
-        if self._destroyed:
-            raise EngineError(f"{place} on a destroyed engine: make a new one with zeroweave.initialize")
-        if self._guards:
-            yield
-            return
-        self._guards = True
-        try:
-            if self._alarm.fatal is not None:
-                raise RankFailure(self._alarm.fatal)
-            if clean and self._dirty:
-                raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
-            yield
-        except BaseException as error:
-            self._dirty = self._dirty or not isinstance(error, EngineError)
-            if not self._alarm.failed(place, self.global_steps, error):
-                error.add_note(f"rank {self.rank} failed alone, so the other ranks are ended: {self._alarm.fatal}")
-            raise
-        finally:
-            self._guards = False
+        self._guard.dirty = self._scaled = False
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -23,8 +23,8 @@ from zeroweave.optim.admit import check_optimizer
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.admit import check
 from zeroweave.runtime.rest import rest
-from zeroweave.runtime.stub import Status
 from zeroweave.runtime.runtime import Policy, Runtime
+from zeroweave.runtime.stub import Status
 from zeroweave.state import share
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -174,6 +174,7 @@ def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
     return Policy(
         keep=frozenset() if settings.stage == 3 else frozenset(b.id for b in layouts),
         depth=settings.reduce.depth,
+        prefetch=settings.compile.prefetch,
         op=settings.reduce.op,
         reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
         accumulate_dtype=getattr(torch, precision.accumulate),

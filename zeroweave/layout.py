@@ -159,8 +159,7 @@ def build_layout(
     groups.sort(key=lambda members: order[members[0].name])
     names = _bucket_names(groups, by_block)
     return tuple(
-        _lay_out(bucket, name, members, world)
-        for bucket, (name, members) in enumerate(zip(names, groups, strict=True))
+        _lay_out(bucket, name, members, world) for bucket, (name, members) in enumerate(zip(names, groups, strict=True))
     )
 
 

@@ -72,7 +72,7 @@ def test_the_peaks_of_a_schedule() -> None:
     schedule = compile_schedule((*record, Micro()), facts)
     bound = measure.state_bound(buckets, 0, stage=3, prefetch=1, depth=1)
     state = measure.state_scheduled(bound, schedule, buckets)
-    # The second bucket's gradients are settled before the first's are reduced, and updated before those settle.
+    # The second bucket's gradients settle before the first's are reduced, and are updated before those settle.
     assert (state.flats_peak, state.gradient_flats_peak) == (first + second, first)
     assert state.gradients == max(first, second) // 2 < bound.gradients
     assert measure.scheduled(schedule, buckets) == {

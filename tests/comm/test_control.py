@@ -60,7 +60,8 @@ def exchange() -> dict[str, object]:
         sizes = (0, 1, 4024, 4025, 100_000)
         return {
             "equal": all(
-                control.all_gather_bytes(bytes([rank + 1]) * size) == [bytes([r + 1]) * size for r in range(control.world)]
+                control.all_gather_bytes(bytes([rank + 1]) * size)
+                == [bytes([r + 1]) * size for r in range(control.world)]
                 for size in sizes
             ),
             "uneven": [len(data) for data in control.all_gather_bytes(b"x" * (rank * 5000))],
@@ -162,7 +163,9 @@ def test_a_dead_rank_is_named_at_once(disposable: Pools, dead: int) -> None:
     outcomes = disposable(2).outcomes(one_dies, dead)
     assert outcomes[dead].exit_code == 3
     text = outcomes[1 - dead].value
-    assert "rank 1 (last seen at 'the first') did not arrive" in text if dead else "RankFailure: rank 0 has gone" in text
+    assert (
+        "rank 1 (last seen at 'the first') did not arrive" in text if dead else "RankFailure: rank 0 has gone" in text
+    )
 
 
 def over_a_part(ranks: list[int]) -> list[int] | None:

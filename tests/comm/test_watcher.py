@@ -1,4 +1,4 @@
-"""When a watcher ends its process, rule by rule, on a board in one process and with a clock of the test's own."""
+"""When a watcher ends its process, rule by rule, with a board in one process and a pretended clock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,13 @@ def world(ranks: int) -> list[Rank]:
 
 
 def failure(**changes: object) -> Failure:
-    fields: dict[str, object] = {"epoch": 0, "step": 3, "place": "forward", "count": 5, "error": "ValueError: no"}
+    fields: dict[str, object] = {
+        "epoch": 0,
+        "step": 3,
+        "place": "forward",
+        "count": 5,
+        "error": "ValueError: no",
+    }
     return Failure(**(fields | changes))  # type: ignore[arg-type]
 
 

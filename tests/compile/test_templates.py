@@ -113,7 +113,7 @@ def test_tied_parameters_in_two_blocks() -> None:
 
 class Dropping(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.down(F.dropout(self.up(x), 0.25, self.training)), 0.5, self.training)
+        return x + F.dropout(self.down(F.dropout(self.up(self.norm(x)), 0.25, self.training)), 0.5, self.training)
 
 
 def test_dropout_takes_eagers_random_numbers() -> None:

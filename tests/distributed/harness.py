@@ -94,7 +94,9 @@ class Pool:
     count per process, see each job alone.
     """
 
-    def __init__(self, world: int, directory: Path, deadline: float = DEADLINE, fresh_dynamo: bool = True) -> None:
+    def __init__(
+        self, world: int, directory: Path, deadline: float = DEADLINE, fresh_dynamo: bool = True
+    ) -> None:
         self.world = world
         self.deadline = deadline
         self._fresh_dynamo = fresh_dynamo
@@ -106,7 +108,9 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Any]:
@@ -114,17 +118,23 @@ class Pool:
         outcomes = self.outcomes(function, *args, deadline=deadline)
         if any(outcome.failed for outcome in outcomes):
             self.kill()
-            raise JobFailed(f"{function.__name__}{args}\n" + "\n".join(outcome.describe() for outcome in outcomes))
+            raise JobFailed(
+                f"{function.__name__}{args}\n" + "\n".join(outcome.describe() for outcome in outcomes)
+            )
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Outcome]:
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, deadline: float | None = None
+    ) -> list[Outcome]:
         """As `run`, for jobs in which ranks are expected to raise or to end."""
         self._start()
         for worker in self._workers:
             worker.new_stderr()
             worker.pipe.send((function, args))
         outcomes = self._collect(time.monotonic() + (self.deadline if deadline is None else deadline))
-        if len({outcome.failed for outcome in outcomes}) > 1 or any(o.exit_code is not None for o in outcomes):
+        if len({outcome.failed for outcome in outcomes}) > 1 or any(
+            o.exit_code is not None for o in outcomes
+        ):
             self.kill()
         return outcomes
 
@@ -132,7 +142,10 @@ class Pool:
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < self.world:
             waiting = [worker for worker in self._workers if worker.rank not in outcomes]
-            ready = wait([w.pipe for w in waiting] + [w.process.sentinel for w in waiting], max(0.0, end - time.monotonic()))
+            ready = wait(
+                [w.pipe for w in waiting] + [w.process.sentinel for w in waiting],
+                max(0.0, end - time.monotonic()),
+            )
             if not ready:
                 raise self._late([outcomes[rank] for rank in sorted(outcomes)], waiting)
             for worker in waiting:
@@ -174,8 +187,18 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            stderr, stacks = (self._directory / f"{kind}.{self._starts}.{rank}" for kind in ("stderr", "stacks"))
-            arguments = (rank, self.world, self._store.port, theirs, str(stderr), str(stacks), self._fresh_dynamo)
+            stderr, stacks = (
+                self._directory / f"{kind}.{self._starts}.{rank}" for kind in ("stderr", "stacks")
+            )
+            arguments = (
+                rank,
+                self.world,
+                self._store.port,
+                theirs,
+                str(stderr),
+                str(stacks),
+                self._fresh_dynamo,
+            )
             process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
@@ -204,16 +227,20 @@ class Pool:
         self._store = None
 
 
-def _serve(rank: int, world: int, port: int, jobs: Connection, stderr: str, stacks: str, fresh_dynamo: bool) -> None:
+def _serve(
+    rank: int, world: int, port: int, jobs: Connection, stderr: str, stacks: str, fresh_dynamo: bool
+) -> None:
     """A worker's life: join the group, then run jobs until told to leave."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
-    stack_file = open(stacks, "w")  # noqa: SIM115 - faulthandler writes to it as long as the process lives
+    stack_file = open(stacks, "w")
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(minutes=20))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(minutes=20)
+    )
     try:
         while (job := jobs.recv()) is not None:
             jobs.send(_answer(*job))

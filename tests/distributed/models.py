@@ -41,7 +41,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
@@ -64,7 +65,9 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """A small decoder; `tied` shares the embedding with the head, `way` names a form of checkpointing."""
 
-    def __init__(self, block: Callable[[], nn.Module] = DecoderBlock, tied: bool = False, way: str = "") -> None:
+    def __init__(
+        self, block: Callable[[], nn.Module] = DecoderBlock, tied: bool = False, way: str = ""
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([block() for _ in range(4)])
@@ -206,13 +209,17 @@ class LeafList(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, WIDTH))
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
-def evaluate_then_train(call: Callable[..., Any], module: nn.Module, batch: Any, backward: Backward) -> Tensor:
+def evaluate_then_train(
+    call: Callable[..., Any], module: nn.Module, batch: Any, backward: Backward
+) -> Tensor:
     """A forward under no_grad in train mode, then the step itself."""
     with torch.no_grad():
         call(batch[0] + 1)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from tests.distributed.zoo import (
+    MLP,
     ROWS,
     VOCABULARY,
     WIDTH,
     Backward,
     Block,
     Entry,
-    MLP,
     Stack,
     next_token,
     regression,
@@ -358,12 +358,19 @@ ODD_MODELS = (
     Entry("fused_chunk", stack_of(FusedBlock), sequences, regression),
     Entry("auxiliary_loss", stack_of(AuxiliaryBlock), rows, with_auxiliary),
     Entry("returns_parameter", ReturnsParameter, rows, with_parameters),
-    Entry("blocks_return_parameters", lambda: BlocksReturnParameters(lambda index: ReturningBlock()), rows, with_parameters),
+    Entry(
+        "blocks_return_parameters",
+        lambda: BlocksReturnParameters(lambda index: ReturningBlock()),
+        rows,
+        with_parameters,
+    ),
     Entry("part_alone", stack_of(Block), rows, part_alone),
     Entry("root_parameters", RootParameters, rows, regression),
     Entry("reads_children", ReadsChildren, tokens, next_token),
     Entry("called_in_parts", lambda: CalledInParts(lambda index: Block()), rows, regression, compiles=False),
-    Entry("two_types", stack_of(TwoTypesBlock), rows, regression, config={"precision": {"reduce": "float32"}}),
+    Entry(
+        "two_types", stack_of(TwoTypesBlock), rows, regression, config={"precision": {"reduce": "float32"}}
+    ),
     Entry("weight_norm", stack_of(NormedBlock), rows, regression),
     Entry("two_losses", TwoOutputs, rows, two_losses),
     Entry("partial_backward", Adversarial, alternating_rows, adversarial, steady=False),

@@ -108,7 +108,10 @@ class Masters:
 
 
 def train_reference(
-    entry: Entry, gas: int, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd, steps: int = CHECKED + TRAINED
+    entry: Entry,
+    gas: int,
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = sgd,
+    steps: int = CHECKED + TRAINED,
 ) -> Run:
     """Train the unsharded model on this rank's data; collective."""
     rank = dist.get_rank()
@@ -138,12 +141,18 @@ def train_reference(
 
 def worst(got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> tuple[float, str]:
     """The largest bounded relative difference and what it belongs to; infinite where one side lacks a tensor."""
-    norms = {name: float(value.double().norm()) for name, value in expected.items() if value is not None and value.numel()}
+    norms = {
+        name: float(value.double().norm())
+        for name, value in expected.items()
+        if value is not None and value.numel()
+    }
     floor = 1e-3 * statistics.median(norms.values()) if norms else 0.0
     result = (0.0, "")
     for name, value in expected.items():
         other = got.get(name)
-        if (value is None) != (other is None) or (value is not None and other is not None and value.shape != other.shape):
+        if (value is None) != (other is None) or (
+            value is not None and other is not None and value.shape != other.shape
+        ):
             return float("inf"), f"{name}: got {describe(other)}, expected {describe(value)}"
         if value is not None and other is not None and value.numel():
             difference = float((other.double() - value.double()).norm())

@@ -48,7 +48,9 @@ def measure(name: str, stage: int, mode: str, gas: int) -> dict[str, Any]:
             "independent": independent,
             "scheduled": [(kind, size[bucket]) for kind, bucket in engine.schedule.collectives()],
             "by_bucket": Counter(engine.schedule.collectives()),
-            "ledger": {kind: (t.calls, t.payload, t.wire) for kind, t in engine.stats.last_step.items() if t.calls},
+            "ledger": {
+                kind: (t.calls, t.payload, t.wire) for kind, t in engine.stats.last_step.items() if t.calls
+            },
             "buckets": engine.buckets,
         }
 

@@ -97,16 +97,30 @@ def assert_ended_by(outcomes: list[Outcome], failing: int) -> None:
     for outcome in outcomes:
         if outcome.rank != failing:
             assert outcome.exit_code not in (None, 0), outcome.describe()
-            assert f"rank {failing}" in outcome.stderr and "no more batteries" in outcome.stderr, outcome.describe()
-            assert outcome.ended - raised < LIMIT, f"rank {outcome.rank} ended after {outcome.ended - raised:.2f} s"
+            assert f"rank {failing}" in outcome.stderr and "no more batteries" in outcome.stderr, (
+                outcome.describe()
+            )
+            assert outcome.ended - raised < LIMIT, (
+                f"rank {outcome.rank} ended after {outcome.ended - raised:.2f} s"
+            )
 
 
-FAILURES = [("forward", 3, "aot_eager", 2, 1, 3), ("backward", 2, "eager", 2, 0, 0), ("step", 3, "eager", 2, 1, 1)]
+FAILURES = [
+    ("forward", 3, "aot_eager", 2, 1, 3),
+    ("backward", 2, "eager", 2, 0, 0),
+    ("step", 3, "eager", 2, 1, 1),
+]
 FAILURES += [("backward", 3, "aot_eager", 3, 1, 2)]
-MORE_FAILURES = [("forward", 1, "eager", 2, 0, 0), ("backward", 1, "aot_eager", 3, 2, 2), ("step", 2, "aot_eager", 4, 3, 2)]
+MORE_FAILURES = [
+    ("forward", 1, "eager", 2, 0, 0),
+    ("backward", 1, "aot_eager", 3, 2, 2),
+    ("step", 2, "aot_eager", 4, 3, 2),
+]
 
 
-def one_rank_fails(disposable: Disposable, place: str, stage: int, mode: str, world: int, failing: int, at: int) -> None:
+def one_rank_fails(
+    disposable: Disposable, place: str, stage: int, mode: str, world: int, failing: int, at: int
+) -> None:
     outcomes = disposable(world).outcomes(fail_on_one_rank, place, stage, mode, failing, at)
     assert_ended_by(outcomes, failing)
 
@@ -182,7 +196,9 @@ def test_a_branch_on_one_rank_at_stage_3(disposable: Disposable) -> None:
     for outcome in outcomes:
         assert outcome.failed, f"rank {outcome.rank} trained on: {outcome.value} steps"
         said = outcome.message + outcome.stderr
-        assert "rank" in said and (outcome.kind in (None, "AgreementError", "RankFailure")), outcome.describe()
+        assert "rank" in said and (outcome.kind in (None, "AgreementError", "RankFailure")), (
+            outcome.describe()
+        )
 
 
 def raise_in_different_places() -> None:
@@ -216,7 +232,10 @@ class Odd(nn.Module):
 
 def disagree_at_the_start() -> None:
     """Ranks that bring different models or configs: the same error everywhere, and the next engine works."""
-    for make, settings in ((Odd, config(3, "eager")), (lambda: Stack(lambda i: Block()), config(2 + dist.get_rank(), "eager"))):
+    for make, settings in (
+        (Odd, config(3, "eager")),
+        (lambda: Stack(lambda i: Block()), config(2 + dist.get_rank(), "eager")),
+    ):
         with pytest.raises(zw.ZeroweaveError, match="rank"):
             zw.initialize(make(), None, settings)
     with zw.initialize(Stack(lambda index: Block()), None, config(3, "eager")) as engine:

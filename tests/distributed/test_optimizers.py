@@ -46,14 +46,18 @@ def micro(engine: Any, model: Entry, index: int) -> None:
     model.micro(engine, engine.module, model.batch(dist.get_rank(), index), engine.backward)
 
 
-def on_equal_gradients(name: str, kind: str, stage: int, clipping: float | None) -> tuple[list[str], list[float]]:
+def on_equal_gradients(
+    name: str, kind: str, stage: int, clipping: float | None
+) -> tuple[list[str], list[float]]:
     """Names whose values differ in any bit from an unsharded optimizer fed with the engine's gradients; the norms."""
     model = entry(name)
     plain = build(model)
     unsharded = two_groups(plain, kind)
     sharded = build(model)
     norms = []
-    with zw.initialize(sharded, two_groups(sharded, kind), config(stage, gradient_clipping=clipping)) as engine:
+    with zw.initialize(
+        sharded, two_groups(sharded, kind), config(stage, gradient_clipping=clipping)
+    ) as engine:
         for index in range(STEPS):
             micro(engine, model, index)
             gradients = engine.gradients()
@@ -64,7 +68,9 @@ def on_equal_gradients(name: str, kind: str, stage: int, clipping: float | None)
                 parameter.grad = None if gradient is None else gradient.clone()
             if clipping is not None:
                 norm = float(engine.get_global_grad_norm())
-                whole = math.sqrt(sum(float(g.double().pow(2).sum()) for g in gradients.values() if g is not None))
+                whole = math.sqrt(
+                    sum(float(g.double().pow(2).sum()) for g in gradients.values() if g is not None)
+                )
                 assert abs(norm - whole) <= 1e-6 * whole, (norm, whole)
                 assert whole > clipping, "the test must clip"
                 norms.append(norm)
@@ -83,7 +89,10 @@ def on_equal_gradients(name: str, kind: str, stage: int, clipping: float | None)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_bit_equal_on_equal_gradients(pools: Callable[[int], Pool], kind: str, stage: int) -> None:
     for name in ("mlp", "unused"):
-        assert [different for different, _ in pools(2).run(on_equal_gradients, name, kind, stage, None)] == [[], []]
+        assert [different for different, _ in pools(2).run(on_equal_gradients, name, kind, stage, None)] == [
+            [],
+            [],
+        ]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

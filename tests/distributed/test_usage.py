@@ -18,7 +18,9 @@ from tests.distributed.reference import average, build, draw, worst
 from tests.distributed.zoo import rows
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
-SETTINGS = pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
+SETTINGS = pytest.mark.parametrize(
+    ("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")]
+)
 Pools = Callable[[int], Pool]
 
 
@@ -58,7 +60,12 @@ def moving_average(stage: int, mode: str) -> tuple[tuple[float, str], tuple[floa
                     source["blocks.2.mlp.up.weight"].clamp_(-0.2, 0.2)
         with engine.full_parameters() as full:
             final = worst(full, dict(plain.named_parameters()))
-        return worst(averages[1], averages[0]), final, engine.stats.departures, engine.stats.on_demand_unshards
+        return (
+            worst(averages[1], averages[0]),
+            final,
+            engine.stats.departures,
+            engine.stats.on_demand_unshards,
+        )
 
 
 @SETTINGS

@@ -37,7 +37,9 @@ def data(index: int) -> tuple[Tensor, Tensor]:
     return rows(dist.get_rank(), index)
 
 
-def without_sync(stage: int, mode: str) -> tuple[list[tuple[float, str]], tuple[float, str], list[int], list[int]]:
+def without_sync(
+    stage: int, mode: str
+) -> tuple[list[tuple[float, str]], tuple[float, str], list[int], list[int]]:
     """Three backwards a step, two of them in no_sync: differences, and reductions with it and without it."""
     model, gas = entry("mlp"), 3
     expected = train_reference(model, gas)
@@ -65,7 +67,9 @@ def without_sync(stage: int, mode: str) -> tuple[list[tuple[float, str]], tuple[
     return differences[:-1], differences[-1], counts[True], counts[False]
 
 
-@pytest.mark.parametrize(("stage", "mode"), [(1, "aot_eager"), (2, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
+@pytest.mark.parametrize(
+    ("stage", "mode"), [(1, "aot_eager"), (2, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")]
+)
 def test_no_sync_reduces_once_a_step(pools: Pools, stage: int, mode: str) -> None:
     for gradients, parameters, _, _ in pools(2).run(without_sync, stage, mode):
         assert max(gradients)[0] <= 1e-6 and parameters[0] <= 1e-6, (gradients, parameters)
@@ -182,7 +186,12 @@ def tripped(stage: int, mode: str, place: str, gas: int) -> tuple[list[tuple[flo
             return differences, worst(full, expected.parameters)
 
 
-TRIPS = [(1, "eager", "forward", 1), (2, "aot_eager", "forward", 2), (3, "eager", "forward", 1), (3, "aot_eager", "forward", 2)]
+TRIPS = [
+    (1, "eager", "forward", 1),
+    (2, "aot_eager", "forward", 2),
+    (3, "eager", "forward", 1),
+    (3, "aot_eager", "forward", 2),
+]
 TRIPS += [(1, "aot_eager", "backward", 2), (2, "eager", "backward", 2), (3, "eager", "backward", 1)]
 TRIPS += [(3, "aot_eager", "backward", 2)]
 
@@ -223,5 +232,3 @@ def dropped(stage: int, mode: str) -> list[tuple[float, str]]:
 def test_zero_grad_and_forwards_without_backward(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(dropped, stage, mode):
         assert max(differences)[0] <= 1e-6, differences
-
-

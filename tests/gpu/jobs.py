@@ -306,12 +306,16 @@ def traced_bytes(kernels: list[tuple[str, dict[str, Any]]]) -> dict[str, int] | 
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of this rank's GPU. `rest`: allocated between steps. `grown`: more so after further steps."""
+    """Bytes of this rank's GPU. `rest`: allocated between steps. `grown`: more so after further steps.
+
+    `states`: what the engine says its shards, masters and optimizer take; `gradients`: gradient shards.
+    """
 
     rest: int
     grown: int
     peak: int
     states: int
+    gradients: int
     flats: int
     gradient_flats: int
     largest: int
@@ -357,7 +361,8 @@ def peak(stage: int) -> Peak:
             rest=rest - before,
             grown=allocated() - rest,
             peak=highest - before,
-            states=memory.shards + memory.masters + memory.optimizer + memory.gradients,
+            states=memory.shards + memory.masters + memory.optimizer,
+            gradients=memory.gradients,
             flats=memory.flats_peak,
             gradient_flats=memory.gradient_flats_peak,
             largest=max(sizes),

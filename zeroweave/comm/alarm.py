@@ -1,17 +1,18 @@
 """The alarm: when a rank fails, the others learn of it and do not wait for it forever.
 
-A rank that is blocked in a collective can only be ended. So each process has a watcher thread (`watcher`) that
-polls the board and ends its process, with the reason on stderr, when one of these is certain:
+A rank that is blocked in a collective can only be ended. So each process has a watcher thread (`watcher`)
+that polls the board and ends its process, with the reason on stderr, when one of these is certain:
 
 1. Another rank failed and told so (`failed`), and this one did not fail at the same step and place within
-   `GRACE_SECONDS`. If all ranks fail alike, nobody waits for anybody: no process is ended and training can go on.
-   Which of the two it is, is decided once for all ranks by whoever knows first.
-2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in a
-   collective that the other will never issue.
-3. Another process has ended through an uncaught exception, has given no sign of life for about a minute, or was
-   rank 0, which keeps the board, and has gone without a word.
+   `GRACE_SECONDS`. If all ranks fail alike, nobody waits for anybody: no process is ended and training can go
+   on. Which of the two it is, is decided once for all ranks by whoever knows first.
+2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
+   a collective that the other will never issue.
+3. Another process has ended through an uncaught exception, has given no sign of life for about a minute, or
+   was rank 0, which keeps the board, and has gone without a word.
 
-A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that (but see 2).
+A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that, but by
+rule 2 those that go on to wait for it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from zeroweave.comm.board import Board
 from zeroweave.comm.control import Control
@@ -37,17 +39,17 @@ from zeroweave.comm.watcher import (
     tell,
 )
 
-PARTING_SECONDS = 2.0
-"""How long rank 0 keeps the board for ranks that leave later."""
+PARTING_SECONDS = 5.0
+"""How long rank 0 keeps the board for ranks that do not yet know that it has left."""
 
 
 class Alarm:
     """One engine's alarm on this rank. Every rank makes one over its `control`.
 
-    `progress()` -> (step, count): the step this rank is in and the collectives it has issued since the beginning.
-    The watcher's thread calls it, so it must be cheap and must not raise. `end(reason)` ends the process.
-    `fatal` says what happened once a failure was not shared by all ranks: no call of the engine can succeed then.
-    In a world of 1 there is no thread and no board, and all ranks share every failure.
+    `progress()` -> (step, count): the step this rank is in and the collectives it has issued since the
+    beginning. The watcher's thread calls it, so it must be cheap and must not raise. `end(reason)` ends the
+    process. `fatal` says what happened once a failure was not shared by all ranks: no call of the engine can
+    succeed then. In a world of 1 there is no thread and no board, and all ranks share every failure.
     """
 
     def __init__(
@@ -78,9 +80,9 @@ class Alarm:
     def failed(self, place: str, step: int, error: BaseException) -> bool:
         """To be called once per exception that leaves the engine, which is then raised again.
 
-        True: all ranks failed at this step and place, after equally many collectives; they can go on together.
-        False: they did not within `GRACE_SECONDS` (known earlier where possible), or the control group is broken;
-        `fatal` says what is known, and the watchers of the other ranks end them.
+        True: all ranks failed at this step and place, after equally many collectives; they can go on
+        together. False: they did not within `GRACE_SECONDS` (known earlier where possible), or the control
+        group is broken; `fatal` says what is known, and the watchers of the other ranks end them.
         """
         if self.fatal is not None or self._line is None:
             return self.fatal is None and self.world == 1
@@ -91,12 +93,10 @@ class Alarm:
             line.post(failure=mine)
             line.board.ring()
             alike = self._verdict(line.board, mine) == "alike"
-            failures = [
-                (rank, status.failure) for rank, status in enumerate(read(line.board)) if rank != self.rank
-            ]
-            known = [
-                tell(rank, failure) for rank, failure in failures if failure and failure.epoch == mine.epoch
-            ]
+            for rank, status in enumerate(read(line.board)):
+                theirs = status.failure
+                if rank != self.rank and theirs is not None and theirs.epoch == mine.epoch:
+                    known.append(tell(rank, theirs))
         except ConnectionError as lost:
             alike, known = False, [str(lost)]
         if alike:
@@ -108,9 +108,10 @@ class Alarm:
         return False
 
     def post_counts(self, step: int, count: int) -> None:
-        """Tells that this rank has issued all collectives before the agreement of `step`: `count` since the beginning.
+        """Tells that this rank has issued all its collectives before the agreement of `step`.
 
-        Called before `Control.agree`. A rank that has already issued more and does not come is stuck, and ended.
+        `count`: their number since the beginning. Called before `Control.agree`; a rank that has already
+        issued more and does not come is stuck, and its watcher ends it.
         """
         try:
             if self._line is not None:
@@ -121,13 +122,13 @@ class Alarm:
     def close(self) -> None:
         """Leaves in order: no thread, no message and no action at exit remain. Before `Control.close`.
 
-        Ranks may close at different times, after their last collective; rank 0 waits up to `PARTING_SECONDS` for
-        the others. Closing twice does nothing.
+        Ranks may close at different times, after their last collective. Rank 0 waits until the others know: a
+        tenth of a second if they live, `PARTING_SECONDS` at most. Closing twice does nothing.
         """
         self._leave("it closed its engine")
 
     def _verdict(self, board: Board, mine: Failure) -> str:
-        """ "alike", or how the failures of this epoch are not; the same answer on all ranks."""
+        """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
         question, deadline = question_of(mine), time.monotonic() + GRACE_SECONDS
         while (decided := board.decided(question)) is None:
             failures = [status.failure for status in read(board)]
@@ -144,16 +145,16 @@ class Alarm:
     def _at_exit(self) -> None:
         """The interpreter ends and nobody has called `close`."""
         line, error = self._line, getattr(sys, "last_value", None)  # an exception that nobody caught
-        if line is not None and os.getpid() == self._process and error is not None and self.fatal is None:
+        if line is None or os.getpid() != self._process:
+            return
+        # An error that all ranks had is news to nobody: each shows its own.
+        if error is not None and self.fatal is None and describe(error) != self._shared:
             step, count = self._progress()
-            if describe(error) != self._shared:
-                try:
-                    line.post(
-                        failure=Failure(line.epoch, step, "the script", count, describe(error), final=True)
-                    )
-                except ConnectionError:
-                    pass
+            news = Failure(line.epoch, step, "the script", count, describe(error), final=True)
+            with suppress(ConnectionError):
+                line.post(failure=news)
         self._leave("its process ended without closing the engine")
+        self._control.close()
 
     def _leave(self, how: str) -> None:
         line, self._line = self._line, None
@@ -176,5 +177,5 @@ class Alarm:
 
     def _await_others(self, board: Board) -> None:
         deadline = time.monotonic() + PARTING_SECONDS
-        while time.monotonic() < deadline and not all(status.left for status in read(board)):
+        while time.monotonic() < deadline and not all(status.left or status.parted for status in read(board)):
             time.sleep(0.02)

@@ -25,9 +25,7 @@ class Board:
     `reach` opens a connection; `server`, on rank 0, is the store itself, which lives as long as this board.
     """
 
-    def __init__(
-        self, rank: int, world: int, reach: Callable[[], Store], server: Store | None = None
-    ) -> None:
+    def __init__(self, rank: int, world: int, reach: Callable[[], Store], server: Store | None = None) -> None:
         self.rank, self.world = rank, world
         self._reach, self._server = reach, server
         self._connection: Store | None = None
@@ -40,8 +38,8 @@ class Board:
     def open(cls, process_group: dist.ProcessGroup | None, deadline_seconds: float) -> Board:
         """Collective over `process_group`: rank 0 keeps a store on a free port and tells the others where.
 
-        The address is the loopback where all ranks run on one machine, else MASTER_ADDR where that is rank 0's,
-        else rank 0's host name.
+        The address is the loopback where all ranks run on one machine, else MASTER_ADDR where that is rank
+        0's, else rank 0's host name.
         """
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         timeout = timedelta(seconds=deadline_seconds)
@@ -117,7 +115,7 @@ class Board:
 
 
 def _tcp_store(host: str, port: int, timeout: timedelta, serve: bool = False) -> dist.TCPStore:  # type: ignore[name-defined]
-    """A connection to the store at `host`:`port`; with `serve` the store itself, on any free port if `port` is 0."""
+    """A connection to the store at `host`:`port`; with `serve` the store itself (`port` 0: on a free one)."""
     return dist.TCPStore(host, port, is_master=serve, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
 
 

@@ -1,12 +1,12 @@
 """The control group: how ranks agree, on the host, once per optimizer step.
 
 It is a gloo group of its own, beside the process group that moves parameters: it never waits for a device and
-never touches NCCL. Everything it does is one operation, an all-gather of short byte strings (`all_gather_bytes`),
-in frames of one fixed size, so that ranks that are in different places find that out instead of reading each
-other's data wrongly.
+never touches NCCL. Everything it does is one operation, an all-gather of short byte strings
+(`all_gather_bytes`), in frames of one fixed size, so that ranks that are in different places find that out
+instead of reading each other's data wrongly.
 
-Every rank writes on the board where it is before it waits for the others. When a rank does not come, the others
-read there who is missing and where it was last, and raise that.
+Every rank writes on the board where it is before it waits for the others. When a rank does not come, the
+others read there who is missing and where it was last, and raise that.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _SETTLE_SECONDS = 0.3
 class Agreement:
     """What one rank brings to the agreement of a step.
 
-    `count` and `hash` are the ledger's; `had_gradient` has one bit or byte per parameter, of the same length on
-    all ranks; `candidate` is the hash of the schedule that this rank would adopt, 0 for none. 64 bits each.
+    `count` and `hash` are the ledger's; `had_gradient` has one bit or byte per parameter, of the same length
+    on all ranks; `candidate` is the hash of the schedule that this rank would adopt, 0 for none. 64 bits
+    each.
     """
 
     step: int
@@ -53,7 +54,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks take away: where any rank had a gradient, and whether all would adopt the same schedule."""
+    """What all ranks take away: where any had a gradient, and whether all would adopt one schedule."""
 
     had_gradient: bytes
     adopt: bool
@@ -70,9 +71,9 @@ class Gathers(Protocol):
 class Control:
     """Agreement between the ranks of one engine. All methods but `close` are collective, from one thread.
 
-    A rank that does not come within `deadline_seconds` makes the others raise `AgreementError`; a connection that
-    breaks while all are there is a `RankFailure`. After either the group cannot be used again (`broken` says why).
-    In a world of 1 there is no group and no board, and every method returns at once.
+    A rank that does not come within `deadline_seconds` makes the others raise `AgreementError`; a connection
+    that breaks while all are there is a `RankFailure`. After either the group cannot be used again (`broken`
+    says why). In a world of 1 there is no group and no board, and every method returns at once.
     """
 
     def __init__(
@@ -99,9 +100,9 @@ class Control:
     def over(cls, process_group: dist.ProcessGroup | None = None, deadline_seconds: float = 600.0) -> Control:
         """The control group of `process_group`'s ranks, in its order; a world of 1 without torch.distributed.
 
-        Collective over `process_group` (None: the default one), of whatever backend; with NCCL the current device
-        must be set. The new group is registered nowhere: ranks outside need not take part, and destroying the
-        default group leaves it alone. `close` ends it.
+        Collective over `process_group` (None: the default one), of whatever backend; with NCCL the current
+        device must be set. The new group is registered nowhere: ranks outside need not take part, and
+        destroying the default group leaves it alone. `close` ends it.
         """
         if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
             return cls(None, 0, 1, deadline_seconds)
@@ -119,9 +120,7 @@ class Control:
         Costs one all-gather and no device synchronisation.
         """
         packed = _FIELDS.pack(mine.step, mine.count, mine.hash, mine.candidate) + mine.had_gradient
-        return decide(
-            [_unpack(data) for data in self.all_gather_bytes(packed, f"agreement of step {mine.step}")]
-        )
+        return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"agreement of step {mine.step}")])
 
     def barrier(self, label: str = "barrier") -> None:
         """Returns when every rank has called it."""
@@ -132,7 +131,7 @@ class Control:
         return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(item), label)]
 
     def broadcast_object(self, item: Any, source: int = 0, label: str = "broadcast_object") -> Any:
-        """The picklable `item` of rank `source`; the others' are ignored. For small objects: it is an all-gather."""
+        """The picklable, small `item` of rank `source`; the others' are ignored. An all-gather, too."""
         data = pickle.dumps(item) if self.rank == source else b""
         return pickle.loads(self.all_gather_bytes(data, label)[source])
 
@@ -158,12 +157,10 @@ class Control:
         if max(sizes) > _INLINE:
             return self._gather_long(data, sizes, label)
         starts = [rank * _FRAME + _HEADER.size for rank in range(self.world)]
-        return [
-            bytes(self._received[start : start + size]) for start, size in zip(starts, sizes, strict=True)
-        ]
+        return [bytes(self._received[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
 
     def close(self) -> None:
-        """Ends the group, and on rank 0 the board. Ranks may close at different times; close the alarm first."""
+        """Ends the group, and on rank 0 the board. At any time on each rank; after `Alarm.close`."""
         if self._group is not None:
             self._group.shutdown()
         if self.board is not None:
@@ -221,7 +218,7 @@ class Control:
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank's line under "arrived": which operation it has come to, counted from 1, and if it gave up there, why."""
+    """A rank's line under "arrived": the operation it has come to, from 1, and if it gave up, why."""
 
     operation: int
     label: str
@@ -236,7 +233,7 @@ class _Place:
 
 
 def decide(all_ranks: Sequence[Agreement]) -> Decision:
-    """The decision that follows from every rank's agreement, in rank order; `AgreementError` if they differ."""
+    """The decision that follows from all agreements, in rank order; `AgreementError` if they differ."""
     first = all_ranks[0]
     for rank, other in enumerate(all_ranks):
         if other.step != first.step:
@@ -248,7 +245,7 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
             )
         if (other.count, other.hash) != (first.count, first.hash):
             raise AgreementError(
-                f"step {first.step}: the ranks issued different collectives, so that the gradients cannot be trusted; "
+                f"step {first.step}: the ranks issued different collectives, so no gradient can be trusted; "
                 f"nothing has been written. Rank 0 issued {first.count} (hash {first.hash:016x}), "
                 f"rank {rank} issued {other.count} (hash {other.hash:016x})"
                 + ("" if other.count != first.count else ": equally many, but others or in another order")
@@ -257,9 +254,7 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
     for each in all_ranks:
         bits |= int.from_bytes(each.had_gradient, "little")
     candidates = {each.candidate for each in all_ranks}
-    return Decision(
-        bits.to_bytes(len(first.had_gradient), "little"), len(candidates) == 1 and 0 not in candidates
-    )
+    return Decision(bits.to_bytes(len(first.had_gradient), "little"), len(candidates) == 1 and 0 not in candidates)
 
 
 def _unpack(data: bytes) -> Agreement:

@@ -48,8 +48,8 @@ class Ledger:
     def record(self, kind: str, bucket: int, dtype: str, payload: int, group: str = "world") -> None:
         """Notes one collective when it is issued.
 
-        `payload`: bytes of the full flat, padding included. `group`: the sharding group's name; its size is taken
-        to be the ledger's world. The rank is no part of the hash.
+        `payload`: bytes of the full flat, padding included. `group`: the sharding group's name; its size is
+        taken to be the ledger's world. The rank is no part of the hash.
         """
         wire = _TRIPS[kind] * payload * (self.world - 1) // self.world
         self._totals[kind] = self._totals.get(kind, Traffic()) + Traffic(1, payload, wire)

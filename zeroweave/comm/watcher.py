@@ -1,7 +1,7 @@
 """What a rank tells the others about itself, and the watcher that reads what they tell.
 
-`Status` is a rank's line on the board, `Line` this rank's own; `Watcher` decides when this process must end. The
-rules are in `alarm`.
+`Status` is a rank's line on the board, `Line` this rank's own; `Watcher` decides when this process must end.
+The rules are in `alarm`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
 """How often a watcher reads the board, and shows that it lives, when nobody rings."""
 SILENCE = 60
-"""Looks without a sign of life after which a process counts as dead. A compiler may hold Python's lock for long."""
-LOST_SECONDS = 10.0
+"""Looks without a sign of life after which a process counts as dead: a compiler may hold Python's lock."""
+LOST_SECONDS = 30.0
 """How long a watcher that has lost the board waits for its own process to end or close."""
 _NEWS_SECONDS = 0.3
 """Within this time every watcher has heard a ring."""
@@ -46,7 +46,7 @@ class Failure:
 
     @property
     def spot(self) -> tuple[int, str, int]:
-        """Where it happened. The count belongs to it: ranks that issued different collectives cannot go on."""
+        """Where it happened. The count belongs to it: after different collectives ranks cannot go on."""
         return self.step, self.place, self.count
 
 
@@ -54,14 +54,16 @@ class Failure:
 class Status:
     """A rank's line on the board.
 
-    `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number since
-    the beginning; once it has `left`, the number of all it will ever issue. `left`: how, "" while it is there.
+    `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number
+    since the beginning; once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
+    there. `parted`: it knows that rank 0 has left.
     """
 
     beat: int = 0
     step: int = -1
     count: int = 0
     left: str = ""
+    parted: bool = False
     failure: Failure | None = None
 
     def dump(self) -> str:
@@ -96,9 +98,7 @@ class Line:
 class Watcher:
     """Looks at the board until told to stop, and calls `end(reason)`, once, when this process must end."""
 
-    def __init__(
-        self, line: Line, progress: Callable[[], tuple[int, int]], end: Callable[[str], None]
-    ) -> None:
+    def __init__(self, line: Line, progress: Callable[[], tuple[int, int]], end: Callable[[str], None]) -> None:
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
         self._statuses: list[Status] = []
         self._rung = -1
@@ -109,7 +109,7 @@ class Watcher:
 
     @property
     def host_left(self) -> bool:
-        """Whether rank 0 has left in order, and will not keep the board for much longer."""
+        """Whether rank 0 has left in order. It drops the board when all know, so nothing is read any more."""
         return bool(self._board.rank != 0 and self._statuses and self._statuses[0].left)
 
     def run(self, stop: threading.Event) -> None:
@@ -147,9 +147,7 @@ class Watcher:
         if self._line.failing:
             return None
         step, count = self._progress()
-        finished = (
-            self._line.status.step
-        )  # read after the progress: an agreement may have been reached between
+        finished = self._line.status.step  # read after the progress: an agreement may have been reached between
         for rank, status in self._others():
             here = f"this rank has issued {count} and is in step {step}"
             if status.left and count > status.count:
@@ -157,9 +155,7 @@ class Watcher:
             if status.step > finished and count > status.count:
                 return f"rank {rank} finished step {status.step} with {status.count} collectives; {here}"
             if not status.left and self._beats.get(rank, (0, 0))[1] >= SILENCE:
-                return (
-                    f"the process of rank {rank} has given no sign of life for {SILENCE * LOOK_SECONDS:g} s"
-                )
+                return f"the process of rank {rank} has given no sign of life for {SILENCE * LOOK_SECONDS:g} s"
         if self._lost_since is not None and now - self._lost_since > LOST_SECONDS:
             return "the process of rank 0 has gone without a word"
         return None
@@ -175,6 +171,8 @@ class Watcher:
         if timed or rung != self._rung:
             self._rung = rung
             self._statuses = read(self._board)
+            if self.host_left:
+                self._line.post(parted=True)
         if timed:
             for rank, status in enumerate(self._statuses):
                 beat, looks = self._beats.get(rank, (-1, 0))

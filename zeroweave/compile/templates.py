@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import fx, nn
@@ -17,6 +18,7 @@ from torch import fx, nn
 from zeroweave import _torch
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.bind import Boxed, Host, Roles, Split, backward_binder, forward_binder, roles_of
+from zeroweave.compile.give_up import explain
 from zeroweave.compile.lower import Kind, Lower
 from zeroweave.errors import ZeroweaveError
 
@@ -37,6 +39,7 @@ class Templates:
         self._lower = lower
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._codes: dict[Hashable, types.CodeType] = {}
+        self._breaks: dict[Hashable, list[str]] = {}
         self._running: list[nn.Module] = []
         self._own: dict[nn.Module, frozenset[int]] = {}
 
@@ -50,18 +53,19 @@ class Templates:
         Raises ParameterError where the region does with a parameter what a compiled graph must not.
         """
         if key not in self._compiled:
-            run = _torch.module_runner()
+            run = _torch.module_runner(f"region_{uuid4().hex[:12]}")
             self._codes[key] = run.__code__
-            self._compiled[key] = self._guarded(torch.compile(run, backend=self._backend, dynamic=dynamic))
+            self._compiled[key] = self._guarded(key, torch.compile(run, backend=self._backend, dynamic=dynamic))
         return self._compiled[key]
 
-    def _guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _guarded(self, key: Hashable, compiled: Callable[..., Any]) -> Callable[..., Any]:
         backend_error = _torch.dynamo_backend_error()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._own:
                 found = (self.host.find(p) for p in module.parameters())
                 self._own[module] = frozenset(place[0] for place in found if place is not None)
+            before = _torch.dynamo_graph_breaks() if key not in self._breaks else None
             self._running.append(module)
             try:
                 return compiled(module, *args, **kwargs)
@@ -72,6 +76,9 @@ class Templates:
                 raise
             finally:
                 self._running.pop()
+                if before is not None:
+                    after = _torch.dynamo_graph_breaks()
+                    self._breaks[key] = [reason for reason, n in after.items() if n > before.get(reason, 0)]
 
         return call
 
@@ -101,8 +108,18 @@ class Templates:
         self.calls += 1
         self.host.template_ran()
 
-    def give_up_reason(self, key: Hashable) -> str:
-        return ""
+    def give_up_reason(self, key: Hashable, module: nn.Module) -> str:
+        """Why a call of `module`, compiled under `key`, ran no template, and what to do, in a few sentences.
+
+        To be asked right after that call: Dynamo tells no more than what it did last.
+        """
+        return explain(self._codes[key], module, self._breaks.get(key, []))
+
+    def close(self) -> None:
+        """Forgets the engine: nothing that Dynamo still keeps leads to the host or to a module."""
+        for held in (self._compiled, self._codes, self._breaks, self._running, self._own, self._names):
+            held.clear()
+        del self.host
 
 
 class _Compilation:

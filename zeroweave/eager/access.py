@@ -7,12 +7,13 @@ dict, so a compiled region gets its plain dicts back while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterable, ValuesView
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.rest import Places
 from zeroweave.runtime.runtime import Runtime
 
 _Read = Callable[[Any], None]
@@ -37,12 +38,12 @@ class _Watched(dict[str, Any]):
         self._read(value)
         return value
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         for value in super().values():
             self._read(value)
         return super().items()
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         for value in super().values():
             self._read(value)
         return super().values()
@@ -76,3 +77,30 @@ class Access:
         for module in self._plain if modules is None else modules:
             if (plain := self._plain.get(module)) is not None:
                 module.__dict__["_parameters"] = plain
+
+
+class Shown:
+    """Whether the modules show real, watched parameters (while anybody needs them) or stubs."""
+
+    def __init__(self, places: Places, access: Access) -> None:
+        self._places, self._access = places, access
+        self._count = 0
+
+    def show(self) -> None:
+        """One more needs the real parameters."""
+        if self._count == 0:
+            self._places.show_real()
+            self._access.watch()
+        self._count += 1
+
+    def hide(self) -> None:
+        """One less; with the last one the stubs return."""
+        self._count -= 1
+        if self._count == 0:
+            self._access.unwatch()
+            self._places.show_stubs()
+
+    def reset(self, count: int) -> None:
+        """After an exception: only `count` still need them."""
+        while self._count > count:
+            self.hide()

@@ -50,7 +50,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             kept = bucket.real[found[1]] if found is not None and found[1] >= 0 else tensor.detach()
             return _Plain(kept, version(kept))
         frame.handles += 1
-        return _Handle(bucket, frame, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Handle(bucket, frame, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, _Plain):

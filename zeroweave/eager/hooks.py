@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from zeroweave._torch import map_tensors
 from zeroweave.eager.access import Access
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
@@ -102,7 +102,7 @@ def own_outputs(result: Any, runtime: Runtime) -> Any:
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if runtime.directory.bucket(tensor) is None else tensor.clone()
 
-    return tree_map_only(torch.Tensor, own, result)
+    return map_tensors(own, result)
 
 
 class GradientHooks:

@@ -101,8 +101,9 @@ def gloo() -> Check:
             "gloo", "failed", "not in this PyTorch", "install a PyTorch with torch.distributed and gloo"
         )
     try:
-        store = dist.TCPStore("localhost", 0, 1, is_master=True, timeout=timedelta(seconds=60))
-        group: Any = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+        wait = timedelta(seconds=60)
+        store = dist.TCPStore("localhost", 0, 1, is_master=True, timeout=wait)  # type: ignore[attr-defined]
+        group: Any = dist.ProcessGroupGloo(store, 0, 1, wait)
         group.allreduce([torch.ones(1)]).wait()
     except RuntimeError as error:
         return Check("gloo", "failed", str(error).splitlines()[0], cure)

@@ -120,7 +120,7 @@ def report(result: Result) -> Iterator[str]:
     yield "collectives of one step and rank: the engine's ledger, the schedule, PyTorch's profiler"
     yield from table(("", *SOURCES), list(count_rows(result)))
     yield ""
-    yield "model state of rank 0, peak bytes: measured, by layout and schedule, and the most the layout allows"
+    yield "model state of rank 0, peak bytes: measured, by layout and schedule, and the layout's limit"
     names = [field.name for field in fields(State)]
     rows = [(name, *(size(getattr(state, name)) for state in result.memory[0])) for name in names]
     yield from table(("", "measured", "formula", "bound"), rows)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroweave._torch import storage_key, storage_use_count, version
+from zeroweave._torch import place_key, storage_key, storage_use_count, version
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
@@ -164,7 +164,7 @@ class Directory:
         bucket = self.bucket(tensor)
         if bucket is None:
             return None
-        slot = self._slot.get((storage_key(tensor), tensor.storage_offset()), -1)
+        slot = self._slot.get(place_key(tensor), -1)
         if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():
             slot = -1
         return bucket.id, slot

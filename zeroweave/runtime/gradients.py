@@ -67,11 +67,16 @@ class Gradients:
         self._reduce_dtype, self._accumulate_dtype = reduce_dtype, accumulate_dtype
         self._ready = ready
         self._flying: deque[tuple[int, Pending, torch.Tensor]] = deque()
-        self.order: tuple[int, ...] = tuple(sorted(self._accounts, reverse=True))
+        self.order: tuple[int, ...] = ()
+        self.set_order(None)
         self.flats_peak = 0
         """bytes of the gradient flats in flight at once, at most"""
         self.shards_peak = 0
         """bytes of the gradient shards at once, at most"""
+
+    def set_order(self, order: tuple[int, ...] | None) -> None:
+        """The order of the reductions of one backward, on all ranks; None: the reverse of the layout's."""
+        self.order = order or tuple(sorted(self._accounts, reverse=True))
 
     # ------------------------------------------------------------------ contributions
     def announce(self, parts: Iterable[tuple[int, int]]) -> None:
@@ -128,9 +133,7 @@ class Gradients:
             return
         bucket = account.bucket
         if account.local is None:
-            account.local = torch.zeros(
-                bucket.layout.numel, dtype=self._accumulate_dtype, device=bucket.shard.device
-            )
+            account.local = torch.zeros(bucket.layout.numel, dtype=self._accumulate_dtype, device=bucket.shard.device)
         views = bucket.views(account.local)
         for slot, part in account.parts.items():
             views[slot].add_(part)

@@ -41,9 +41,7 @@ class Replay:
     `keep`: the buckets that stay unsharded until the window's end. Counters are kept over windows.
     """
 
-    def __init__(
-        self, buckets: Mapping[int, Bucket], gradients: Gradients, keep: frozenset[int], depth: int
-    ) -> None:
+    def __init__(self, buckets: Mapping[int, Bucket], gradients: Gradients, keep: frozenset[int], depth: int) -> None:
         self._buckets, self._gradients, self._depth = buckets, gradients, depth
         self.keep = keep
         self.schedule: Schedule | None = None
@@ -141,16 +139,16 @@ class Replay:
             self._drop_holds()
         self._update = None
 
+    def forget(self) -> None:
+        """Forgets what was recorded and executed; the holds of kept buckets stay."""
+        self.record.clear()
+        self.executed.clear()
+
     def next_window(self, schedule: Schedule | None) -> None:
         """Starts a window that follows `schedule` (None: on demand, in the default order)."""
         self._drop_holds()
         self._begin()
         self.schedule = schedule
-        self._gradients.order = (
-            tuple(dict.fromkeys(schedule.reduce_order()))
-            if schedule is not None and schedule.reduce_order()
-            else tuple(sorted(self._gradients.order, reverse=True))
-        )
 
     @property
     def completed(self) -> bool:
@@ -193,9 +191,7 @@ class Replay:
         """Executes what follows at once: everything up to the next wait or event."""
         assert self.schedule is not None
         instructions = self.schedule.instructions
-        while self._cursor < len(instructions) and isinstance(
-            instructions[self._cursor], (Unshard, Reshard, Settle)
-        ):
+        while self._cursor < len(instructions) and isinstance(instructions[self._cursor], (Unshard, Reshard, Settle)):
             if isinstance(instructions[self._cursor], Settle) and self._next_is_tail():
                 return  # the last reductions are settled by the optimizer step
             self._cursor += 1

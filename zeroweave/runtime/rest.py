@@ -12,6 +12,7 @@ modules, and takes them out again.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -53,6 +54,7 @@ def rest(model: nn.Module, status: Status, real: Callable[[str, nn.Parameter], n
             torch.utils.swap_tensors(parameter, other)
             swapped.append((parameter, other))
             vars(reals[current]).update(vars(other))
+        return Places(model, status, named, reals)
     except BaseException as error:
         for parameter, other in reversed(swapped):
             torch.utils.swap_tensors(parameter, other)
@@ -63,7 +65,6 @@ def rest(model: nn.Module, status: Status, real: Callable[[str, nn.Parameter], n
                 f"parameter {current!r} cannot be put to rest; nothing was changed: {error}"
             ) from error
         raise
-    return Places(model, status, named, reals)
 
 
 class Places:
@@ -205,7 +206,7 @@ class _StateDictGuard:
         self._status = status
         self.handles: list[RemovableHandle] = [
             module.register_state_dict_pre_hook(self._before_save),
-            module.register_state_dict_post_hook(self._after_save),
+            module.register_state_dict_post_hook(functools.partial(self._after_save)),  # it gets an attribute
             module.register_load_state_dict_pre_hook(self._before_load),
         ]
 

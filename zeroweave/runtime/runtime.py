@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroweave._torch import at_end_of_backward, current_graph_task, storage_key
+from zeroweave._torch import at_end_of_backward, current_graph_task, place_key
 from zeroweave.comm.transport import ReduceOp, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.bucket import Bucket, Directory, Gauge
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.replay import Replay
-from zeroweave.schedule.instructions import Call
+from zeroweave.schedule import BucketFacts, Call, Event, Facts, Schedule, compile_schedule
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +51,7 @@ class Policy:
     keep: frozenset[int]
     """buckets that stay unsharded until the optimizer step"""
     depth: int
+    prefetch: int
     op: ReduceOp
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype
@@ -92,6 +93,14 @@ class Runtime:
         )
         self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
         self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
+        self._inferred: tuple[Event, ...] = ()
+        self._inference_facts = Facts(
+            tuple(BucketFacts(b.id, b.name, b.nbytes, trainable=False) for b in layouts),
+            keep=frozenset(),
+            depth=policy.depth,
+            prefetch=policy.prefetch,
+            update_by_bucket=False,
+        )
         self.counts = Counts()
         self.reduces: Callable[[], bool] = lambda: True
         """does the backward that begins now reduce?"""
@@ -131,12 +140,34 @@ class Runtime:
         reads, self._session_reads = self._session_reads, None
         for read in reversed(reads or ()):
             read.replay.left(read.call)
-        if self._training and not self.in_backward:
+        if not self._training:
+            self._end_inference()
+        elif not self.in_backward:
             self.replay.forward_ended()
+
+    def _end_inference(self) -> None:
+        """A forward without gradients that equals the one before it follows a schedule from then on.
+
+        No agreement is needed for that: gathers are all it issues, and their order is that of the calls.
+        """
+        replay = self._inference
+        if self.policy.keep:
+            replay.forget()  # kept buckets stay gathered, there is nothing to order
+            return
+        record = tuple(replay.record)
+        if replay.completed:
+            schedule = replay.schedule
+        else:
+            schedule = compile_schedule(record, self._inference_facts) if record == self._inferred else None
+        self._inferred = record
+        replay.next_window(schedule)
 
     def abandon_session(self) -> None:
         """The outermost forward ended with an exception; nothing collective is done any more."""
         self._session_reads, self._frame = None, None
+        if not self._training:
+            self._inference.abort()
+            self._inference.next_window(None)
 
     def enter(self, name: str, phase: str, uses: tuple[int, ...]) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left."""
@@ -181,11 +212,11 @@ class Runtime:
     def saved(self, tensors: Iterable[torch.Tensor]) -> None:
         """A compiled forward saves these views of flats; its backward will bind them itself."""
         for tensor in tensors:
-            self._saved[storage_key(tensor), tensor.storage_offset()] += 1
+            self._saved[place_key(tensor)] += 1
 
     def passes_through(self, tensor: torch.Tensor) -> bool:
         """Is this one of the tensors that a compiled forward has just saved? Each is asked for once."""
-        key = storage_key(tensor), tensor.storage_offset()
+        key = place_key(tensor)
         if self._saved[key] <= 0:
             return False
         self._saved[key] -= 1
@@ -286,6 +317,12 @@ class Runtime:
             self.gradients.end_backward()
 
     # ------------------------------------------------------------------ window
+    def next_window(self, schedule: Schedule | None) -> None:
+        """After the step or `zero_grad`: the next window follows `schedule`, in its order of reductions."""
+        self.gradients.reset()
+        self.gradients.set_order(None if schedule is None else schedule.reduce_order())
+        self.replay.next_window(schedule)
+
     def release_kept(self) -> None:
         """Drops what inference kept unsharded: the shards have changed."""
         self._inference.next_window(None)

@@ -1,0 +1,73 @@
+"""`zeroweave demo`, short: every figure is there and every check of the run holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import zeroweave
+
+WAYS = [
+    pytest.param(3, ["--eager"], id="stage 3, eager"),
+    pytest.param(1, ["--lower", "aot_eager"], id="stage 1, aot_eager"),
+]
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], int]:
+    """The output, the figures and the stage of a demo of 12 steps."""
+    stage, way = request.param
+    path: Path = tmp_path_factory.mktemp("demo") / "figures.json"
+    done = zeroweave("demo", "--stage", stage, "--steps", 12, "--json", path, *way)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures == json.loads(path.read_text())
+    return done.stdout, figures, stage
+
+
+def test_the_model_learns_and_equals_ddp(run: tuple[str, dict[str, Any], int]) -> None:
+    _, figures, stage = run
+    assert (figures["stage"], figures["ranks"], figures["steps"], figures["ok"]) == (stage, 2, 12, True)
+    assert figures["loss_first"] >= 5 and figures["loss_last"] < figures["loss_first"] - 0.5
+    assert figures["stages_bit_equal"] is True and figures["replayed"] is True
+    assert figures["grad_rel_diff_vs_ddp"] <= 1e-6  # eager kernels
+    assert figures["on_demand_unshards"] == 0
+
+
+def test_collectives_are_the_schedules_and_the_profilers(run: tuple[str, dict[str, Any], int]) -> None:
+    _, figures, stage = run
+    # Six buckets: embedding, four blocks, head. Stage 3 gathers the blocks twice, except that the embedding's
+    # backward needs no value and the head is used at the end of the forward and the start of the backward.
+    expected = {"all_gather": 10 if stage == 3 else 6, "reduce_scatter": 6}
+    payload = 4 * 869_504
+    for source in ("measured", "schedule", "independent"):
+        assert figures["collectives"][source] == expected
+        assert figures["bytes"][source]["reduce_scatter"] == pytest.approx(payload, rel=0.01)
+    assert figures["bytes"]["measured"] == figures["bytes"]["schedule"] == figures["bytes"]["independent"]
+
+
+def test_state_is_what_layout_and_schedule_say(run: tuple[str, dict[str, Any], int]) -> None:
+    _, figures, _ = run
+    memory = figures["memory"]
+    assert memory["measured"] == memory["formula"]
+    assert all(memory["formula"][name] <= limit for name, limit in memory["bound"].items())
+    assert memory["measured"]["masters"] == 0
+    assert memory["measured"]["optimizer"] == pytest.approx(2 * memory["measured"]["shards"], rel=0.01)
+
+
+def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int]) -> None:
+    output, _, stage = run
+    assert "Run layers.1 forward [layers.1]" in output and "Run layers.1 backward [layers.1]" in output
+    assert ("Reshard layers.1 · Unshard layers.3" in output) is (stage == 3)
+    assert "stages 1, 2 and 3, same seed: equal in every bit" in output
+    assert "all_gather" in output and "gradient_flats_peak" in output
+    assert " |" in output and "*" in output
+
+
+def test_an_error_of_a_rank_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
+    done = zeroweave("demo", "--eager", "--steps", 1, "--json", tmp_path / "no" / "such" / "folder.json")
+    assert done.returncode == 1
+    assert "zeroweave: rank 0 failed with exit code 1: FileNotFoundError" in done.stderr

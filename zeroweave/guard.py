@@ -1,0 +1,51 @@
+"""Around everything collective: an exception that leaves it concerns all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from zeroweave.comm.alarm import Alarm
+from zeroweave.errors import EngineError, RankFailure
+
+
+class Guard:
+    """Tells the other ranks about exceptions, and refuses what cannot work after one.
+
+    The same exception on all ranks leaves the engine `dirty`: only what is called with `clean=False`
+    (`zero_grad`, `destroy`) works until it is cleaned. An exception on some ranks ends the others. An
+    EngineError is a misuse that was refused before anything happened, and leaves the engine as it is.
+    """
+
+    def __init__(self, alarm: Alarm, step: Callable[[], int]) -> None:
+        self.dirty = self.destroyed = False
+        self._alarm, self._step = alarm, step
+        self._active = False
+
+    @contextmanager
+    def __call__(self, place: str, clean: bool = True) -> Iterator[None]:
+        """Guards the block called `place`; blocks inside it belong to it."""
+        if self.destroyed:
+            raise EngineError(f"{place} on a destroyed engine: make a new one with zeroweave.initialize")
+        if self._active:
+            yield
+            return
+        self._active = True
+        try:
+            if self._alarm.fatal is not None:
+                raise RankFailure(self._alarm.fatal)
+            if clean and self.dirty:
+                raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
+            yield
+        except BaseException as error:
+            self.dirty = self.dirty or not isinstance(error, EngineError)
+            if not self._alarm.failed(place, self._step(), error):
+                error.add_note(f"Not all ranks failed alike, so the others are ended: {self._alarm.fatal}")
+            raise
+        finally:
+            self._active = False
+
+    def close(self) -> None:
+        """The end of the engine: everything is refused from now on."""
+        self.destroyed = True
+        self._alarm.close()
