@@ -15,16 +15,12 @@ from tests.distributed.harness import Pool
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix: the long set (`make matrix`); not part of `make test`")
-    config.addinivalue_line(
-        "markers", "parity: one model in one setting compared with the unsharded reference"
-    )
+    config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     counts = {
-        outcome: sum(
-            "parity" in getattr(report, "keywords", {}) for report in terminalreporter.stats.get(outcome, [])
-        )
+        outcome: sum("parity" in getattr(report, "keywords", {}) for report in terminalreporter.stats.get(outcome, []))
         for outcome in ("passed", "failed")
     }
     if any(counts.values()):
@@ -33,7 +29,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="module")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
-    """`pools(world)`: this module's pool of that size, started at its first job and kept until the module's last test."""
+    """`pools(world)`: this module's pool of that size, started at its first job, kept for the module."""
     started: dict[int, Pool] = {}
 
     def pool(world: int) -> Pool:

@@ -232,18 +232,14 @@ def test_module_state_dict_is_served_or_refused(sharded: Sharded) -> None:
         assert all(torch.equal(loaded[name], right[name]) for name in right), "not the values after this step"
         for value in served.values():
             value.zero_()
-        assert all(torch.equal(engine.state_dict()[name], right[name]) for name in right), (
-            "not independent copies"
-        )
+        assert all(torch.equal(engine.state_dict()[name], right[name]) for name in right), "not independent copies"
     wanted = {name: torch.full_like(value, 0.25) for name, value in right.items()}
     try:
         module.load_state_dict(wanted)
     except ParameterError:
         wanted = right
     now = engine.state_dict()
-    assert all(torch.equal(now[name], wanted[name]) for name in wanted), (
-        "load_state_dict was half done or ignored"
-    )
+    assert all(torch.equal(now[name], wanted[name]) for name in wanted), "load_state_dict was half done or ignored"
 
 
 def test_optimizer_state_dict_is_served_or_refused(sharded: Sharded) -> None:

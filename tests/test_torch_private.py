@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import zeroweave._torch as private
 
@@ -100,3 +103,85 @@ def test_every_function_says_what_it_is_for() -> None:
 
 def test_symmetric_memory_is_found() -> None:
     assert private.has_symmetric_memory()
+
+
+def test_stubs_can_be_made_and_counted_as_parameters() -> None:
+    class Stub(torch.Tensor):
+        pass
+
+    like = nn.Parameter(torch.zeros(2, 3).t())
+    stub = private.wrapper_like(Stub, like)
+    assert type(stub) is Stub and stub.shape == (3, 2) and stub.stride() == like.stride() and stub.requires_grad
+    assert not isinstance(stub, nn.Parameter)
+    private.mark_as_parameter(stub)
+    assert isinstance(stub, nn.Parameter)
+    assert [getter(like) for getter in private.metadata_getters()] == [0, None, None, 0]
+    with private.without_torch_function():
+        assert stub.numel() == 6
+
+
+def test_owners_of_a_parameter_are_counted() -> None:
+    """What the check before the exchange relies on: more than 2 means a live graph."""
+    layer = nn.Linear(2, 2)
+    assert private.use_count(layer.weight) == 1
+    loss = layer(torch.ones(1, 2, requires_grad=True)).sum()
+    assert private.use_count(layer.weight) > 2
+    loss.backward()
+    assert private.use_count(layer.weight) <= 2
+    del loss
+    assert private.use_count(layer.weight) == 1
+
+
+def test_hooks_on_tensors_and_modules_are_seen() -> None:
+    layer = nn.Linear(2, 2)
+    assert not private.has_tensor_hooks(layer.weight) and not private.has_post_accumulate_hooks(layer.weight)
+    layer.weight.register_hook(lambda gradient: gradient)
+    layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert private.has_tensor_hooks(layer.weight) and private.has_post_accumulate_hooks(layer.weight)
+
+    def hook(*_: object) -> None: ...
+
+    layer.register_forward_pre_hook(hook)
+    assert private.forward_pre_hooks(layer) == (hook,)
+    assert not private.is_compiled_in_place(layer)
+    layer.compile()
+    assert private.is_compiled_in_place(layer)
+
+
+def test_recurrent_modules_follow_their_entries() -> None:
+    lstm = nn.LSTM(2, 3)
+    x = torch.ones(1, 1, 2)
+    private.watch_rnn_weights(lstm, watch=False)
+    assert not weakref.getweakrefs(lstm.weight_ih_l0)
+    entries = private.parameter_entries(lstm)
+    for name, weight in entries.items():
+        entries[name] = nn.Parameter(torch.zeros_like(weight))
+    assert lstm(x)[0].any(), "the list of weights is its own"
+    private.refresh_rnn_weights(lstm)
+    assert not lstm(x)[0].any()
+    private.watch_rnn_weights(lstm, watch=True)
+    assert weakref.getweakrefs(lstm.weight_ih_l0)
+
+
+def test_who_listens_to_an_optimizer_is_seen() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert not private.is_step_replaced(optimizer) and not private.has_step_hooks(optimizer)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    assert private.has_step_hooks(optimizer)
+    handle.remove()
+    everywhere = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: None)
+    assert private.has_step_hooks(optimizer)
+    everywhere.remove()
+    assert not private.has_step_hooks(optimizer)
+    optimizer.step = lambda: None
+    assert private.is_step_replaced(optimizer)
+
+
+def test_several_tensors_at_once() -> None:
+    tensors = [torch.ones(3), torch.full((2,), 2.0), torch.zeros(0)]
+    assert [norm.item() for norm in private.foreach_norms(tensors)] == pytest.approx([3**0.5, 8**0.5, 0.0])
+    rounded = private.foreach_norms([torch.ones(1000, dtype=torch.bfloat16)])[0]
+    assert rounded.dtype == torch.float32 and rounded.item() == pytest.approx(1000**0.5, rel=1e-6)
+    private.foreach_multiply_(tensors, torch.tensor(0.5))
+    assert tensors[0].tolist() == [0.5] * 3 and tensors[1].tolist() == [1.0] * 2

@@ -23,7 +23,7 @@ def pairs(row: Sequence[object]) -> set[tuple[int, object, int, object]]:
 
 
 def covering(factors: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
-    """Rows of the factors' product, chosen greedily in a fixed order, that contain every pair of values of two factors."""
+    """Rows of the factors' product, chosen greedily in a fixed order, that hold every pair of two values."""
     rows = list(itertools.product(*factors))
     missing = set().union(*map(pairs, rows))
     chosen = []

@@ -1,9 +1,10 @@
 """Worker processes that share one gloo process group and run jobs together.
 
-A `Pool` starts its workers at the first job and keeps them for all later ones, because importing torch costs more than
-most jobs. A job is a module-level function with picklable arguments; every rank calls it at the same time and returns a
-picklable value. A job that passes its deadline, or that raises on some ranks while others wait for them, ends with every
-rank's stack; the pool then starts afresh for the next job, so that one bad test cannot spoil another.
+A `Pool` starts its workers at the first job and keeps them for all later ones, because importing torch costs
+more than most jobs. A job is a module-level function with picklable arguments; every rank calls it at the same
+time and returns a picklable value. A job that passes its deadline, or that raises on some ranks while others
+wait for them, ends with every rank's stack; the pool then starts afresh for the next job, so that one bad test
+cannot spoil another.
 """
 
 from __future__ import annotations
@@ -90,13 +91,11 @@ class _Worker:
 class Pool:
     """`world` worker processes with one gloo group; see the module's docstring.
 
-    `directory` receives stderr and stack files. `fresh_dynamo` resets Dynamo between jobs, so that Dynamo's limits, which
-    count per process, see each job alone.
+    `directory` receives stderr and stack files. `fresh_dynamo` resets Dynamo between jobs, so that Dynamo's
+    limits, which count per process, see each job alone.
     """
 
-    def __init__(
-        self, world: int, directory: Path, deadline: float = DEADLINE, fresh_dynamo: bool = True
-    ) -> None:
+    def __init__(self, world: int, directory: Path, deadline: float = DEADLINE, fresh_dynamo: bool = True) -> None:
         self.world = world
         self.deadline = deadline
         self._fresh_dynamo = fresh_dynamo
@@ -118,23 +117,17 @@ class Pool:
         outcomes = self.outcomes(function, *args, deadline=deadline)
         if any(outcome.failed for outcome in outcomes):
             self.kill()
-            raise JobFailed(
-                f"{function.__name__}{args}\n" + "\n".join(outcome.describe() for outcome in outcomes)
-            )
+            raise JobFailed(f"{function.__name__}{args}\n" + "\n".join(outcome.describe() for outcome in outcomes))
         return [outcome.value for outcome in outcomes]
 
-    def outcomes(
-        self, function: Callable[..., Any], *args: Any, deadline: float | None = None
-    ) -> list[Outcome]:
+    def outcomes(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Outcome]:
         """As `run`, for jobs in which ranks are expected to raise or to end."""
         self._start()
         for worker in self._workers:
             worker.new_stderr()
             worker.pipe.send((function, args))
         outcomes = self._collect(time.monotonic() + (self.deadline if deadline is None else deadline))
-        if len({outcome.failed for outcome in outcomes}) > 1 or any(
-            o.exit_code is not None for o in outcomes
-        ):
+        if len({outcome.failed for outcome in outcomes}) > 1 or any(o.exit_code is not None for o in outcomes):
             self.kill()
         return outcomes
 
@@ -187,9 +180,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            stderr, stacks = (
-                self._directory / f"{kind}.{self._starts}.{rank}" for kind in ("stderr", "stacks")
-            )
+            stderr, stacks = (self._directory / f"{kind}.{self._starts}.{rank}" for kind in ("stderr", "stacks"))
             arguments = (
                 rank,
                 self.world,
@@ -227,9 +218,7 @@ class Pool:
         self._store = None
 
 
-def _serve(
-    rank: int, world: int, port: int, jobs: Connection, stderr: str, stacks: str, fresh_dynamo: bool
-) -> None:
+def _serve(rank: int, world: int, port: int, jobs: Connection, stderr: str, stacks: str, fresh_dynamo: bool) -> None:
     """A worker's life: join the group, then run jobs until told to leave."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
@@ -238,9 +227,7 @@ def _serve(
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(minutes=20)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(minutes=20))
     try:
         while (job := jobs.recv()) is not None:
             jobs.send(_answer(*job))

@@ -65,9 +65,7 @@ class DecoderBlock(nn.Module):
 class Decoder(nn.Module):
     """A small decoder; `tied` shares the embedding with the head, `way` names a form of checkpointing."""
 
-    def __init__(
-        self, block: Callable[[], nn.Module] = DecoderBlock, tied: bool = False, way: str = ""
-    ) -> None:
+    def __init__(self, block: Callable[[], nn.Module] = DecoderBlock, tied: bool = False, way: str = "") -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([block() for _ in range(4)])
@@ -209,17 +207,13 @@ class LeafList(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, WIDTH)
-        )
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
-def evaluate_then_train(
-    call: Callable[..., Any], module: nn.Module, batch: Any, backward: Backward
-) -> Tensor:
+def evaluate_then_train(call: Callable[..., Any], module: nn.Module, batch: Any, backward: Backward) -> Tensor:
     """A forward under no_grad in train mode, then the step itself."""
     with torch.no_grad():
         call(batch[0] + 1)

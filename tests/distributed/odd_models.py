@@ -368,9 +368,7 @@ ODD_MODELS = (
     Entry("root_parameters", RootParameters, rows, regression),
     Entry("reads_children", ReadsChildren, tokens, next_token),
     Entry("called_in_parts", lambda: CalledInParts(lambda index: Block()), rows, regression, compiles=False),
-    Entry(
-        "two_types", stack_of(TwoTypesBlock), rows, regression, config={"precision": {"reduce": "float32"}}
-    ),
+    Entry("two_types", stack_of(TwoTypesBlock), rows, regression, config={"precision": {"reduce": "float32"}}),
     Entry("weight_norm", stack_of(NormedBlock), rows, regression),
     Entry("two_losses", TwoOutputs, rows, two_losses),
     Entry("partial_backward", Adversarial, alternating_rows, adversarial, steady=False),

@@ -100,9 +100,7 @@ def train_engine(
             set_lr(engine.optimizer, step, entry.lr)
             for index in range(step * case.gas, (step + 1) * case.gas):
                 draw(rank, index)
-                run.losses.append(
-                    float(entry.micro(engine, engine.module, entry.batch(rank, index), engine.backward))
-                )
+                run.losses.append(float(entry.micro(engine, engine.module, entry.batch(rank, index), engine.backward)))
                 if step < CHECKED and index == (step + 1) * case.gas - 1:
                     run.gradients.append(engine.gradients())
                 engine.step()
@@ -112,9 +110,7 @@ def train_engine(
         path |= {"on_demand": stats.on_demand_unshards - (adopted.on_demand_unshards if adopted else 0)}
         path |= {"departures": stats.departures - (adopted.departures if adopted else 0)}
         path |= {"executed": "\n".join(map(repr, engine.executed))}
-        path |= {
-            "scheduled_text": "\n".join(map(repr, engine.schedule.instructions)) if engine.schedule else ""
-        }
+        path |= {"scheduled_text": "\n".join(map(repr, engine.schedule.instructions)) if engine.schedule else ""}
         saved = engine.state_dict()
         with engine.full_parameters():
             run.parameters.update({name: p.detach().clone() for name, p in engine.module.named_parameters()})
@@ -131,9 +127,7 @@ def run_case(case: Case, initialize: Callable[..., Any] = zw.initialize) -> Repo
         loss=max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(got.losses, expected.losses, strict=True)),
         gradients=[worst(a, b) for a, b in zip(got.gradients, expected.gradients, strict=True)],
         parameters=worst(got.parameters, expected.parameters),
-        saved=worst(saved, expected.parameters)
-        if dist.get_rank() == 0
-        else (float(bool(saved)), "not empty"),
+        saved=worst(saved, expected.parameters) if dist.get_rank() == 0 else (float(bool(saved)), "not empty"),
         moved=worst(expected.parameters, start)[0] > 1e-3,
         digest=digest([*got.gradients, got.parameters]),
         **path,
@@ -166,9 +160,7 @@ def check_path(case: Case, entry: Entry, report: Report, where: str) -> None:
         assert set(report.eager_regions) == entry.eager_regions, f"{where}: {report.eager_regions}"
     if entry.steady:
         assert report.scheduled, f"{where}: no schedule was adopted"
-        assert report.on_demand == 0, (
-            f"{where}: {report.on_demand} unshards on demand after the record was adopted"
-        )
+        assert report.on_demand == 0, f"{where}: {report.on_demand} unshards on demand after the record was adopted"
         assert report.departures == 0, f"{where}: {report.departures} departures from the schedule"
         assert report.executed == report.scheduled_text, (
             f"{where}: executed\n{report.executed}\nnot\n{report.scheduled_text}"

@@ -18,8 +18,8 @@ from tests.distributed.zoo import Entry
 
 SEED = 20_240
 CHECKED = 3
-"""First steps of a run, taken with learning rate 0: all of their gradients are compared, so that recording, adopting and
-replaying a schedule are each held to the bound for gradients."""
+"""First steps of a run, taken with learning rate 0: all of their gradients are compared, so that recording,
+adopting and replaying a schedule are each held to the bound for gradients."""
 TRAINED = 5
 """SGD-momentum steps after that; the parameters are compared at the end."""
 
@@ -55,7 +55,7 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int, lr: float) -> None:
 
 
 def average(named: Iterable[tuple[str, nn.Parameter]]) -> Gradients:
-    """Replace every gradient by the ranks' mean in fp32; absent on some ranks counts as zero, on all ranks stays None."""
+    """Replace every gradient by the ranks' mean in fp32; absent on some ranks: zero there, on all: None."""
     trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     present = torch.tensor([parameter.grad is not None for _, parameter in trainable], dtype=torch.int32)
     own = [torch.zeros_like(p) if p.grad is None else p.grad for _, p in trainable]
@@ -142,9 +142,7 @@ def train_reference(
 def worst(got: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> tuple[float, str]:
     """The largest bounded relative difference and what it belongs to; infinite where one side lacks a tensor."""
     norms = {
-        name: float(value.double().norm())
-        for name, value in expected.items()
-        if value is not None and value.numel()
+        name: float(value.double().norm()) for name, value in expected.items() if value is not None and value.numel()
     }
     floor = 1e-3 * statistics.median(norms.values()) if norms else 0.0
     result = (0.0, "")

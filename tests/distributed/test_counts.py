@@ -1,4 +1,4 @@
-"""Collectives, bytes and memory of a step: measured, scheduled and predicted, from sources that do not know each other."""
+"""Collectives, bytes and memory of a step: measured, scheduled and predicted, independently of each other."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def measure(name: str, stage: int, mode: str, gas: int) -> dict[str, Any]:
             "independent": independent,
             "scheduled": [(kind, size[bucket]) for kind, bucket in engine.schedule.collectives()],
             "by_bucket": Counter(engine.schedule.collectives()),
-            "ledger": {
-                kind: (t.calls, t.payload, t.wire) for kind, t in engine.stats.last_step.items() if t.calls
-            },
+            "ledger": {kind: (t.calls, t.payload, t.wire) for kind, t in engine.stats.last_step.items() if t.calls},
             "buckets": engine.buckets,
         }
 

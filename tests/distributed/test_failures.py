@@ -1,4 +1,4 @@
-"""Failures on some ranks end the others quickly and with the reason; nobody waits in a collective, nobody gets a number."""
+"""Failures on some ranks end the others quickly, with the reason; nobody waits, nobody gets a number."""
 
 from __future__ import annotations
 
@@ -97,12 +97,8 @@ def assert_ended_by(outcomes: list[Outcome], failing: int) -> None:
     for outcome in outcomes:
         if outcome.rank != failing:
             assert outcome.exit_code not in (None, 0), outcome.describe()
-            assert f"rank {failing}" in outcome.stderr and "no more batteries" in outcome.stderr, (
-                outcome.describe()
-            )
-            assert outcome.ended - raised < LIMIT, (
-                f"rank {outcome.rank} ended after {outcome.ended - raised:.2f} s"
-            )
+            assert f"rank {failing}" in outcome.stderr and "no more batteries" in outcome.stderr, outcome.describe()
+            assert outcome.ended - raised < LIMIT, f"rank {outcome.rank} ended after {outcome.ended - raised:.2f} s"
 
 
 FAILURES = [
@@ -196,9 +192,7 @@ def test_a_branch_on_one_rank_at_stage_3(disposable: Disposable) -> None:
     for outcome in outcomes:
         assert outcome.failed, f"rank {outcome.rank} trained on: {outcome.value} steps"
         said = outcome.message + outcome.stderr
-        assert "rank" in said and (outcome.kind in (None, "AgreementError", "RankFailure")), (
-            outcome.describe()
-        )
+        assert "rank" in said and (outcome.kind in (None, "AgreementError", "RankFailure")), outcome.describe()
 
 
 def raise_in_different_places() -> None:

@@ -46,18 +46,14 @@ def micro(engine: Any, model: Entry, index: int) -> None:
     model.micro(engine, engine.module, model.batch(dist.get_rank(), index), engine.backward)
 
 
-def on_equal_gradients(
-    name: str, kind: str, stage: int, clipping: float | None
-) -> tuple[list[str], list[float]]:
+def on_equal_gradients(name: str, kind: str, stage: int, clipping: float | None) -> tuple[list[str], list[float]]:
     """Names whose values differ in any bit from an unsharded optimizer fed with the engine's gradients; the norms."""
     model = entry(name)
     plain = build(model)
     unsharded = two_groups(plain, kind)
     sharded = build(model)
     norms = []
-    with zw.initialize(
-        sharded, two_groups(sharded, kind), config(stage, gradient_clipping=clipping)
-    ) as engine:
+    with zw.initialize(sharded, two_groups(sharded, kind), config(stage, gradient_clipping=clipping)) as engine:
         for index in range(STEPS):
             micro(engine, model, index)
             gradients = engine.gradients()
@@ -68,9 +64,7 @@ def on_equal_gradients(
                 parameter.grad = None if gradient is None else gradient.clone()
             if clipping is not None:
                 norm = float(engine.get_global_grad_norm())
-                whole = math.sqrt(
-                    sum(float(g.double().pow(2).sum()) for g in gradients.values() if g is not None)
-                )
+                whole = math.sqrt(sum(float(g.double().pow(2).sum()) for g in gradients.values() if g is not None))
                 assert abs(norm - whole) <= 1e-6 * whole, (norm, whole)
                 assert whole > clipping, "the test must clip"
                 norms.append(norm)

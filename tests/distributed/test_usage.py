@@ -1,4 +1,4 @@
-"""Ways of using an engine that are not the plain loop: averages of weights, parts of the model, many engines, state dicts."""
+"""Beyond the plain loop: averages of weights, parts of the model alone, many engines, state dicts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from tests.distributed.reference import average, build, draw, worst
 from tests.distributed.zoo import rows
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
-SETTINGS = pytest.mark.parametrize(
-    ("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")]
-)
+SETTINGS = pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
 Pools = Callable[[int], Pool]
 
 
@@ -41,7 +39,7 @@ def step_of(engine: Any, index: int, name: str = "mlp") -> float:
 
 
 def moving_average(stage: int, mode: str) -> tuple[tuple[float, str], tuple[float, str], int, int]:
-    """An average of `full_parameters()` after each step, and weights clamped in place there; both as in plain training."""
+    """An average of `full_parameters()` after each step and weights clamped there; both as in plain training."""
     plain, model = build(entry("mlp")), build(entry("mlp"))
     optimizer = momentum(plain)
     averages = [{n: p.detach().clone() for n, p in plain.named_parameters()} for _ in range(2)]

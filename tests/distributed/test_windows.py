@@ -37,9 +37,7 @@ def data(index: int) -> tuple[Tensor, Tensor]:
     return rows(dist.get_rank(), index)
 
 
-def without_sync(
-    stage: int, mode: str
-) -> tuple[list[tuple[float, str]], tuple[float, str], list[int], list[int]]:
+def without_sync(stage: int, mode: str) -> tuple[list[tuple[float, str]], tuple[float, str], list[int], list[int]]:
     """Three backwards a step, two of them in no_sync: differences, and reductions with it and without it."""
     model, gas = entry("mlp"), 3
     expected = train_reference(model, gas)

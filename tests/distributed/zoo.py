@@ -1,7 +1,8 @@
 """What a model of the zoo is: how to build it, feed it and run one micro-step of it.
 
-The same functions serve the engine and the unsharded reference: `call` is the engine or the bare model, `module` the
-model's own object (`engine.module`), `backward` is `engine.backward` or the reference's division by the accumulation count.
+The same functions serve the engine and the unsharded reference: `call` is the engine or the bare model, `module`
+the model's own object (`engine.module`), `backward` is `engine.backward` or the reference's division by the
+accumulation count.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ Micro = Callable[[Callable[..., Any], nn.Module, Any, Backward], Tensor]
 class Entry:
     """One model of the zoo.
 
-    `build()` runs under a seed set by the caller. `batch(rank, index)` gives a rank's data for the micro-step `index`,
-    counted over the whole run. `micro` runs forward and backward and returns the loss. `compiles`: some region of it can be
-    compiled. `eager_regions`: the regions that Dynamo must give up on, None where any set is right. `steady`: every step
-    has the same calls. `stages`: at which it can be exact. `config` is added to the engine's.
+    `build()` runs under a seed set by the caller. `batch(rank, index)` gives a rank's data for the micro-step
+    `index`, counted over the whole run. `micro` runs forward and backward and returns the loss. `compiles`: some
+    region of it can be compiled. `eager_regions`: the regions that Dynamo must give up on, None where any set is
+    right. `steady`: every step has the same calls. `stages`: at which it can be exact. `config` is added to the
+    engine's.
     """
 
     name: str

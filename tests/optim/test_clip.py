@@ -41,16 +41,12 @@ def test_small_norms_are_left_alone() -> None:
 
 def test_bf16_shards_are_not_rounded_to_bf16_on_the_way() -> None:
     gradient = torch.full((1000,), 1.0, dtype=torch.bfloat16)
-    assert total_norm(local_square_norm([gradient]), lambda _: None).item() == pytest.approx(
-        1000**0.5, rel=1e-6
-    )
+    assert total_norm(local_square_norm([gradient]), lambda _: None).item() == pytest.approx(1000**0.5, rel=1e-6)
 
 
 def test_norms_beyond_the_range_of_squares() -> None:
     local = local_square_norm([torch.tensor([1e18, 1e18]), torch.tensor([1e18]).repeat(200)])
-    assert total_norm(local * 1000, lambda _: None).item() == pytest.approx(
-        1e18 * (202 * 1000) ** 0.5, rel=1e-6
-    )
+    assert total_norm(local * 1000, lambda _: None).item() == pytest.approx(1e18 * (202 * 1000) ** 0.5, rel=1e-6)
 
 
 def test_not_finite_gradients_show() -> None:

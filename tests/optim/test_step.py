@@ -25,15 +25,11 @@ from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
 STEPS = 5
 
 
-def one_group(
-    kind: type[torch.optim.Optimizer], **options: Any
-) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def one_group(kind: type[torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     return lambda model: kind(model.parameters(), **options)
 
 
-def two_groups(
-    kind: type[torch.optim.Optimizer], **options: Any
-) -> Callable[[nn.Module], torch.optim.Optimizer]:
+def two_groups(kind: type[torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
     """Matrices and the rest with other learning rates and weight decays; groups cut across buckets."""
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -62,9 +58,7 @@ TESTED = [
 @pytest.mark.oldest
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("make", TESTED)
-def test_bit_equal_to_the_unsharded_optimizer(
-    make: Callable[[nn.Module], torch.optim.Optimizer], world: int
-) -> None:
+def test_bit_equal_to_the_unsharded_optimizer(make: Callable[[nn.Module], torch.optim.Optimizer], world: int) -> None:
     model = build_net()
     sharded = World(model, make, world)
     optimizer = make(model)
@@ -76,9 +70,7 @@ def test_bit_equal_to_the_unsharded_optimizer(
         sharded.step(gradients, coefficient)
         unsharded_step(model, optimizer, gradients, coefficient)
     assert_equal(sharded.parameters(), model)
-    assert all(torch.equal(sharded.shown()[n], p) for n, p in model.named_parameters()), (
-        "shards are the masters"
-    )
+    assert all(torch.equal(sharded.shown()[n], p) for n, p in model.named_parameters()), "shards are the masters"
 
 
 EVERY_KIND = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
@@ -154,9 +146,7 @@ def test_absent_parameters_are_skipped_and_count_their_own_steps() -> None:
 
 def test_a_parameter_in_no_group_stays_as_it_is() -> None:
     def make(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            [model.get_parameter("layers.0.weight"), model.get_parameter("tiny")], lr=0.1
-        )
+        return torch.optim.AdamW([model.get_parameter("layers.0.weight"), model.get_parameter("tiny")], lr=0.1)
 
     model = build_net()
     before = copy.deepcopy(model)

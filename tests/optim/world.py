@@ -59,9 +59,7 @@ def layouts_of(model: nn.Module, world: int, dtype: torch.dtype = torch.float32)
 class Rank:
     """One rank: a copy of the model, the user's optimizer over it, and its sharded form."""
 
-    def __init__(
-        self, model: nn.Module, make: MakeOptimizer, rank: int, world: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: nn.Module, make: MakeOptimizer, rank: int, world: int, dtype: torch.dtype) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = make(self.model)
         named = dict(self.model.named_parameters())
@@ -83,9 +81,7 @@ class Rank:
 class World:
     """All ranks, given the same full gradients."""
 
-    def __init__(
-        self, model: nn.Module, make: MakeOptimizer, world: int, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, model: nn.Module, make: MakeOptimizer, world: int, dtype: torch.dtype = torch.float32) -> None:
         self.ranks = [Rank(model, make, rank, world, dtype) for rank in range(world)]
         self.layouts = layouts_of(model, world, dtype)
 

@@ -56,7 +56,6 @@ ROUTES = ("module", "list", "groups")
 def make_resting(model: nn.Module) -> Resting:
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    check(model)
     status = Status()
     return Resting(model, parameters, optimizer, status, rest(model, status, real_of))
 
@@ -118,37 +117,28 @@ TOUCHES: dict[str, Callable[[nn.Parameter], object]] = {
     "out": lambda p: no_grad(lambda: torch.add(torch.ones(16, 8), 1, out=p)),
     "stack": lambda p: torch.stack([p]),
     "swap": lambda p: p.module_load(torch.zeros(16, 8)),
-    "set_": lambda p: p.set_(torch.zeros(16, 8)),
+    "set_": lambda p: no_grad(lambda: p.set_(torch.zeros(16, 8))),
     "resize_": lambda p: p.resize_(3),
 }
 
 
 @pytest.mark.filterwarnings("ignore:To copy construct:UserWarning")
-@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("touch", TOUCHES)
-def test_values_are_refused_by_name_with_the_way_out(resting: Resting, touch: str, route: str) -> None:
-    with pytest.raises(ParameterError, match=f"{re.escape(repr(NAME))}.*{WAY_OUT}"):
-        TOUCHES[touch](resting.by(route))
+def test_values_are_refused_by_name_with_the_way_out(resting: Resting, touch: str) -> None:
+    for route in ROUTES:
+        with pytest.raises(ParameterError, match=f"{re.escape(repr(NAME))}.*{WAY_OUT}"):
+            TOUCHES[touch](resting.by(route))
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_metadata_is_answered(resting: Resting, route: str) -> None:
     p = resting.by(route)
     assert type(p) is AtRest and isinstance(p, nn.Parameter) and p in set(resting.list)
-    assert (
-        p.shape == (16, 8)
-        and p.dtype == torch.float32
-        and p.device.type == "cpu"
-        and p.layout == torch.strided
-    )
+    assert p.shape == (16, 8) and p.dtype == torch.float32 and p.device.type == "cpu" and p.layout == torch.strided
     assert p.requires_grad and p.is_leaf and p.grad_fn is None and p.grad is None
     assert p.numel() == torch.numel(p) == p.nelement() == 128 and len(p) == 16 and p.size(1) == 8
-    assert (
-        p.stride() == (8, 1) and p.is_contiguous() and p.nbytes == 512 and p.element_size() == p.itemsize == 4
-    )
-    assert (
-        p.is_floating_point() and torch.is_floating_point(p) and not p.is_complex() and p.ndim == p.dim() == 2
-    )
+    assert p.stride() == (8, 1) and p.is_contiguous() and p.nbytes == 512 and p.element_size() == p.itemsize == 4
+    assert p.is_floating_point() and torch.is_floating_point(p) and not p.is_complex() and p.ndim == p.dim() == 2
     assert p.type() == "torch.FloatTensor" and not p.is_meta and not p.is_cuda and "shape" in dir(p)
     for text in (repr(p), str(p), f"{p}", f"{p:>200}"):
         assert f"Parameter {NAME!r}, sharded: shape (16, 8), torch.float32, cpu" in text
@@ -230,9 +220,7 @@ def test_requires_grad_is_fixed(resting: Resting) -> None:
         lambda: setattr(p, "requires_grad", False),
         lambda: resting.model.requires_grad_(False),
     ):
-        with pytest.raises(
-            ParameterError, match=r"requires_grad = False on parameter '0\.weight'.*initialize again"
-        ):
+        with pytest.raises(ParameterError, match=r"requires_grad = False on parameter '0\.weight'.*initialize again"):
             way()
     resting.model.requires_grad_(True)
     p.requires_grad = True
@@ -273,9 +261,7 @@ def test_full_parameters_serve_independent_state(resting: Resting) -> None:
     kept = resting.model.state_dict(keep_vars=True)
     real = resting.model[0].weight
     assert torch.equal(served[NAME], real) and torch.equal(kept[NAME], real)
-    assert (
-        len({t.data_ptr() for t in (served[NAME], kept[NAME], real)}) == 3 and not served[NAME].requires_grad
-    )
+    assert len({t.data_ptr() for t in (served[NAME], kept[NAME], real)}) == 3 and not served[NAME].requires_grad
     resting.model.load_state_dict({name: torch.zeros_like(t) for name, t in served.items()})
     assert resting.model[0].weight is real and not real.any()
     with pytest.raises(ParameterError, match="assign=True"):
@@ -314,10 +300,7 @@ def test_tied_parameters_are_one_with_several_places() -> None:
     places.show_stubs()
     assert model.embedding.weight is model.head.weight is resting.list[0]
     places.restore(lambda name: torch.ones(6, 4))
-    assert (
-        model.embedding.weight is model.head.weight is resting.list[0]
-        and type(resting.list[0]) is nn.Parameter
-    )
+    assert model.embedding.weight is model.head.weight is resting.list[0] and type(resting.list[0]) is nn.Parameter
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -396,9 +379,7 @@ def test_restore_gives_ordinary_parameters_back() -> None:
     assert all(type(p) is nn.Parameter for p in resting.list)
     assert [id(p) for p in model.parameters()] == [id(p) for p in resting.list]
     assert [p.requires_grad for p in resting.list] == [True, True, True, False]
-    assert torch.equal(resting.list[0], before[0].weight + 1) and vars(resting.list[0]) == {
-        "tag": "of the user"
-    }
+    assert torch.equal(resting.list[0], before[0].weight + 1) and vars(resting.list[0]) == {"tag": "of the user"}
     model(torch.randn(2, 8)).sum().backward()
     resting.optimizer.step()
     assert model.state_dict().keys() == before.state_dict().keys()

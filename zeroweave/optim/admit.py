@@ -48,9 +48,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             )
     if reasons:
         lines = "\n".join(f"  {reason}" for reason in reasons)
-        raise ParameterError(
-            f"optimizer {type(optimizer).__name__} cannot be used; nothing was changed:\n{lines}"
-        )
+        raise ParameterError(f"optimizer {type(optimizer).__name__} cannot be used; nothing was changed:\n{lines}")
 
 
 def initial_state(
@@ -69,9 +67,7 @@ def initial_state(
         device = parameter.device if optimizer.defaults["fused"] else None
         return {
             "step": torch.zeros((), dtype=torch.float32, device=device),
-            "sum": torch.full_like(
-                parameter, value, requires_grad=False, memory_format=torch.preserve_format
-            ),
+            "sum": torch.full_like(parameter, value, requires_grad=False, memory_format=torch.preserve_format),
         }
 
     return make
@@ -90,9 +86,7 @@ def _class_reasons(optimizer: object) -> Iterator[str]:
             yield f"it is not element-wise: it {why}, of which a rank holds fragments; use AdamW, Adam or SGD"
             return
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]  # without self
-    needed = [
-        p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
         yield f"its step() needs {_listed(needed)}, which engine.step() cannot give; use AdamW, Adam or SGD"
 

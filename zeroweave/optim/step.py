@@ -74,9 +74,7 @@ class ShardedOptimizer:
         """Whether buckets may be updated one at a time: a known optimizer that nobody listens to."""
         optimizer = self.optimizer
         return not (
-            type(optimizer) not in _BY_BUCKET
-            or _torch.has_step_hooks(optimizer)
-            or _torch.is_step_replaced(optimizer)
+            type(optimizer) not in _BY_BUCKET or _torch.has_step_hooks(optimizer) or _torch.is_step_replaced(optimizer)
         )
 
     def update(self, bucket: int, gradient: torch.Tensor, absent: Set[int] = frozenset()) -> None:
@@ -171,6 +169,4 @@ def _refuse_save(_: torch.optim.Optimizer) -> NoReturn:
 
 
 def _refuse_load(_: torch.optim.Optimizer, __: dict[str, Any]) -> NoReturn:
-    raise ParameterError(
-        f"optimizer.load_state_dict(): {_STATE}; parameters are loaded by engine.load_state_dict()"
-    )
+    raise ParameterError(f"optimizer.load_state_dict(): {_STATE}; parameters are loaded by engine.load_state_dict()")

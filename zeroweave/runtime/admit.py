@@ -77,9 +77,7 @@ def _check_wrappers(model: nn.Module, offenders: _Offenders) -> None:
                 break
         else:
             if _torch.is_compiled_in_place(module):
-                offenders.add(
-                    "compiled with module.compile(); leave that out, the engine compiles its regions", name
-                )
+                offenders.add("compiled with module.compile(); leave that out, the engine compiles its regions", name)
     if any(isinstance(parameter, AtRest) for parameter in model.parameters()):
         offenders.add("has an engine already; use it, or call its destroy() first", "the model")
 
@@ -155,9 +153,7 @@ def _check_sharing(model: nn.Module, parameters: dict[str, nn.Parameter], offend
                 break
             if is_parameter and other_is_parameter:
                 for one, two in ((name, other), (other, name)):
-                    offenders.add(
-                        f"shares memory with {two}; tie them by using one Parameter object, or clone it", one
-                    )
+                    offenders.add(f"shares memory with {two}; tie them by using one Parameter object, or clone it", one)
             elif is_parameter or other_is_parameter:
                 one, two = (name, other) if is_parameter else (other, name)
                 offenders.add(f"shares memory with the buffer {two}; clone one of them", one)
@@ -174,9 +170,7 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
     watched = _weakly_referenced(model, parameters)
     for name, parameter in parameters.items():
         if name in watched:
-            offenders.add(
-                "weakly referenced (weakref, WeakKeyDictionary, an earlier torch.compile); drop those", name
-            )
+            offenders.add("weakly referenced (weakref, WeakKeyDictionary, an earlier torch.compile); drop those", name)
         if _torch.use_count(parameter) > 2:
             if id(parameter) in normed:
                 reason = "in the graph of torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations"
@@ -184,9 +178,7 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
                 reason = "in a live autograd graph; delete earlier losses and outputs"
             offenders.add(reason, name)
         if _torch.has_tensor_hooks(parameter):
-            offenders.add(
-                "has tensor hooks, which would never run; remove them, or hook modules instead", name
-            )
+            offenders.add("has tensor hooks, which would never run; remove them, or hook modules instead", name)
         if _torch.has_post_accumulate_hooks(parameter):
             offenders.add("has post-accumulate-grad hooks, which would never run; remove them", name)
         if parameter.grad is not None:

@@ -167,9 +167,7 @@ class Places:
     def _replaced(self) -> frozenset[int]:
         """The places that do not hold what was put there."""
         places = zip(self._entries, self._shown, strict=True)
-        return frozenset(
-            [i for i, ((entries, name), old) in enumerate(places) if entries.get(name) is not old]
-        )
+        return frozenset([i for i, ((entries, name), old) in enumerate(places) if entries.get(name) is not old])
 
     def _put(self, wanted: list[nn.Parameter], but: frozenset[int]) -> None:
         if wanted is self._shown:
@@ -222,9 +220,7 @@ class _StateDictGuard:
             if isinstance(state.get(key), torch.Tensor):
                 state[key] = state[key].detach().clone()
 
-    def _before_load(
-        self, _: nn.Module, __: object, prefix: str, metadata: Mapping[str, Any], *___: object
-    ) -> None:
+    def _before_load(self, _: nn.Module, __: object, prefix: str, metadata: Mapping[str, Any], *___: object) -> None:
         self._refuse_at_rest("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):
             raise ParameterError(

@@ -35,18 +35,12 @@ def _methods(names: str) -> Iterator[Callable[..., Any]]:
 # What a stub answers: everything that a tensor knows without looking at its values.
 _ANSWERED = frozenset(
     (
-        *_getters(
-            "shape dtype device layout requires_grad is_leaf grad_fn grad_dtype ndim name names itemsize"
-        ),
-        *_getters(
-            "nbytes retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested"
-        ),
+        *_getters("shape dtype device layout requires_grad is_leaf grad_fn grad_dtype ndim name names itemsize"),
+        *_getters("nbytes retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested"),
         *_getters("is_mkldnn is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan"),
         *_torch.metadata_getters(),
         *_methods("size stride dim ndimension numel nelement element_size dim_order is_contiguous has_names"),
-        *_methods(
-            "storage_offset get_device is_floating_point is_complex is_signed is_inference is_conj is_neg"
-        ),
+        *_methods("storage_offset get_device is_floating_point is_complex is_signed is_inference is_conj is_neg"),
         *_methods("is_shared is_distributed __len__ __hash__ __dir__"),
         torch.numel,
         torch.is_floating_point,

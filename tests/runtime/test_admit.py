@@ -1,0 +1,190 @@
+"""Models that cannot be sharded: one error that names all offenders, and nothing changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from zeroweave.errors import ParameterError
+from zeroweave.runtime.admit import check
+from zeroweave.runtime.rest import Status, rest
+
+pytestmark = pytest.mark.oldest
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+def refusal(model: nn.Module) -> str:
+    with pytest.raises(ParameterError, match="nothing was changed") as caught:
+        check(model)
+    return str(caught.value)
+
+
+def test_ordinary_models_pass() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.LSTM(4, 4), nn.PReLU())
+    model[0].weight.requires_grad_(False)
+    model[1].to(memory_format=torch.channels_last)
+    model.none = nn.Parameter(torch.zeros(0, 3))
+    model.number = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
+    references = list(model[3]._flat_weight_refs)
+    check(model)
+    assert [r() for r in model[3]._flat_weight_refs] == [r() for r in references]
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight = tied[0].weight
+    check(tied)
+    check(nn.ReLU())
+
+
+def test_after_a_forward_and_backward_whose_loss_is_gone_or_lives() -> None:
+    model = mlp()
+    loss = model(torch.randn(2, 4)).sum()
+    loss.backward()
+    model.zero_grad()
+    check(model)
+    del loss
+    check(model)
+
+
+def test_all_offenders_are_named_at_once() -> None:
+    """Grouped by reason, each with its cure; the model is as before."""
+    model = mlp()
+    model.extra = nn.Linear(4, 4)
+    loss = model[0](torch.randn(2, 4)).sum()
+    reference = weakref.ref(model[2].weight)
+    model[2].bias.grad = torch.zeros(4)
+    model.extra.weight.register_hook(lambda g: g)
+    model.extra.bias.register_post_accumulate_grad_hook(lambda p: None)
+    text = refusal(model)
+    assert "0.weight, 0.bias: in a live autograd graph; delete earlier losses" in text
+    assert "2.weight: weakly referenced" in text
+    assert "2.bias: has a gradient; call model.zero_grad()" in text
+    assert "extra.weight: has tensor hooks" in text
+    assert "extra.bias: has post-accumulate-grad hooks" in text
+    loss.backward()
+    del reference, loss
+
+
+def test_frozen_parameters_saved_by_a_live_graph() -> None:
+    model = mlp().requires_grad_(False)
+    out = model(torch.randn(2, 4, requires_grad=True))
+    assert "0.weight, 2.weight: in a live autograd graph" in refusal(model)
+    del out
+    check(model)
+
+
+def test_garbage_cycles_do_not_count() -> None:
+    model = mlp()
+    cycle: list[object] = [model(torch.randn(2, 4))]
+    cycle.append(cycle)
+    del cycle
+    check(model)
+
+
+def test_memory_shared_with_a_buffer_or_another_parameter() -> None:
+    model = mlp()
+    model.register_buffer("alias", model[0].weight.detach()[1:])
+    model.one = nn.Parameter(torch.zeros(8))
+    model.two = nn.Parameter(model.one.detach()[6:])
+    model.apart = nn.Parameter(torch.zeros(8)[:4])
+    text = refusal(model)
+    assert "0.weight: shares memory with the buffer alias; clone" in text
+    assert "  one: shares memory with two" in text and "  two: shares memory with one" in text
+    assert "apart" not in text
+
+
+def test_views_of_one_tensor_that_do_not_overlap_pass() -> None:
+    flat = torch.zeros(10)
+    model = nn.Module()
+    model.a, model.b = nn.Parameter(flat[:6].view(2, 3)), nn.Parameter(flat[6:])
+    model.register_buffer("c", torch.zeros(3))
+    check(model)
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def sparse_parameter() -> nn.Parameter:
+    return nn.Parameter(torch.eye(3).to_sparse())
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: nn.Parameter(torch.zeros(2, 2).as_subclass(Sub)), "tensor subclass (Sub)"),
+        (sparse_parameter, "layout torch.sparse_coo"),
+        (lambda: nn.Parameter(torch.zeros(2, device="meta")), "meta device"),
+        (lambda: nn.Parameter(torch.zeros(4, 4)[:, :2]), "make it contiguous"),
+        (lambda: nn.Parameter(torch.zeros(1).expand(4)), "make it contiguous"),
+        (lambda: nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "dtype torch.complex64"),
+        (lambda: nn.UninitializedParameter(), "no shape yet"),
+    ],
+)
+def test_parameters_of_other_kinds(make: Callable[[], nn.Parameter], reason: str) -> None:
+    model = mlp()
+    model.odd = make()
+    text = refusal(model)
+    assert reason in text and "  odd: " in text and "0.weight" not in text
+
+
+def test_embeddings_with_gradients_or_weights_of_their_own_ways() -> None:
+    model = nn.Sequential(
+        nn.Embedding(4, 4, sparse=True),
+        nn.EmbeddingBag(4, 4, max_norm=1.0),
+        nn.EmbeddingBag(4, 4, sparse=True),
+        nn.Embedding(4, 4),
+    )
+    text = refusal(model)
+    assert "0.weight, 2.weight: has sparse gradients" in text
+    assert "1.weight: is renormalised inside forward (max_norm)" in text
+    assert "3.weight" not in text
+
+
+def test_lazy_modules() -> None:
+    assert "0.weight, 0.bias: has no shape yet" in refusal(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_old_weight_norm_is_explained() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(model[0])
+    assert "torch.nn.utils.parametrizations" in refusal(model)
+    check(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))))
+
+
+def test_wrapped_models() -> None:
+    assert "the model: compiled with torch.compile" in refusal(torch.compile(mlp()))
+    inner = mlp()
+    inner[2] = torch.compile(inner[2])
+    assert "2: compiled with torch.compile" in refusal(inner)
+    compiled = mlp()
+    compiled[0].compile()
+    assert "0: compiled with module.compile()" in refusal(compiled)
+    assert "the model: wrapped in DataParallel" in refusal(nn.DataParallel(mlp()))
+
+
+def test_wrappers_are_known_by_their_class() -> None:
+    """Those that need a process group to build are stood in for by a class of the same name and module."""
+    for name, reason in (("DistributedDataParallel", "wrapped in"), ("FSDPModule", "sharded by fully_shard")):
+        kind = type(name, (nn.Sequential,), {"__module__": "torch.somewhere"})
+        assert reason in refusal(kind(nn.Linear(2, 2)))
+        check(type(name, (nn.Sequential,), {"__module__": "mine"})(nn.Linear(2, 2)))
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for known in (FSDPModule, FullyShardedDataParallel, DistributedDataParallel):
+        assert known.__module__.startswith("torch.")
+
+
+def test_a_model_that_has_an_engine() -> None:
+    model = mlp()
+    places = rest(model, Status(), lambda name, p: nn.Parameter(p.detach().clone()))
+    assert "the model: has an engine already" in refusal(model)
+    places.restore(lambda name: torch.zeros(places.names[name].shape))
+    check(model)
