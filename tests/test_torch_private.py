@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import zeroweave._torch as private
 
@@ -107,7 +108,9 @@ def test_symmetric_memory_is_found() -> None:
 
 def test_stubs_can_be_made_and_counted_as_parameters() -> None:
     class Stub(torch.Tensor):
-        pass
+        @classmethod
+        def __torch_dispatch__(cls, func: object, *_: object) -> object:
+            raise AssertionError(func)
 
     like = nn.Parameter(torch.zeros(2, 3).t())
     stub = private.wrapper_like(Stub, like)
@@ -170,7 +173,7 @@ def test_who_listens_to_an_optimizer_is_seen() -> None:
     handle = optimizer.register_step_pre_hook(lambda *_: None)
     assert private.has_step_hooks(optimizer)
     handle.remove()
-    everywhere = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: None)
+    everywhere = register_optimizer_step_post_hook(lambda *_: None)
     assert private.has_step_hooks(optimizer)
     everywhere.remove()
     assert not private.has_step_hooks(optimizer)

@@ -31,7 +31,7 @@ class Lower(StrEnum):
 def demo(
     stage: Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage")] = 3,
     ranks: Annotated[int, typer.Option(min=1, help="processes; must divide the batch of 16 sequences")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 240,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 200,
     lower: Annotated[Lower, typer.Option(help="how compiled regions are lowered")] = Lower.inductor,
     eager: Annotated[bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")] = False,
     json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,

@@ -32,9 +32,9 @@ def test_ordinary_models_pass() -> None:
     model[1].to(memory_format=torch.channels_last)
     model.none = nn.Parameter(torch.zeros(0, 3))
     model.number = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
-    references = list(model[3]._flat_weight_refs)
     check(model)
-    assert [r() for r in model[3]._flat_weight_refs] == [r() for r in references]
+    held = [reference() for reference in model[3]._flat_weight_refs]
+    assert [id(p) for p in held] == [id(p) for p in model[3].parameters()]
     tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tied[1].weight = tied[0].weight
     check(tied)
@@ -55,25 +55,28 @@ def test_all_offenders_are_named_at_once() -> None:
     """Grouped by reason, each with its cure; the model is as before."""
     model = mlp()
     model.extra = nn.Linear(4, 4)
-    loss = model[0](torch.randn(2, 4)).sum()
-    reference = weakref.ref(model[2].weight)
-    model[2].bias.grad = torch.zeros(4)
+    loss = model[2](model[0](torch.randn(2, 4))).sum()
+    reference = weakref.ref(model[0].weight)
+    model[0].bias.grad = torch.zeros(4)
     model.extra.weight.register_hook(lambda g: g)
     model.extra.bias.register_post_accumulate_grad_hook(lambda p: None)
     text = refusal(model)
-    assert "0.weight, 0.bias: in a live autograd graph; delete earlier losses" in text
-    assert "2.weight: weakly referenced" in text
-    assert "2.bias: has a gradient; call model.zero_grad()" in text
+    assert "2.weight: in a live autograd graph; delete earlier losses" in text
+    assert "  0.weight: weakly referenced" in text
+    assert "  0.bias: has a gradient; call model.zero_grad()" in text
     assert "extra.weight: has tensor hooks" in text
     assert "extra.bias: has post-accumulate-grad hooks" in text
     loss.backward()
-    del reference, loss
+    assert reference() is model[0].weight and all(p.grad is not None for p in model[2].parameters())
 
 
 def test_frozen_parameters_saved_by_a_live_graph() -> None:
     model = mlp().requires_grad_(False)
-    out = model(torch.randn(2, 4, requires_grad=True))
+    x = torch.randn(2, 4, requires_grad=True)
+    out = model(x)
     assert "0.weight, 2.weight: in a live autograd graph" in refusal(model)
+    out.sum().backward()
+    assert x.grad is not None
     del out
     check(model)
 

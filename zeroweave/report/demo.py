@@ -62,7 +62,7 @@ class Settings:
 def parse(arguments: list[str]) -> Settings:
     parser = argparse.ArgumentParser(prog="zeroweave demo")
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lower", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--json", type=Path)

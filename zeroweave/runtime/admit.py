@@ -171,7 +171,7 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
     for name, parameter in parameters.items():
         if name in watched:
             offenders.add("weakly referenced (weakref, WeakKeyDictionary, an earlier torch.compile); drop those", name)
-        if _torch.use_count(parameter) > 2:
+        if _torch.use_count(parameter) > 1 + parameter.requires_grad:  # one more by AccumulateGrad is no obstacle
             if id(parameter) in normed:
                 reason = "in the graph of torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations"
             else:

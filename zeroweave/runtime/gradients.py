@@ -115,9 +115,9 @@ class Gradients:
                 earlier = account.parts.get(slot)
                 # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
                 account.parts[slot] = gradient if earlier is None else earlier + gradient
-        for bucket_id, account in touched.items():
-            if account.complete and not account.issued:
-                self._ready(bucket_id)
+        # told apart from being asked: telling of one bucket may issue others that are complete as well
+        for bucket_id in [b for b, account in touched.items() if account.complete and not account.issued]:
+            self._ready(bucket_id)
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """One contribution of the eager autograd engine."""
