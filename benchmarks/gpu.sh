@@ -20,6 +20,7 @@ mkdir -p "$OUT"
 bounded() { timeout --kill-after=15 "${LIMIT:-540}" "$@"; }
 
 doctor() {
+    env | grep -E '^(NCCL|TORCH|NVSHMEM|CUDA)_' | sort
     "$python" -c '
 import sys, torch
 print("python", sys.version.split()[0], "torch", torch.__version__, "NCCL", torch.cuda.nccl.version())
@@ -29,10 +30,10 @@ for i in range(torch.cuda.device_count()):
 '
 }
 
-doctor 2>&1 | tee "$OUT/doctor.log"
 case $what in
-tests) bounded "$python" -m pytest tests/gpu -v --durations=0 "$@" 2>&1 | tee "$OUT/tests.log" ;;
-bench) bounded "$python" -m benchmarks.lm --out "$OUT" "$@" 2>&1 | tee "$OUT/bench.log" ;;
-doctor) ;;
+tests) run() { bounded "$python" -m pytest tests/gpu -v --durations=0 "$@"; } ;;
+bench) run() { bounded "$python" -m benchmarks.lm --out "$OUT" "$@"; } ;;
+doctor) run() { :; } ;;
 *) echo "unknown: $what" >&2; exit 2 ;;
 esac
+{ doctor; run "$@"; } 2>&1 | tee "$OUT/$what.log"

@@ -98,9 +98,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def wait(
-    processes: Sequence[subprocess.Popen[bytes]], folder: Path, follow: Path, timeout: float
-) -> str | None:
+def wait(processes: Sequence[subprocess.Popen[bytes]], folder: Path, follow: Path, timeout: float) -> str | None:
     """Waits for all ranks, printing rank 0's lines as they come. The reason of a failure, or None."""
     deadline = time.monotonic() + timeout
     recorded: float | None = None
@@ -122,7 +120,7 @@ def wait(
                 print(f"warning: measured, but not closed cleanly: exit codes {codes}", flush=True)
                 return None
             if time.monotonic() > deadline:
-                return f"not done after {timeout:.0f} s"
+                return f"not done after {timeout:g} s"
             time.sleep(0.1)
 
 

@@ -41,23 +41,21 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=25)
     p.add_argument("--warm", type=int, default=10, help="first steps that are not counted")
     p.add_argument("--lower", choices=["inductor", "aot_eager", "none"], default="inductor")
-    p.add_argument(
-        "--compile-embedding", action="store_true", help="FSDP2 and compute: compile the embedding too"
-    )
-    p.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="zeroweave's config, dotted key"
-    )
+    p.add_argument("--compile-embedding", action="store_true", help="FSDP2 and compute: compile the embedding too")
+    p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="zeroweave's config, dotted key")
     p.add_argument("--out", type=Path, default=None, help="folder for lm.json, lm.md, lm.log and traces")
-    p.add_argument(
-        "--cache", type=Path, default=None, help="folder of compiler caches to keep; default: empty ones"
-    )
-    p.add_argument(
-        "--trace", action="store_true", help="write a Chrome trace of one step of rank 0 (needs --out)"
-    )
-    p.add_argument("--profile", action="store_true", help="print what that step's trace says")
+    p.add_argument("--cache", type=Path, default=None, help="folder of compiler caches to keep; default: empty ones")
+    names: dict[str, Any] = {"nargs": "?", "const": "all", "default": "", "metavar": "NAMES"}
+    p.add_argument("--trace", help="write a Chrome trace of one step of rank 0 (needs --out); default: of all", **names)
+    p.add_argument("--profile", help="print what that step's trace says; default: for all", **names)
     p.add_argument("--timeout", type=float, default=300.0, help="seconds for each implementation")
     p.add_argument("--check", action="store_true", help="exit with 1 when something that must hold does not")
     return p
+
+
+def chosen(names: str, name: str) -> bool:
+    """Is `name` among the comma-separated `names`, which may be "all"?"""
+    return names == "all" or name in names.split(",")
 
 
 def overrides(settings: Sequence[str]) -> dict[str, Any]:
@@ -83,9 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name.strip() for name in a.impl.split(",") if name.strip()]
     unknown = [name for name in names if name not in peers.NAMES]
     if unknown or not names:
-        raise SystemExit(
-            f"--impl: unknown {', '.join(unknown) or 'nothing'}; there are {', '.join(peers.NAMES)}"
-        )
+        raise SystemExit(f"--impl: unknown {', '.join(unknown) or 'nothing'}; there are {', '.join(peers.NAMES)}")
     if not 0 <= a.warm < a.steps:
         raise SystemExit("--warm must be less than --steps")
     if a.trace and a.out is None:
@@ -94,9 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out: Path | None = a.out
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    base = Spec(
-        "", a.model, a.seq, a.micro_batch, a.steps, a.warm, a.lower, a.compile_embedding, overrides(a.set)
-    )
+    base = Spec("", a.model, a.seq, a.micro_batch, a.steps, a.warm, a.lower, a.compile_embedding, overrides(a.set))
 
     rows: list[report.Row] = []
     failures: list[str] = []
@@ -105,8 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log = stack.enter_context(((out or scratch) / "lm.log").open("w"))
         for name in names:
             spec = replace(base, impl=name)
-            if a.trace or a.profile:
-                folder = out if a.trace and out is not None else scratch
+            traced, profiled = chosen(a.trace, name), chosen(a.profile, name)
+            if traced or profiled:
+                folder = out if traced and out is not None else scratch
                 spec = replace(spec, trace=str((folder / f"trace-{name}.json.gz").resolve()))
             began = time.monotonic()
             cache = a.cache / name if a.cache is not None else None
@@ -116,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 failures.append(name)
                 print(error, flush=True)
             print(f"{name}: {time.monotonic() - began:.0f} s in all", flush=True)
-            if rows and a.profile and rows[-1].impl == name:
+            if rows and profiled and rows[-1].impl == name:
                 print(rows[-1].profile, flush=True)
             if rows and out is not None:  # after each one, so that a later failure costs nothing
                 write(out, base, rows)

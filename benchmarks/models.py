@@ -39,9 +39,7 @@ SHAPES = {
 }
 
 
-def rotary_tables(
-    length: int, head_dim: int, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotary_tables(length: int, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine, each [length, head_dim]; the angles are computed in fp32."""
     steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     angles = torch.outer(torch.arange(length, device=device, dtype=torch.float32), 1e6**-steps)

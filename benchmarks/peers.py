@@ -13,7 +13,7 @@ All keep bfloat16 parameters in the computation, fp32 masters, bfloat16 reductio
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -106,14 +106,11 @@ def _zeroweave(stage: int, shape: Shape, device: torch.device, options: Options)
                 kind: {"calls": traffic.calls, "payload": traffic.payload, "wire": traffic.wire}
                 for kind, traffic in stats.last_step.items()
             },
-            "memory": {name: getattr(stats.memory, name) for name in MEMORY_FIELDS},
+            "memory": asdict(stats.memory),
             "schedule": engine.schedule.text() if engine.schedule is not None else None,
         }
 
     return Trainer(step, details, engine.destroy)
-
-
-MEMORY_FIELDS = ("shards", "masters", "optimizer", "gradients", "flats_peak", "gradient_flats_peak")
 
 
 def _fsdp2(reshard: bool, shape: Shape, device: torch.device, options: Options) -> Trainer:

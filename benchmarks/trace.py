@@ -70,13 +70,10 @@ class Profile:
             f"{self.other_busy:.2f} ms"
         )
         lines = [head, "collectives:"]
-        lines += [
-            f"  {count:5d} × {total:9.2f} ms  {name}" for name, (count, total) in self.collectives.items()
-        ]
+        lines += [f"  {count:5d} × {total:9.2f} ms  {name}" for name, (count, total) in self.collectives.items()]
         lines += ["longest gaps of the compute stream (µs, at ms, of it communicating µs, before → after):"]
         lines += [
-            f"  {gap.us:8.1f} at {gap.at / 1e3:8.2f} ({gap.communicating:8.1f})  {gap.before[:60]} → "
-            f"{gap.after[:60]}"
+            f"  {gap.us:8.1f} at {gap.at / 1e3:8.2f} ({gap.communicating:8.1f})  {gap.before[:60]} → {gap.after[:60]}"
             for gap in self.gaps[:10]
         ]
         lines += ["most expensive kernels:"]
@@ -149,9 +146,7 @@ def analyse(work: list[Work], host_ms: float = 0.0) -> Profile | None:
     last, before = begin, "start"
     for w in own:
         if w.start > last:
-            gaps.append(
-                Gap(w.start - last, last - begin, before, w.name, overlap(communication, (last, w.start)))
-            )
+            gaps.append(Gap(w.start - last, last - begin, before, w.name, overlap(communication, (last, w.start))))
         if w.end > last:
             last, before = w.end, w.name
     if end > last:

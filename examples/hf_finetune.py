@@ -23,7 +23,9 @@ def build(kind: str) -> PreTrainedModel:
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return model(
-        config(vocab_size=256, max_position_embeddings=128, tie_word_embeddings=False, **sizes, **heads)
+        config(
+            vocab_size=256, max_position_embeddings=128, use_cache=False, tie_word_embeddings=False, **sizes, **heads
+        )
     )
 
 

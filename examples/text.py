@@ -20,9 +20,7 @@ class Text:
     themselves.
     """
 
-    def __init__(
-        self, length: int = 128, batch: int = 16, rank: int = 0, world: int = 1, seed: int = 0
-    ) -> None:
+    def __init__(self, length: int = 128, batch: int = 16, rank: int = 0, world: int = 1, seed: int = 0) -> None:
         if batch % world:
             raise ValueError(f"a batch of {batch} sequences cannot be split evenly over {world} ranks")
         self.length, self.batch, self.rank, self.world, self.seed = length, batch, rank, world, seed

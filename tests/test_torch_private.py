@@ -10,7 +10,9 @@ import ast
 import importlib
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -188,3 +190,78 @@ def test_several_tensors_at_once() -> None:
     assert rounded.dtype == torch.float32 and rounded.item() == pytest.approx(1000**0.5, rel=1e-6)
     private.foreach_multiply_(tensors, torch.tensor(0.5))
     assert tensors[0].tolist() == [0.5] * 3 and tensors[1].tolist() == [1.0] * 2
+
+
+def test_dynamo_is_asked_what_it_kept_and_why() -> None:
+    runner = private.module_runner("a_name")
+    assert runner.__code__ is not private.module_runner("a_name").__code__
+    compiled = torch.compile(runner, backend="eager")
+    linear, x = nn.Linear(2, 2), torch.ones(1, 2)
+    assert private.dynamo_entries(runner.__code__) == 0
+    assert torch.equal(compiled(linear, x), linear(x))
+    assert private.dynamo_entries(runner.__code__) == 1 <= private.dynamo_limit()
+    attempt = private.dynamo_attempts()[-1]
+    assert attempt.co_name == "a_name" and attempt.co_filename and attempt.co_firstlineno
+    assert attempt.recompile_reason is None and attempt.fail_reason is None
+    torch.compile(lambda x: (x + 1, torch._dynamo.graph_break())[0], backend="eager")(x)
+    assert any("graph_break" in reason for reason in private.dynamo_graph_breaks())
+    assert issubclass(private.dynamo_backend_error(), RuntimeError)
+    assert issubclass(private.dynamo_operator_error(), RuntimeError)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_aot_graphs_say_what_their_values_are(lower: str) -> None:
+    weight, seen = nn.Parameter(torch.ones(3)), {}
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = list(graph.graph.find_nodes(op="placeholder"))
+        seen["parameter"] = [i for i, node in enumerate(nodes) if private.dynamo_example(node) is weight]
+
+        def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+            split = private.inductor_partition if lower == "inductor" else private.aot_partition
+            return split(joint, joint_inputs, **options)
+
+        def compile_graph(kind: str) -> Any:
+            def compile_one(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+                descs = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder") if "desc" in node.meta]
+                seen[kind] = [private.aot_position(desc) for desc in descs]
+                assert all(private.aot_base(desc) is None for desc in descs)
+                if kind == "backward":
+                    outputs = graph.graph.output_node().meta["desc"]
+                    seen["gradients"] = [private.aot_gradient_of(desc) for desc in outputs]
+                else:
+                    assert len(private.aot_metadata().input_info) == len(inputs)
+                    private.aot_metadata().bw_donated_idxs = []
+                if lower == "inductor":
+                    return private.inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=False)
+                return private.mark_boxed(partial(private.boxed(graph)))
+
+            return compile_one
+
+        decompositions = private.inductor_decompositions() if lower == "inductor" else {}
+        return private.dynamo_backend(
+            fw_compiler=compile_graph("forward"),
+            bw_compiler=compile_graph("backward"),
+            partition_fn=partition,
+            decompositions=decompositions,
+        )(graph, inputs)
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: torch.sin(x * weight), backend=backend)(x).sum().backward()
+    assert torch.allclose(x.grad, torch.cos(torch.ones(3))) and torch.allclose(weight.grad, x.grad)
+    (parameter,) = seen["parameter"]
+    assert sorted(seen["forward"]) == sorted(seen["gradients"]) == [0, 1] and parameter in seen["backward"]
+    assert private.aot_saved(3).idx == 3
+
+
+def test_recomputation_is_noticed() -> None:
+    seen = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.recomputing())
+        return torch.sin(x) * x
+
+    x = torch.ones(2, requires_grad=True)
+    for reentrant in (False, True):
+        torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=reentrant).sum().backward()
+    assert seen == [False, True, False, False]

@@ -93,6 +93,13 @@ def dynamo_backend_error() -> type[RuntimeError]:
     return BackendCompilerFailed
 
 
+def dynamo_operator_error() -> type[RuntimeError]:
+    """What Dynamo raises where it cannot capture `torch.cond` and the like. Why: one cause lies in our flats."""
+    from torch._dynamo.exc import UncapturedHigherOrderOpError
+
+    return UncapturedHigherOrderOpError
+
+
 def dynamo_entries(code: types.CodeType) -> int:
     """How many compiled variants Dynamo keeps of a code object.
 
@@ -412,3 +419,8 @@ def is_operator(target: Any) -> bool:
     Why: the class is private.
     """
     return isinstance(target, torch._ops.OpOverload)
+
+
+def operator_schema(target: Any) -> Any:
+    """The schema of an ATen operator in a graph, None for anything else. Why: its class has no public name."""
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None

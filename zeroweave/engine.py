@@ -45,7 +45,6 @@ class Parts:
     places: Places
     status: Status
     optimizer: ShardedOptimizer | None
-    masters: Mapping[int, torch.Tensor]
     original_dtypes: Mapping[str, torch.dtype]
     device: torch.device
     owns_process_group: bool
@@ -115,7 +114,7 @@ class Engine:
     def stats(self) -> Stats:
         """Counters of this rank at this moment."""
         return Stats.read(
-            self._runtime, self._parts.ledger, self._calls, self._parts.optimizer, self._parts.masters, self._traffic
+            self._runtime, self._parts.ledger, self._calls, self._parts.optimizer, self._traffic
         )
 
     # ------------------------------------------------------------------ forward and backward
@@ -213,8 +212,9 @@ class Engine:
         runtime, gradients, replay = self._runtime, self._runtime.gradients, self._runtime.replay
         runtime.note_backward()  # an unfinished backward is an error
         runtime.reduce_rest()
+        followed = replay.arrive()
+        self._release_all()
         replay.refuse_views()
-        followed = replay.completed
         candidate = replay.schedule if followed else compile_schedule(tuple(replay.record), self._facts)
         assert candidate is not None
         self._alarm.post_counts(self.global_steps, self._parts.ledger.count)
@@ -230,8 +230,6 @@ class Engine:
         absent = gradients.absent(decision.had_gradient)
         if self.config.gradient_clipping is not None:
             self.clip_grad_norm_(self.config.gradient_clipping)
-        if self.config.gather_after_step:
-            self._release_all()
         if optimizer.by_bucket:
 
             def update(bucket: int) -> None:
@@ -306,23 +304,20 @@ class Engine:
         with self._guard("full_parameters"):
             if self._runtime.in_session or self._runtime.in_backward:
                 raise EngineError("full_parameters() inside a forward or backward: enter it between them")
-            state.gather(self._runtime)
-            self._shown.show()
-            self._parts.status.full = True
+            self._release_all()
+            self._hold_all()
         try:
-            yield {
-                s.name: p for b in self._runtime.buckets.values() for s, p in zip(b.layout.slots, b.real, strict=True)
-            }
+            yield self._shown.views
         finally:
-            self._parts.status.full = False
-            state.store(self._runtime, self._parts.masters)
-            self._shown.hide()
-            state.release(self._runtime)
+            state.store(self._runtime)
+            self._release_all()
+            if self.config.gather_after_step:
+                self._hold_all()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and persistent buffers, full, on the CPU of rank 0, in the model's original dtypes.
 
-        Parameters come from the masters. `{}` on the other ranks. Collective.
+        Parameters come from the float32 masters. `{}` on the other ranks. Collective.
         """
         with self._guard("state_dict"):
             return state.state_dict(self.module, self._runtime, self._parts)
@@ -390,15 +385,15 @@ class Engine:
             self._shown.hide()
 
     def _hold_all(self) -> None:
-        """`gather_after_step`: the new parameters stay gathered and readable until the next optimizer step."""
+        """Everything gathered and readable for the user, until `_release_all`."""
         state.gather(self._runtime)
-        self._shown.show()
+        self._shown.open()
         self._parts.status.full = self._holding = True
 
     def _release_all(self) -> None:
         if self._holding:
             self._parts.status.full = self._holding = False
-            self._shown.hide()
+            self._shown.close()
             state.release(self._runtime)
 
     def _abort(self) -> None:
@@ -406,7 +401,7 @@ class Engine:
         schedule = self._runtime.replay.schedule
         self._runtime.abort()
         self._runtime.next_window(schedule)
-        self._shown.reset(int(self._holding))
+        self._shown.reset()
         self._parts.status.gradients_pending = False
         self._backwards = 0
         self._guard.dirty = self._scaled = False

@@ -137,12 +137,8 @@ def _agree_on_model(control: Control, specs: list[ParameterSpec], settings: Conf
 
 
 @torch.no_grad()
-def _fill(runtime: Runtime, parameters: Mapping[str, _Parameter]) -> dict[int, torch.Tensor]:
-    """Gives every bucket rank 0's values; returns the masters [shard_numel] of the trainable ones.
-
-    The masters are taken before the values are rounded to the dtype of the computation.
-    """
-    masters: dict[int, torch.Tensor] = {}
+def _fill(runtime: Runtime, parameters: Mapping[str, _Parameter]) -> None:
+    """Gives every shard rank 0's values, not rounded to the dtype of the computation where it is a master."""
     for bucket in runtime.buckets.values():
         tensors = [parameters[slot.name].tensor for slot in bucket.layout.slots]
         widest = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
@@ -150,12 +146,7 @@ def _fill(runtime: Runtime, parameters: Mapping[str, _Parameter]) -> dict[int, t
         for view, tensor in zip(bucket.views(full), tensors, strict=True):
             view.copy_(tensor)
         runtime.transport.broadcast(full)
-        mine = bucket.slice(full)
-        bucket.shard.copy_(mine)
-        if bucket.layout.trainable:
-            exact = bucket.dtype.itemsize >= torch.float32.itemsize
-            masters[bucket.id] = bucket.shard if exact else mine.to(torch.float32, copy=True)
-    return masters
+        bucket.shard.copy_(bucket.slice(full))
 
 
 def _share_buffers(model: nn.Module, device: torch.device, runtime: Runtime) -> None:
@@ -199,7 +190,7 @@ def _assemble(
     transport = make_transport(group, device, ledger)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
     runtime = Runtime(layouts, dtypes, transport, _policy(settings, layouts))
-    masters = _fill(runtime, parameters)
+    _fill(runtime, parameters)
     _share_buffers(model, device, runtime)
 
     place = {s.name: (b.id, i) for b in layouts for i, s in enumerate(b.slots)}
@@ -210,7 +201,7 @@ def _assemble(
     places = rest(model, status, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
-        sharded = ShardedOptimizer(optimizer, list(runtime.buckets.values()), slot_of, masters)
+        sharded = ShardedOptimizer(optimizer, list(runtime.buckets.values()), slot_of)
     return Engine(
         Parts(
             model=model,
@@ -221,7 +212,6 @@ def _assemble(
             places=places,
             status=status,
             optimizer=sharded,
-            masters=masters,
             original_dtypes=original,
             device=device,
             owns_process_group=started,

@@ -21,8 +21,6 @@ class _Sharded(Protocol):
     """What a state dict needs of an engine's parts."""
 
     @property
-    def masters(self) -> Mapping[int, torch.Tensor]: ...
-    @property
     def original_dtypes(self) -> Mapping[str, torch.dtype]: ...
     @property
     def control(self) -> Control: ...
@@ -43,18 +41,15 @@ def release(runtime: Runtime) -> None:
 
 
 @torch.no_grad()
-def store(runtime: Runtime, masters: Mapping[int, torch.Tensor]) -> None:
-    """Keeps what was written into gathered parameters: this rank's part goes into shard and master.
+def store(runtime: Runtime) -> None:
+    """Keeps what was written into gathered parameters: this rank's part goes into the shard.
 
-    A master keeps its own, finer value wherever the parameter still has the value that was rounded from it.
+    A shard that is a master keeps its own, finer value wherever the parameter still has the one rounded from it.
     """
     for bucket in runtime.buckets.values():
         written = bucket.slice(bucket.flat)
-        master = masters.get(bucket.id)
-        if master is not None and master is not bucket.shard:
-            changed = written != bucket.shard
-            master.copy_(torch.where(changed, written.to(master.dtype), master))
-        bucket.shard.copy_(written)
+        changed = written != bucket.shard.to(bucket.dtype)
+        bucket.shard.copy_(torch.where(changed, written.to(bucket.shard.dtype), bucket.shard))
         bucket.accept_writes()
 
 
@@ -104,7 +99,7 @@ def state_dict(model: nn.Module, runtime: Runtime, parts: _Sharded) -> dict[str,
     first = parts.control.rank == 0
     values: dict[str, torch.Tensor] = {}
     for bucket in runtime.buckets.values():
-        views = _gather_like(runtime, bucket, parts.masters.get(bucket.id, bucket.shard))
+        views = _gather_like(runtime, bucket, bucket.shard)
         if first:
             for slot, view in zip(bucket.layout.slots, views, strict=True):
                 values[slot.name] = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
@@ -138,15 +133,11 @@ def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime
     if problems:
         raise ParameterError(f"the state dict does not fit the model, nothing was loaded: {problems}")
     for bucket in runtime.buckets.values():
-        master = parts.masters.get(bucket.id)
-        dtype = bucket.dtype if master is None else master.dtype
-        full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.shard.device)
+        full = torch.zeros(bucket.layout.numel, dtype=bucket.shard.dtype, device=bucket.shard.device)
         if parts.control.rank == 0:
             for view, slot in zip(bucket.views(full), bucket.layout.slots, strict=True):
                 view.copy_(given[slot.name])
         runtime.transport.broadcast(full)
-        if master is not None:
-            master.copy_(bucket.slice(full))
         bucket.shard.copy_(bucket.slice(full))
     for name, buffer in buffers.items():
         if parts.control.rank == 0:

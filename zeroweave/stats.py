@@ -17,8 +17,9 @@ from zeroweave.runtime.runtime import Runtime
 class Memory:
     """Bytes of this rank's model state, measured on the tensors themselves.
 
-    `masters` is 0 where the shard is the master (float32 parameters). The peaks count all flats that were
-    unsharded at once, and the gradient flats of all reductions in flight at once.
+    `shards`: in the dtype of the computation. `masters`: float32, of trained parameters that are computed with in
+    a narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. The
+    peaks count all flats that were unsharded at once, and the gradient flats of all reductions in flight at once.
     """
 
     shards: int
@@ -57,11 +58,9 @@ class Stats:
         ledger: Ledger,
         calls: Calls,
         optimizer: ShardedOptimizer | None,
-        masters: Mapping[int, torch.Tensor],
         last_step: Mapping[str, Traffic],
     ) -> Stats:
         buckets = runtime.buckets.values()
-        own = [m for b, m in masters.items() if m is not runtime.buckets[b].shard]
         return cls(
             compiled_calls=runtime.counts.compiled_calls,
             eager_calls=runtime.counts.eager_calls,
@@ -74,8 +73,8 @@ class Stats:
             last_step=dict(last_step),
             total=dict(ledger.totals()),
             memory=Memory(
-                shards=sum(b.shard.nbytes for b in buckets),
-                masters=sum(m.nbytes for m in own),
+                shards=sum(b.shard.nbytes for b in buckets if b.shard.dtype == b.dtype),
+                masters=sum(b.shard.nbytes for b in buckets if b.shard.dtype != b.dtype),
                 optimizer=0 if optimizer is None else optimizer.memory(),
                 gradients=runtime.gradients.shards_peak,
                 flats_peak=runtime.flats.peak,

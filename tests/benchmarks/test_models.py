@@ -18,8 +18,7 @@ def test_the_large_one_has_its_published_size() -> None:
 
 def test_bfloat16_and_fp32_models_start_equal() -> None:
     low, high = (
-        dict(build(SHAPES["tiny"], CPU, dtype).named_parameters())
-        for dtype in (torch.bfloat16, torch.float32)
+        dict(build(SHAPES["tiny"], CPU, dtype).named_parameters()) for dtype in (torch.bfloat16, torch.float32)
     )
     assert all(torch.equal(low[name].float(), value) for name, value in high.items())
     assert not torch.equal(high["layers.0.gate.weight"], high["layers.0.up.weight"])

@@ -11,17 +11,13 @@ from typer.testing import CliRunner
 from zeroweave import cli
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["run", "--help"], ["doctor", "--help"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["run", "--help"], ["doctor", "--help"]])
 def test_every_command_explains_itself(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0 and "Usage" in result.output
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--stage", "4"], ["--ranks", "3"], ["--lower", "fast"], ["--steps", "0"]]
-)
+@pytest.mark.parametrize("arguments", [["--stage", "4"], ["--ranks", "3"], ["--lower", "fast"], ["--steps", "0"]])
 def test_wrong_values_are_refused_before_anything_starts(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli.app, ["demo", *arguments])
     assert result.exit_code == 2

@@ -11,8 +11,8 @@ import pytest
 from tests.cli.commands import zeroweave
 
 WAYS = [
-    pytest.param(3, ["--eager"], id="stage 3, eager"),
-    pytest.param(1, ["--lower", "aot_eager"], id="stage 1, aot_eager"),
+    pytest.param((3, ["--eager"]), id="stage 3, eager"),
+    pytest.param((1, ["--lower", "aot_eager"]), id="stage 1, aot_eager"),
 ]
 
 
@@ -54,7 +54,6 @@ def test_state_is_what_layout_and_schedule_say(run: tuple[str, dict[str, Any], i
     memory = figures["memory"]
     assert memory["measured"] == memory["formula"]
     assert all(memory["formula"][name] <= limit for name, limit in memory["bound"].items())
-    assert memory["measured"]["masters"] == 0
     assert memory["measured"]["optimizer"] == pytest.approx(2 * memory["measured"]["shards"], rel=0.01)
 
 

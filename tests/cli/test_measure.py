@@ -43,7 +43,7 @@ def test_the_state_of_a_small_model() -> None:
     buckets = build_layout(specs, world=2, max_bytes=1 << 30)
     assert [bucket.numel for bucket in buckets] == [1088, 128]
     one, two = (measure.state_bound(buckets, rank, stage=3, prefetch=0, depth=1) for rank in (0, 1))
-    assert (one.shards, one.masters, one.gradients) == (2432, 0, 2432)
+    assert (one.shards, one.gradients) == (2432, 2432)
     # Rank 0: 544 of a and 64 of c; rank 1: 456 of a, all 7 of b, 36 of c. Each fragment has a step count.
     assert (one.optimizer, two.optimizer) == (8 * 608 + 4 * 2, 8 * 499 + 4 * 3)
     assert (one.flats_peak, one.gradient_flats_peak) == (4352, 4352)
@@ -52,9 +52,7 @@ def test_the_state_of_a_small_model() -> None:
 
 
 def test_the_peaks_of_a_schedule() -> None:
-    buckets = build_layout(
-        [spec("a", 64, block="l.0"), spec("b", 32, block="l.1")], world=2, max_bytes=1 << 30
-    )
+    buckets = build_layout([spec("a", 64, block="l.0"), spec("b", 32, block="l.1")], world=2, max_bytes=1 << 30)
     first, second = (bucket.nbytes for bucket in buckets)
     facts = Facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in buckets),
@@ -79,22 +77,20 @@ def test_the_peaks_of_a_schedule() -> None:
         "all_gather": Count(3, 2 * first + second),
         "reduce_scatter": Count(2, first + second),
     }
-    assert state.above(bound) == {} and bound.above(state) == {"gradients": bound.gradients - state.gradients}
+    assert bound.minus(state) == {"gradients": bound.gradients - state.gradients}
 
 
-def test_masters_exist_beside_bf16_shards_of_trained_buckets_only() -> None:
+def test_bf16_shards_are_float32_masters_where_trained() -> None:
     specs = [spec("a", 256, dtype="bfloat16"), spec("f", 256, dtype="bfloat16", trained=False)]
-    state = measure.state_bound(
-        build_layout(specs, world=2, max_bytes=1 << 30), 0, stage=3, prefetch=1, depth=2
-    )
-    assert (state.shards, state.masters, state.gradients) == (512, 512, 512)
+    state = measure.state_bound(build_layout(specs, world=2, max_bytes=1 << 30), 0, stage=3, prefetch=1, depth=2)
+    assert (state.shards, state.gradients) == (512 + 256, 512)
     assert state.gradient_flats_peak == 1024
 
 
 def test_differences_name_what_is_off() -> None:
-    state = measure.State(1, 2, 3, 4, 5, 6)
-    assert state.differences(state) == {}
-    assert state.differences(measure.State(1, 2, 4, 4, 5, 0)) == {"optimizer": 1, "gradient_flats_peak": -6}
+    state = measure.State(1, 3, 4, 5, 6)
+    assert state.minus(state) == {}
+    assert state.minus(measure.State(1, 4, 4, 5, 0)) == {"optimizer": -1, "gradient_flats_peak": 6}
 
 
 def test_the_largest_relative_difference() -> None:

@@ -25,12 +25,12 @@ class Flat:
         self.offsets = [0]
         for p in parameters:
             self.offsets.append(self.offsets[-1] + -(-max(p.numel(), 1) // 32) * 32)
-        self.buffer = torch.zeros(self.offsets[-1], dtype=parameters[0].dtype)
+        self.buffer = torch.zeros(self.offsets[-1], dtype=parameters[0].dtype, device=parameters[0].device)
         self.real = []
         for p, offset in zip(parameters, self.offsets, strict=False):
             view = self.buffer[offset : offset + p.numel()].view(p.shape)
             view.copy_(p.detach())
-            real = nn.Parameter(torch.empty(0, dtype=p.dtype), requires_grad=p.requires_grad)
+            real = nn.Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=p.requires_grad)
             real.data = view
             self.real.append(real)
         self.values = self.buffer.clone()

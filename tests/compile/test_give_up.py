@@ -129,7 +129,7 @@ def test_a_branch_on_data_compiles_both_ways_apart() -> None:
 
 
 def test_variants_of_a_broken_forward_share_one_limit() -> None:
-    host, calls, reasons = run(BrokenIndexed, 10)
+    _, calls, reasons = run(BrokenIndexed, 10)
     assert min(calls[:8]) > 0
     assert all("recompile_limit" in reason for reason in reasons), (calls, reasons)
 

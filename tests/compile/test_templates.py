@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.compile.fakes import FakeHost
-from zeroweave.errors import ParameterError
+from zeroweave.errors import EngineError, ParameterError
 
 WIDTH = 16
 pytestmark = pytest.mark.oldest
+both = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])
 
 
 class Block(nn.Module):
@@ -162,7 +165,7 @@ class LanguageModel(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@both
 def test_an_embeddings_backward_uses_no_bucket(lower: str) -> None:
     host = compare(LanguageModel(), torch.tensor([[1, 4, 1], [2, 0, 10]]), lower=lower)
     assert host.entered[-1] == ("embedding", "backward", ())
@@ -197,7 +200,7 @@ class TwoHeads(nn.Module):
         return self.out(F.linear(x, self.first.weight + self.second.weight))
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@both
 def test_two_heads_with_one_gradient_node(lower: str) -> None:
     compare(Stack(TwoHeads, 2), rows(), lower=lower)
 
@@ -244,7 +247,7 @@ class Fused(nn.Module):
         return x + self.out(F.linear(x, q) * torch.sigmoid(F.linear(x, k)) + F.linear(x, v) + self.qkv.bias[:1])
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@both
 def test_a_chunked_fused_weight(lower: str) -> None:
     compare(Stack(Fused, 2), rows(), lower=lower)
 
@@ -260,7 +263,7 @@ class Convolution(nn.Module):
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@both
 def test_convolutions_deliver_contiguous_gradients(lower: str, memory: torch.memory_format) -> None:
     x = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(3)).to(memory_format=memory)
     compare(Stack(Convolution, 2), x, lower=lower)
@@ -278,12 +281,12 @@ class Transposed(nn.Module):
         return torch.tanh(x @ self.one) @ self.two.t() * self.inner.weight + self.one.t()[:5]
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@both
 def test_transposed_gradients_are_made_contiguous(lower: str) -> None:
     compare(Stack(Transposed, 2), rows(), lower=lower)
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@both
 def test_autocast_saves_nothing_computed_from_parameters_alone(lower: str) -> None:
     model = Stack()
     reference = copy.deepcopy(model)
@@ -314,7 +317,7 @@ def test_a_graph_break_inside_every_block() -> None:
     assert [name for name, _, _ in host.entered] == [f"layers.{i}" for i in (3, 3, 2, 2, 1, 1, 0, 0)]
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@both
 def test_lengths_become_dynamic(lower: str) -> None:
     model = Stack(Dropping if lower == "aot_eager" else Block, 2)
     reference = copy.deepcopy(model)
@@ -383,7 +386,7 @@ def test_checkpointing_inside_a_block() -> None:
     compare(Stack(Inside), rows())
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+@both
 def test_a_backward_may_run_twice(lower: str) -> None:
     model = Stack(count=2)
     host = FakeHost(model, lower)
@@ -395,6 +398,27 @@ def test_a_backward_may_run_twice(lower: str) -> None:
     for place, g in host.gradients.items():
         assert torch.allclose(g, 3 * once[place], rtol=1e-5)
     assert set(host.expected.values()) == {-1}
+
+
+class Conditional(Block):
+    """One parameter is read in the branches; two parameters of a bucket share storage, which cond refuses."""
+
+    def __init__(self, read: int = 1) -> None:
+        super().__init__()
+        self.read = read
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.up.weight, self.up.bias
+        branch = (lambda t: t @ one.t()) if self.read == 1 else (lambda t: F.linear(t, one, two))
+        return x + self.down(torch.cond(x.sum() > 0, branch, lambda t: torch.sin(branch(t)), (self.norm(x),)))
+
+
+def test_cond_inside_a_block() -> None:
+    compare(Stack(Conditional, 2), rows())
+    model = Stack(lambda: Conditional(2), 2)
+    FakeHost(model)
+    with pytest.raises(ParameterError, match=r"share storage.*before or after"):
+        model(rows())
 
 
 class Shares(nn.Module):
@@ -451,6 +475,28 @@ def test_a_graph_that_writes_to_a_parameter_is_refused_by_name(grad: bool) -> No
     FakeHost(model)
     with torch.set_grad_enabled(grad), pytest.raises(ParameterError, match=r"layers\.0\.up\.weight"):
         model(rows())
+
+
+def test_a_second_engine_finds_inductors_cache_and_never_autograds() -> None:
+    counters = torch._dynamo.utils.counters
+    compare(Stack(), rows(), lower="inductor")
+    before = counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+    compare(Stack(), rows(), lower="inductor")
+    assert counters["inductor"]["fxgraph_cache_hit"] == before[0] + 2
+    assert counters["inductor"]["fxgraph_cache_miss"] == before[1]
+    assert not [key for key in counters["aot_autograd"] if key.startswith("autograd_cache")]
+
+
+def test_a_closed_engine_is_forgotten() -> None:
+    host = compare(Stack(Broken, 2), rows())  # its code belongs to the class, and with it what Dynamo compiled
+    y = host.model(rows())
+    host.templates.close()
+    with pytest.raises(EngineError, match="destroyed"):
+        y.sum().backward()
+    gone = weakref.ref(host)
+    del host, y
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.fixture(autouse=True)

@@ -64,6 +64,16 @@ class Outcome:
         return f"{head}returned"
 
 
+def describe(outcomes: list[Outcome]) -> str:
+    """What every rank made of a job; a traceback that several ranks share is shown once."""
+    parts: list[str] = []
+    shown: dict[str, int] = {}
+    for outcome in outcomes:
+        first = shown.setdefault(outcome.trace, outcome.rank) if outcome.trace else outcome.rank
+        parts.append(outcome.describe() if first == outcome.rank else f"--- rank {outcome.rank}: as rank {first}")
+    return "\n".join(parts)
+
+
 class JobFailed(AssertionError):
     """A job raised, or a worker's process ended, where the test expected values."""
 
@@ -117,7 +127,7 @@ class Pool:
         outcomes = self.outcomes(function, *args, deadline=deadline)
         if any(outcome.failed for outcome in outcomes):
             self.kill()
-            raise JobFailed(f"{function.__name__}{args}\n" + "\n".join(outcome.describe() for outcome in outcomes))
+            raise JobFailed(f"{function.__name__}{args}\n{describe(outcomes)}")
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Outcome]:

@@ -230,7 +230,7 @@ PLAIN_MODELS = (
     Entry("frozen_layers", frozen_layers, rows, regression),
     Entry("frozen_inside", frozen_inside, rows, regression),
     Entry("lora", low_rank, rows, regression),
-    Entry("convolutional", Convolutional, images, regression, compiles=False),
+    Entry("convolutional", Convolutional, images, regression),
     Entry("convolutional_parts", ConvolutionalInParts, images, regression),
     Entry("leaf_list", LeafList, rows, regression),
     Entry("attention_module", stack_of(MixingBlock), sequences, regression),

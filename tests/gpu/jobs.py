@@ -63,9 +63,7 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def tokens(
-    shape: Shape, device: torch.device, index: int = 0, sequences: int = 4, length: int = 128
-) -> Tensor:
+def tokens(shape: Shape, device: torch.device, index: int = 0, sequences: int = 4, length: int = 128) -> Tensor:
     """This rank's batch `index`, int64 [sequences, length]: counting, so that there is something to learn."""
     generator = torch.Generator().manual_seed(1000 * index + dist.get_rank())
     start = torch.randint(0, shape.vocabulary, (sequences, 1), generator=generator)
@@ -199,8 +197,7 @@ def stages_bitwise(mode: str) -> dict[int, list[float]]:
     """Losses of each stage with deterministic kernels."""
     with deterministic():
         return {
-            stage: train(SMALL, config(stage, mode, torch.bfloat16), torch.bfloat16, 6).losses
-            for stage in (1, 2, 3)
+            stage: train(SMALL, config(stage, mode, torch.bfloat16), torch.bfloat16, 6).losses for stage in (1, 2, 3)
         }
 
 

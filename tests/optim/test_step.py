@@ -70,7 +70,6 @@ def test_bit_equal_to_the_unsharded_optimizer(make: Callable[[nn.Module], torch.
         sharded.step(gradients, coefficient)
         unsharded_step(model, optimizer, gradients, coefficient)
     assert_equal(sharded.parameters(), model)
-    assert all(torch.equal(sharded.shown()[n], p) for n, p in model.named_parameters()), "shards are the masters"
 
 
 EVERY_KIND = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
@@ -114,7 +113,7 @@ def test_fused_kernels_take_fragments(kind: type[torch.optim.Optimizer]) -> None
 
 @pytest.mark.oldest
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
-def test_narrow_shards_with_fp32_masters(gradient_dtype: torch.dtype) -> None:
+def test_gradients_narrower_than_the_masters(gradient_dtype: torch.dtype) -> None:
     make = one_group(torch.optim.AdamW, lr=1e-3)
     model = build_net()
     sharded, optimizer = World(model, make, 3, torch.bfloat16), make(model)
@@ -123,10 +122,9 @@ def test_narrow_shards_with_fp32_masters(gradient_dtype: torch.dtype) -> None:
         for rank, one in enumerate(sharded.ranks):
             shards = {b: g.to(gradient_dtype) for b, g in sharded.shards(gradients, rank).items()}
             one.sharded.update_all(shards, {})
-            assert all(view.shard.dtype == torch.bfloat16 for view in one.views.values())
+            assert all(view.shard.dtype == torch.float32 for view in one.views.values())
         unsharded_step(model, optimizer, gradients)
     assert_equal(sharded.parameters(), model)
-    assert all(torch.equal(sharded.shown()[n], p.bfloat16()) for n, p in model.named_parameters())
 
 
 @pytest.mark.oldest

@@ -64,18 +64,13 @@ class Rank:
         self.optimizer = make(self.model)
         named = dict(self.model.named_parameters())
         self.views: dict[int, View] = {}
-        self.masters: dict[int, torch.Tensor] = {}
         slot_of: dict[int, tuple[int, int]] = {}
         for layout in layouts_of(model, world, dtype):
             full = flat_of(layout, {name: p.detach() for name, p in named.items()})
             start, stop = layout.shard_range(rank)
-            master = full[start:stop].clone()
-            shard = master if master.dtype == dtype else master.to(dtype)
-            self.views[layout.id] = View(layout, rank, shard)
-            if layout.trainable:
-                self.masters[layout.id] = master
+            self.views[layout.id] = View(layout, rank, full[start:stop].clone())
             slot_of.update({id(named[slot.name]): (layout.id, i) for i, slot in enumerate(layout.slots)})
-        self.sharded = ShardedOptimizer(self.optimizer, list(self.views.values()), slot_of, self.masters)
+        self.sharded = ShardedOptimizer(self.optimizer, list(self.views.values()), slot_of)
 
 
 class World:
@@ -126,9 +121,6 @@ class World:
         return result
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return self.full(lambda rank: rank.masters)
-
-    def shown(self) -> dict[str, torch.Tensor]:
         return self.full(lambda rank: {id: view.shard for id, view in rank.views.items()})
 
 

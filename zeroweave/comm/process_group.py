@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch import foreach_copy_
+from zeroweave._torch import foreach_copy_, storage_use_count
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Transport
 from zeroweave.layout import BucketLayout
@@ -16,13 +20,25 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _Work:
-    """A collective of the process group, and what must stay alive until it has been waited for."""
+    """A collective of the process group, and what must stay alive until it has been waited for.
 
-    __slots__ = ("_alive", "_work")
+    `watched` is a storage that `uses` tensors shared before the collective was issued. Threads of gloo may
+    hold views of it for a moment longer than the collective takes; `wait` sees them out, so that from then on
+    a view of the storage is somebody's view of a parameter.
+    """
 
-    def __init__(self, work: dist.Work, *alive: torch.Tensor) -> None:
+    __slots__ = ("_alive", "_uses", "_watched", "_work")
+
+    def __init__(
+        self,
+        work: dist.Work,
+        *alive: torch.Tensor,
+        watched: torch.UntypedStorage | None = None,
+        uses: int = 0,
+    ) -> None:
         self._work: dist.Work | None = work
         self._alive: tuple[torch.Tensor, ...] = alive
+        self._watched, self._uses = watched, uses
 
     def wait(self) -> None:
         # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
@@ -30,6 +46,10 @@ class _Work:
             raise RuntimeError("a collective was waited for twice")
         self._work.wait()
         self._work, self._alive = None, ()
+        if self._watched is not None:
+            deadline = time.monotonic() + 1.0
+            while storage_use_count(self._watched) > self._uses and time.monotonic() < deadline:
+                time.sleep(0)
 
 
 class _Done:
@@ -62,15 +82,28 @@ class ProcessGroupTransport:
     """Collectives of one process group, counted in a ledger.
 
     NCCL runs them on its own stream, which waits for the stream that issued them; gloo runs them on
-    threads of its own.
+    threads of its own. On a GPU casts and copies that prepare a collective run on a stream beside the
+    computation; `Pending.wait` orders the current stream after all of it, so that whatever is freed or
+    written later needs no further care.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, ledger: Ledger) -> None:
         self.group, self.device, self.ledger = group, device, ledger
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream beside the computation, after everything that was issued so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
 
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -78,18 +111,28 @@ class ProcessGroupTransport:
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
-        return _Work(_all_gather(flat, shard, group=self.group, async_op=True), flat, shard)
+        storage = flat.untyped_storage() if self.device.type == "cpu" else None
+        uses = 0 if storage is None else storage_use_count(storage)
+        if shard.dtype == flat.dtype:
+            work = _all_gather(flat, shard, group=self.group, async_op=True)
+        else:
+            with self._beside():
+                start, stop = layout.shard_range(self.rank)
+                work = _all_gather(flat, flat[start:stop].copy_(shard), group=self.group, async_op=True)
+        return _Work(work, flat, shard, watched=storage, uses=uses)
 
     @torch.no_grad()
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
-        flat = torch.empty(layout.numel, dtype=out.dtype, device=out.device)
-        lay_out(flat, parts, layout)
-        kind = dist.ReduceOp.AVG
-        if op == "presum":
-            flat.div_(self.world)
-            kind = dist.ReduceOp.SUM
-        self._count("reduce_scatter", flat, layout.id)
-        return _Work(_reduce_scatter(out, flat, op=kind, group=self.group, async_op=True), flat, out)
+        with self._beside():
+            flat = torch.empty(layout.numel, dtype=out.dtype, device=out.device)
+            lay_out(flat, parts, layout)
+            kind = dist.ReduceOp.AVG
+            if op == "presum":
+                flat.div_(self.world)
+                kind = dist.ReduceOp.SUM
+            self._count("reduce_scatter", flat, layout.id)
+            work = _reduce_scatter(out, flat, op=kind, group=self.group, async_op=True)
+        return _Work(work, flat, out, *parts.values())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         self._count("broadcast", tensor, -1)

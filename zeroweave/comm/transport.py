@@ -36,14 +36,13 @@ class Transport(Protocol):
         """A new 1-D tensor for a shard; from here so that a transport can choose the kind of memory."""
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order."""
+        """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order, cast to its dtype."""
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
         """Reduces the ranks' parts in the dtype of `out` and leaves this rank's slice in `out`.
 
         `average` is the backend's average; `presum` divides by the world size first and then sums, for
-        dtypes whose sum could overflow. The parts are copied before this returns (in stream order), so the
-        caller may drop them at once. Padding and missing parts are zeros.
+        dtypes whose sum could overflow. Padding and missing parts are zeros. The parts are read only.
         """
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:

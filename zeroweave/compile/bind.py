@@ -7,7 +7,7 @@ every region with the same code, so that the parameters seen while compiling say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard
@@ -96,21 +96,24 @@ class Split:
 
     `announce` and `shared` are indices of the forward's arguments: the parameters whose gradients the backward
     delivers, in the order in which it does, and the parameters that the backward takes as well, in its order.
-    `saved` are the forward's outputs that autograd saves as tensors, `aliases` those of them that may view an
-    argument. `regions`: places of the shared parameters -> the region whose forward ran last with them.
+    `aliases` are the forward's outputs that autograd saves and that may view an argument, `fresh` the
+    backward's arguments that are saved tensors and do not. `regions`: places of the shared parameters -> the
+    region whose forward ran last with them.
     """
 
     announce: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
-    saved: range = range(0)
     aliases: tuple[int, ...] = ()
+    fresh: frozenset[int] = frozenset()
     regions: dict[tuple[Place | None, ...], str] = field(default_factory=dict)
 
 
 class Caller(Protocol):
     """What a bound template knows about where it runs; `Templates` is one."""
 
-    host: Host
+    @property
+    def host(self) -> Host:
+        """The runtime."""
 
     def region(self) -> tuple[str, frozenset[int]]:
         """The name of the region that is running, and the buckets that are usable while it does."""
@@ -132,16 +135,17 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
     def forward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
         region, held = caller.region()
-        others = buckets(host, args, tensors) - held
+        places = {i: host.find(args[i]) for i in tensors}
+        others = {place[0] for place in places.values() if place is not None} - held
         announced: list[Place] = []
         if split is not None:
-            split.regions[tuple(host.find(args[i]) for i in split.shared)] = region
-            announced = [place for i in split.announce if _is_slot(place := host.find(args[i]))]
+            split.regions[tuple(places[i] for i in split.shared)] = region
+            announced = [place for i in split.announce if _is_slot(place := places[i])]
         outputs = _hold(host, region, "forward", others, run, args) if others else run(args)
         caller.ran()
+        if announced and not recomputing():
+            host.announce(announced)
         if split is not None:
-            if announced and not recomputing():
-                host.announce(announced)
             if flats := [outputs[i] for i in split.aliases if host.find(outputs[i]) is not None]:
                 host.saved(flats)
         return outputs
@@ -149,30 +153,29 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
     return bind
 
 
-def backward_binder(
-    caller: Caller, graph: fx.Graph, split: Split, roles: Roles
-) -> Callable[[Boxed], Boxed]:
+def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles) -> Callable[[Boxed], Boxed]:
     """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them."""
     arguments = {roles.position(node): i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     shared = tuple(i for position, i in arguments.items() if position is not None)
     gradients = tuple((output, arguments[position]) for output, position, _ in gradients_of(graph, roles))
-    reads = tensor_arguments(graph, with_users=True)
+    reads = tuple(i for i in tensor_arguments(graph, with_users=True) if i not in split.fresh)
+    bound = tuple(dict.fromkeys(shared + reads))
 
     def bind(run: Boxed) -> Boxed:
         return mark_boxed(partial(backward, run))
 
     def backward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
-        places = [(output, host.find(args[i])) for output, i in gradients]
-        bound = tuple(host.find(args[i]) for i in shared)
-        region, uses = split.regions.get(bound, ""), buckets(host, args, reads)
-        if bound or uses:
+        places = {i: host.find(args[i]) for i in bound}
+        uses = {place[0] for i in reads if (place := places[i]) is not None}
+        if shared or uses:
+            region = split.regions.get(tuple(places[i] for i in shared), "")
             outputs = list(_hold(host, region, "backward", uses, run, args))
         else:
             outputs = list(run(args))
         parts: list[Part] = []
-        for output, place in places:
-            if _is_slot(place):
+        for output, i in gradients:
+            if _is_slot(place := places[i]):
                 gradient, outputs[output] = outputs[output], None
                 parts.append((*place, gradient.contiguous()))
         caller.ran()
@@ -197,20 +200,20 @@ def _is_slot(place: Place | None) -> TypeGuard[Place]:
 
 def gradients_of(graph: fx.Graph, roles: Roles) -> list[tuple[int, int, fx.Node]]:
     """(output index, position, node) of each gradient of a parameter that a backward graph returns."""
-    output = graph.output_node()
-    pairs = zip(output.args[0], output.meta["desc"], strict=True)  # type: ignore[arg-type]
+    descs = graph.output_node().meta["desc"]
     found = []
-    for index, (node, desc) in enumerate(pairs):
+    for index, (node, desc) in enumerate(zip(graph_outputs(graph), descs, strict=True)):
         position = aot_gradient_of(desc)
         if isinstance(node, fx.Node) and position is not None and position in roles.parameters:
             found.append((index, position, node))
     return found
 
 
-def buckets(host: Host, args: Sequence[Any], at: Iterable[int]) -> set[int]:
-    """The buckets in which the arguments at the indices `at` lie."""
-    found = (host.find(args[i]) for i in at)
-    return {place[0] for place in found if place is not None}
+def graph_outputs(graph: fx.Graph) -> list[Any]:
+    """The values that a graph of AOTAutograd returns: nodes, or None."""
+    values = graph.output_node().args[0]
+    assert isinstance(values, (list, tuple))
+    return list(values)
 
 
 def tensor_arguments(graph: fx.Graph, *, with_users: bool = False) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ cannot capture at all runs eagerly while the frames called from it are tried on 
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterator, Sequence
 from types import CodeType
 
@@ -40,10 +42,7 @@ def _forwards(module: nn.Module) -> Iterator[CodeType]:
     """The code of the forwards in `module`, outermost first, each once."""
     seen = set()
     for child in module.modules():
-        forward = getattr(type(child), "forward", None)
-        while hasattr(forward, "__wrapped__"):
-            forward = forward.__wrapped__
-        code = getattr(forward, "__code__", None)
+        code = getattr(inspect.unwrap(type(child).forward), "__code__", None)
         if code is not None and code not in seen:
             seen.add(code)
             yield code
@@ -70,7 +69,7 @@ def _limit(module: nn.Module, variants: int, reason: str | None) -> str:
 
 def _sentence(reason: str) -> str:
     """Dynamo's explanation and its first hint, on one line."""
-    lines = [line.strip() for line in reason.splitlines()]
+    lines = [re.sub(r" at 0x[0-9a-f]+", "", line).strip() for line in reason.splitlines()]
     explanation = next((line[len("Explanation:") :].strip() for line in lines if line.startswith("Explanation:")), "")
     hint = next((line[len("Hint:") :].strip() for line in lines if line.startswith("Hint:")), "")
     parts = [lines[0], explanation, hint]

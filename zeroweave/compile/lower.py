@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zeroweave import _torch
-from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of
+from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of, graph_outputs
 from zeroweave.errors import ParameterError
 
 Lower = Literal["inductor", "aot_eager"]
@@ -35,9 +35,7 @@ def decompositions(lower: Lower) -> dict[Any, Callable[..., Any]]:
 def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind) -> Boxed:
     """Code for one graph; its outputs have the shapes and strides of the graph's outputs."""
     if lower == "inductor":
-        return _torch.inductor_compile(
-            graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference"
-        )
+        return _torch.inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference")
     return _torch.boxed(graph)
 
 
@@ -55,16 +53,19 @@ def partition(
     make_gradients_contiguous(backward, roles)
     argument = {roles.position(node): i for i, node in enumerate(_placeholders(forward.graph))}
     positions = [roles.position(node) for node in _placeholders(backward.graph)]
-    values = forward.graph.output_node().args[0]
-    saved = _saved_tensors(forward.graph, options["num_fwd_outputs"])
+    values = graph_outputs(forward.graph)
+    outputs = options["num_fwd_outputs"]
+    saved = _saved_tensors(forward.graph, outputs)
+    aliases = tuple(i for i in saved if _may_alias(values[i]))
+    first = _sizes(forward.graph, outputs) - outputs  # from the forward's outputs to the backward's arguments
     return (
         forward,
         backward,
         Split(
             announce=tuple(argument[position] for _, position, _ in gradients_of(backward.graph, roles)),
             shared=tuple(argument[position] for position in positions if position is not None),
-            saved=saved,
-            aliases=tuple(i for i in saved if _may_alias(values[i])),  # type: ignore[index]
+            aliases=aliases,
+            fresh=frozenset(first + i for i in saved if i not in aliases),
         ),
     )
 
@@ -109,9 +110,9 @@ def tag_recomputed(graph: fx.Graph, roles: Roles) -> None:
 
 def _is_pure(node: fx.Node) -> bool:
     """Whether the node's value depends on its inputs only. Higher-order operators are not looked into."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if (schema := _torch.operator_schema(node.target)) is None:
         return getattr(node.target, "__module__", None) == "_operator"
-    return not (node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)
+    return not (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)  # type: ignore[union-attr]
 
 
 def save_parameters(forward: fx.GraphModule, backward: fx.GraphModule, roles: Roles, outputs: int) -> None:
@@ -126,7 +127,7 @@ def save_parameters(forward: fx.GraphModule, backward: fx.GraphModule, roles: Ro
     if not missing:
         return
     output = forward.graph.output_node()
-    values = list(output.args[0])  # type: ignore[arg-type]
+    values = graph_outputs(forward.graph)
     stop = _saved_tensors(forward.graph, outputs).stop
     nodes = [primals[position] for position in missing]
     values[stop:stop] = nodes
@@ -135,10 +136,8 @@ def save_parameters(forward: fx.GraphModule, backward: fx.GraphModule, roles: Ro
         saved = [_torch.aot_saved(i) for i in range(len(values) - outputs)]
         output.meta["desc"] = [*output.meta["desc"][:outputs], *saved]
 
-    arguments = _placeholders(backward.graph)
-    sizes = sum(1 for value in values[outputs:] if _is_size(value))
-    before = arguments[sizes + stop - outputs] if sizes + stop - outputs < len(arguments) else None
-    with backward.graph.inserting_before(before or next(n for n in backward.graph.nodes if n not in arguments)):
+    index = _sizes(forward.graph, outputs) + stop - outputs
+    with backward.graph.inserting_before(_placeholders(backward.graph)[index]):  # tangents follow, at least one
         for node in nodes:
             backward.graph.placeholder(node.name).meta = dict(node.meta)
     for module in (forward, backward):
@@ -152,14 +151,14 @@ def make_gradients_contiguous(backward: fx.GraphModule, roles: Roles) -> None:
     Only the output slot changes; other users of the node keep it.
     """
     output = backward.graph.output_node()
-    values = list(output.args[0])  # type: ignore[arg-type]
+    values = graph_outputs(backward.graph)
     changed = False
     for index, _, node in gradients_of(backward.graph, roles):
         gradient = node.meta["val"]
         if gradient.is_contiguous():
             continue
         with backward.graph.inserting_before(output):
-            options = {"memory_format": torch.contiguous_format}
+            options: dict[str, Any] = {"memory_format": torch.contiguous_format}
             copy = backward.graph.call_function(torch.ops.aten.clone.default, (node,), options)
         with gradient.fake_mode:
             copy.meta["val"] = gradient.clone(memory_format=torch.contiguous_format)
@@ -180,25 +179,24 @@ def _saved_tensors(forward: fx.Graph, outputs: int) -> range:
 
     They follow the first `outputs`; after them come tensors kept without checks, opaque objects and sizes.
     """
-    values = forward.output_node().args[0]
     stop = outputs
-    for value in values[outputs:]:  # type: ignore[index]
+    for value in graph_outputs(forward)[outputs:]:
         if not isinstance(value.meta.get("val"), Tensor) or value.meta.get("saved_tensor_with_no_vc_check"):
             break
         stop += 1
     return range(outputs, stop)
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, fx.Node) and isinstance(
-        value.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)
-    )
+def _sizes(forward: fx.Graph, outputs: int) -> int:
+    """How many sizes the forward saves; they come first among the backward's arguments."""
+    kinds = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return sum(isinstance(value.meta.get("val"), kinds) for value in graph_outputs(forward)[outputs:])
 
 
 def _may_alias(node: fx.Node) -> bool:
     """Whether a value may be an argument or a view of one."""
     if node.op != "call_function":
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return any(value.alias_info is not None for value in node.target._schema.returns)
+    if (schema := _torch.operator_schema(node.target)) is not None:
+        return any(value.alias_info is not None for value in schema.returns)
     return any(_may_alias(parent) for parent in node.all_input_nodes)

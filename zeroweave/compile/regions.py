@@ -171,8 +171,7 @@ def region_key(module: nn.Module) -> Hashable:
     """
     modules = tuple((name, _class(child)) for name, child in module.named_modules(remove_duplicate=False))
     parameters = tuple(
-        (name, tuple(p.shape), p.dtype, p.requires_grad)
-        for name, p in module.named_parameters(remove_duplicate=False)
+        (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters(remove_duplicate=False)
     )
     return modules, parameters
 

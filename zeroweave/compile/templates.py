@@ -20,7 +20,7 @@ from zeroweave.compile import lower as lowering
 from zeroweave.compile.bind import Boxed, Host, Roles, Split, backward_binder, forward_binder, roles_of
 from zeroweave.compile.give_up import explain
 from zeroweave.compile.lower import Kind, Lower
-from zeroweave.errors import ZeroweaveError
+from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 
 
 class Templates:
@@ -34,7 +34,7 @@ class Templates:
         self.graphs = 0
         self.templates = 0
         self.calls = 0
-        self.host = host
+        self._host: Host | None = host
         self._names = dict(names)
         self._lower = lower
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
@@ -42,6 +42,13 @@ class Templates:
         self._breaks: dict[Hashable, list[str]] = {}
         self._running: list[nn.Module] = []
         self._own: dict[nn.Module, frozenset[int]] = {}
+
+    @property
+    def host(self) -> Host:
+        """The runtime; EngineError after `close`."""
+        if self._host is None:
+            raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
+        return self._host
 
     def compile(self, key: Hashable, dynamic: bool | None = None) -> Callable[..., Any]:
         """The compiled callable of all regions of one class: `compiled(module, *args, **kwargs)`.
@@ -59,7 +66,7 @@ class Templates:
         return self._compiled[key]
 
     def _guarded(self, key: Hashable, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        backend_error = _torch.dynamo_backend_error()
+        backend_error, operator_error = _torch.dynamo_backend_error(), _torch.dynamo_operator_error()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._own:
@@ -74,6 +81,14 @@ class Templates:
                 if isinstance(cause, ZeroweaveError):
                     raise cause from None
                 raise
+            except operator_error as error:
+                if "aliasing" not in str(error):
+                    raise
+                raise ParameterError(
+                    f"an operator with a body (torch.cond, scan, while_loop) in region {self._names.get(module)!r} "
+                    "reads several parameters of one bucket; they share storage, which PyTorch does not allow there: "
+                    "compute with parameters before or after the operator, or read one parameter per operator"
+                ) from error
             finally:
                 self._running.pop()
                 if before is not None:
@@ -119,7 +134,7 @@ class Templates:
         """Forgets the engine: nothing that Dynamo still keeps leads to the host or to a module."""
         for held in (self._compiled, self._codes, self._breaks, self._running, self._own, self._names):
             held.clear()
-        del self.host
+        self._host = None
 
 
 class _Compilation:

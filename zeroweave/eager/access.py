@@ -80,11 +80,32 @@ class Access:
 
 
 class Shown:
-    """Whether the modules show real, watched parameters (while anybody needs them) or stubs."""
+    """What the modules show: real, watched parameters while anybody computes; else stubs, or views if open.
+
+    The views are for users, who may keep them: they own a share of the flat, which then lingers.
+    """
 
     def __init__(self, places: Places, access: Access) -> None:
         self._places, self._access = places, access
         self._count = 0
+        self._views: dict[str, nn.Parameter] | None = None
+
+    @property
+    def views(self) -> dict[str, nn.Parameter]:
+        """What `open` shows, by name."""
+        assert self._views is not None
+        return self._views
+
+    def open(self) -> None:
+        """Shows views of the gathered parameters to the user until `close`."""
+        self._views = self._places.show_views()
+
+    def close(self) -> None:
+        """Shows stubs again."""
+        if self._views is not None:
+            self._views.clear()
+            self._views = None
+            self._places.show_stubs()
 
     def show(self) -> None:
         """One more needs the real parameters."""
@@ -98,9 +119,12 @@ class Shown:
         self._count -= 1
         if self._count == 0:
             self._access.unwatch()
-            self._places.show_stubs()
+            if self._views is None:
+                self._places.show_stubs()
+            else:
+                self._places.show(self._views)
 
-    def reset(self, count: int) -> None:
-        """After an exception: only `count` still need them."""
-        while self._count > count:
+    def reset(self) -> None:
+        """After an exception: nobody computes any more."""
+        while self._count:
             self.hide()

@@ -12,7 +12,10 @@ from zeroweave.layout import BucketLayout
 
 
 class ShardView(Protocol):
-    """What the optimizer needs of a bucket: its layout, this rank, and its shard [shard_numel]."""
+    """What the optimizer needs of a bucket: its layout, this rank, and its shard [shard_numel].
+
+    The shard is the master: it has at least float32 where its parameters are trained.
+    """
 
     @property
     def layout(self) -> BucketLayout: ...
@@ -23,28 +26,25 @@ class ShardView(Protocol):
 
 
 class Fragments:
-    """One `nn.Parameter` per slot, each a 1-D view of the bucket's master, empty where nothing lies here.
+    """One `nn.Parameter` per slot, each a 1-D view of the bucket's shard, empty where nothing lies here.
 
-    `master` [shard_numel] is fp32 where the shard is narrower, and the shard itself otherwise; its storage
-    must stay where it is. An empty fragment never gets a gradient, so optimizers skip it and keep no state
-    for it. Costs no memory beside the master.
+    The shard's storage must stay where it is. An empty fragment never gets a gradient, so optimizers skip it
+    and keep no state for it. Costs no memory beside the shard.
     """
 
-    def __init__(self, bucket: ShardView, master: torch.Tensor) -> None:
+    def __init__(self, bucket: ShardView) -> None:
         layout, rank = bucket.layout, bucket.rank
-        self._bucket = bucket
-        self.master = master
+        self._dtype = bucket.shard.dtype
         places = [layout.fragment(slot, rank) for slot in range(len(layout.slots))]
         self._ranges = [(place.start, place.start + place.numel) for place in places]
-        self.parameters = tuple(nn.Parameter(master[start:stop]) for start, stop in self._ranges)
-        self._is_shard = master.data_ptr() == bucket.shard.data_ptr()
+        self.parameters = tuple(nn.Parameter(bucket.shard[start:stop]) for start, stop in self._ranges)
 
     def set_gradients(self, gradient: torch.Tensor, absent: Set[int]) -> None:
         """Gives each fragment its view of `gradient` [shard_numel], any floating dtype.
 
-        It is cast to the master's dtype once, and not copied where it has it. Slots in `absent` get None.
+        It is cast to the shard's dtype once, and not copied where it has it. Slots in `absent` get None.
         """
-        gradient = gradient.to(self.master.dtype)
+        gradient = gradient.to(self._dtype)
         for slot, (parameter, (start, stop)) in enumerate(zip(self.parameters, self._ranges, strict=True)):
             parameter.grad = gradient[start:stop] if start < stop and slot not in absent else None
 
@@ -52,9 +52,3 @@ class Fragments:
         """Lets go of the gradient."""
         for parameter in self.parameters:
             parameter.grad = None
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Casts the master into the shard, padding (zero in both) included."""
-        if not self._is_shard:
-            self._bucket.shard.copy_(self.master)

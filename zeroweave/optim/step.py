@@ -32,8 +32,7 @@ _BY_BUCKET = frozenset(
 class ShardedOptimizer:
     """Steps the user's optimizer on this rank's fragments of every trainable bucket.
 
-    `slot_of` maps `id(parameter)` of the model's parameters to (bucket id, slot index); `masters` maps the
-    ids of trainable buckets to tensors [shard_numel], fp32 beside a narrower shard, else the shard itself.
+    `slot_of` maps `id(parameter)` of the model's parameters to (bucket id, slot index).
     `check_optimizer` must have passed. Trainable parameters in no group are never updated. Memory: the
     optimizer's own state, over the fragments.
     """
@@ -43,11 +42,10 @@ class ShardedOptimizer:
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[ShardView],
         slot_of: Mapping[int, tuple[int, int]],
-        masters: Mapping[int, torch.Tensor],
     ) -> None:
         self.optimizer = optimizer
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
-        self._fragments = {b.layout.id: Fragments(b, masters[b.layout.id]) for b in trainable}
+        self._fragments = {b.layout.id: Fragments(b) for b in trainable}
         self._users: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
         self._whole: list[list[nn.Parameter]] = []
         self._parts: dict[int, list[list[nn.Parameter]]] = {}  # the groups while one bucket is stepped
@@ -78,7 +76,7 @@ class ShardedOptimizer:
         )
 
     def update(self, bucket: int, gradient: torch.Tensor, absent: Set[int] = frozenset()) -> None:
-        """Updates one bucket's master and shard by `gradient` [shard_numel], any floating dtype.
+        """Updates one bucket's shard by `gradient` [shard_numel], any floating dtype.
 
         `absent`: slots without a gradient on any rank; the optimizer skips them, as it does for a `.grad`
         of None. EngineError where the optimizer only steps as a whole; ParameterError if its groups changed.
@@ -138,8 +136,6 @@ class ShardedOptimizer:
             finally:
                 for one, _ in fragments:
                     one.drop_gradients()
-        for one, _ in fragments:
-            one.publish()
 
     @contextmanager
     def _holding(self, groups: Sequence[list[nn.Parameter]]) -> Iterator[None]:

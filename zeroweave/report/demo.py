@@ -72,9 +72,7 @@ def parse(arguments: list[str]) -> Settings:
 class Demo:
     """One rank of the demo."""
 
-    def __init__(
-        self, settings: Settings, build: Callable[[], nn.Module], text: Batches, device: torch.device
-    ) -> None:
+    def __init__(self, settings: Settings, build: Callable[[], nn.Module], text: Batches, device: torch.device) -> None:
         self.settings, self.build, self.text, self.device = settings, build, text, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
 
@@ -115,9 +113,7 @@ class Demo:
         losses: list[Tensor] = []
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True)
-        with Progress(
-            *columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=self.rank > 0
-        ) as bar:
+        with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=self.rank > 0) as bar:
             task = bar.add_task("training", total=self.settings.steps, loss="")
             for k in range(self.settings.steps):
                 losses.append(self.step(engine, k))

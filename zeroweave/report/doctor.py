@@ -57,9 +57,7 @@ def python() -> Check:
     """The interpreter's version."""
     fine = sys.version_info[:2] >= OLDEST_PYTHON
     wanted = ".".join(map(str, OLDEST_PYTHON))
-    return Check(
-        "Python", "ok" if fine else "failed", platform.python_version(), f"install Python {wanted} or newer"
-    )
+    return Check("Python", "ok" if fine else "failed", platform.python_version(), f"install Python {wanted} or newer")
 
 
 def pytorch(version: str) -> Check:
@@ -97,9 +95,7 @@ def gloo() -> Check:
     """Starts a gloo group of this process alone: gloo carries the agreement, and everything on the CPU."""
     cure = "set GLOO_SOCKET_IFNAME to a working network interface, such as lo"
     if not (dist.is_available() and dist.is_gloo_available()):
-        return Check(
-            "gloo", "failed", "not in this PyTorch", "install a PyTorch with torch.distributed and gloo"
-        )
+        return Check("gloo", "failed", "not in this PyTorch", "install a PyTorch with torch.distributed and gloo")
     try:
         wait = timedelta(seconds=60)
         store = dist.TCPStore("localhost", 0, 1, is_master=True, timeout=wait)  # type: ignore[attr-defined]
@@ -128,10 +124,7 @@ def peer_access() -> Check:
     if count < 2:
         return Check(name, "ok", "needs two GPUs in one machine; not used yet")
     apart = [
-        f"{a}-{b}"
-        for a in range(count)
-        for b in range(count)
-        if a != b and not torch.cuda.can_device_access_peer(a, b)
+        f"{a}-{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
     ]
     if apart:
         return Check(name, "ok", f"GPUs {', '.join(apart)} cannot reach each other's memory; not used yet")
@@ -169,9 +162,7 @@ def inductor(device: str) -> Check:
         return Check(name, "limited", f"no result after {COMPILE_SECONDS} s", way_out.removeprefix("or "))
     if done.returncode == 0:
         return Check(name, "ok", "compiles")
-    return Check(
-        name, "limited", reason(done.stderr, done.returncode), f"{missing(done.stderr, device)}, {way_out}"
-    )
+    return Check(name, "limited", reason(done.stderr, done.returncode), f"{missing(done.stderr, device)}, {way_out}")
 
 
 def reason(output: str, code: int) -> str:

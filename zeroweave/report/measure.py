@@ -68,34 +68,23 @@ def profiled(step: Callable[[], object], itemsize: int = 4) -> dict[str, Count]:
 
 
 def largest(shapes: Sequence[Sequence[int]]) -> int:
-    """Elements of the largest tensor of an event; the flat, beside a shard of it. Lists of tensors have no
-    shape.
-    """
+    """Elements of an event's largest tensor: the flat, beside a shard of it. 0 where there are only lists."""
     return max((torch.Size(shape).numel() for shape in shapes if shape), default=0)
 
 
 @dataclass(frozen=True)
 class State:
-    """Bytes of model state on one rank, by kind. `masters` is 0 where the shards are float32 and serve as
-    masters.
-    """
+    """Bytes of model state on one rank, by kind. Shards are the masters: float32 where trained."""
 
     shards: int
-    masters: int
     optimizer: int
     gradients: int
     flats_peak: int
     gradient_flats_peak: int
 
-    def above(self, bound: State) -> dict[str, int]:
-        """By how much this state is above `bound`, where it is."""
-        return {name: -delta for name, delta in self.differences(bound).items() if delta < 0}
-
-    def differences(self, other: object) -> dict[str, int]:
-        """By how much `other`, an object with the same attributes, is above this one; only where it is not
-        equal.
-        """
-        deltas = {name: int(getattr(other, name)) - value for name, value in asdict(self).items()}
+    def minus(self, other: object) -> dict[str, int]:
+        """The differences from `other`, an object with the same attributes, where there is one."""
+        deltas = {name: value - int(getattr(other, name)) for name, value in asdict(self).items()}
         return {name: delta for name, delta in deltas.items() if delta}
 
 
@@ -111,8 +100,10 @@ def state_bound(buckets: Sequence[BucketLayout], rank: int, stage: int, prefetch
     flats = sorted((bucket.nbytes for bucket in buckets), reverse=True)
     gradient_flats = sorted((4 * bucket.numel for bucket in trained), reverse=True)
     return State(
-        shards=sum(bucket.shard_nbytes for bucket in buckets),
-        masters=sum(4 * bucket.shard_numel for bucket in trained if bucket.dtype != "float32"),
+        shards=sum(
+            bucket.shard_numel * (max(bucket.itemsize, 4) if bucket.trainable else bucket.itemsize)
+            for bucket in buckets
+        ),
         optimizer=sum(8 * numel + 4 for numel in fragments if numel),
         gradients=sum(4 * bucket.shard_numel for bucket in trained),
         flats_peak=sum(flats if stage < 3 else flats[: 1 + prefetch]),
@@ -145,9 +136,7 @@ def state_scheduled(bound: State, schedule: Schedule, buckets: Sequence[BucketLa
         flats.append(sum(by_id[b].nbytes for b, held in holds.items() if held))
         gradient_flats.append(sum(4 * by_id[b].numel for b in flying))
         gradients.append(sum(4 * by_id[b].shard_numel for b in settled))
-    return replace(
-        bound, gradients=max(gradients), flats_peak=max(flats), gradient_flats_peak=max(gradient_flats)
-    )
+    return replace(bound, gradients=max(gradients), flats_peak=max(flats), gradient_flats_peak=max(gradient_flats))
 
 
 def ddp_gradients(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -159,9 +148,7 @@ def ddp_gradients(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Te
     wrapped = DistributedDataParallel(model)
     wrapped(**batch).loss.backward()
     gradients = {
-        name: p.grad.detach().float().cpu().clone()
-        for name, p in model.named_parameters()
-        if p.grad is not None
+        name: p.grad.detach().float().cpu().clone() for name, p in model.named_parameters() if p.grad is not None
     }
     model.zero_grad(set_to_none=True)
     return gradients
@@ -181,13 +168,10 @@ def relative_difference(ours: Mapping[str, Tensor | None], reference: Mapping[st
     return worst
 
 
-def bit_equal(
-    one: Sequence[Mapping[str, Tensor | None]], other: Sequence[Mapping[str, Tensor | None]]
-) -> bool:
+def bit_equal(one: Sequence[Mapping[str, Tensor | None]], other: Sequence[Mapping[str, Tensor | None]]) -> bool:
     """Whether two runs' tensors (of each step, by name) are equal in every bit."""
     return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
-        for a, b in zip(one, other, strict=True)
+        a.keys() == b.keys() and all(same(a[name], b[name]) for name in a) for a, b in zip(one, other, strict=True)
     )
 
 
@@ -196,8 +180,4 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     bits = torch.int32 if one.element_size() == 4 else torch.int16
-    return (
-        one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(one.view(bits), other.view(bits))
-    )
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.view(bits), other.view(bits))

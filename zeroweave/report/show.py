@@ -61,10 +61,11 @@ class Result:
                 if counts[source] != expected:
                     yield f"rank {rank}: collectives {source}: {counts[source]}, in the schedule: {expected}"
         for rank, (measured, formula, bound) in enumerate(self.memory):
-            for name, delta in formula.differences(measured).items():
-                yield f"rank {rank}: {name} measured {delta:+d} bytes off the formula"
-            for name, delta in formula.above(bound).items():
-                yield f"rank {rank}: {name} of the schedule {delta:+d} bytes above what the layout allows"
+            for name, delta in formula.minus(measured).items():
+                yield f"rank {rank}: {name} measured {-delta:+d} bytes off the formula"
+            for name, delta in formula.minus(bound).items():
+                if delta > 0:
+                    yield f"rank {rank}: {name} of the schedule {delta:+d} bytes above what the layout allows"
 
     def figures(self) -> dict[str, Any]:
         """The JSON object; per-rank figures are rank 0's, payloads in bytes."""

@@ -38,8 +38,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     lines = []
     for row in cells:
         first, *others = (
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         lines.append("  ".join([first, *others]).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))

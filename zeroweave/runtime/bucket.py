@@ -5,7 +5,7 @@
     usable      the current stream has waited for the gather (`wait`)
     lingering   no hold is left, but some tensor still views the flat; freed by a later `sweep`
 
-A shard costs numel / world elements for good, a flat numel elements while it is not resharded.
+A shard costs numel / world elements for good (float32 where trained), a flat numel elements while it is not resharded.
 """
 
 from __future__ import annotations
@@ -42,9 +42,15 @@ class Bucket:
     """
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, transport: Transport, flats: Gauge) -> None:
+        """`dtype`: of the computation, in which the values are gathered.
+
+        The shard of trainable parameters has at least float32: it is the optimizer's master, and rounded when
+        it is gathered. So nothing is kept twice, and the optimizer has nothing to round.
+        """
         self.layout, self.rank, self.dtype = layout, transport.rank, dtype
         self._transport, self._flats = transport, flats
-        self.shard = transport.empty(layout.shard_numel, dtype)
+        master = layout.trainable and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+        self.shard = transport.empty(layout.shard_numel, torch.float32 if master else dtype)
         self.flat = torch.empty(layout.numel, dtype=dtype, device=self.shard.device)
         self.storage = self.flat.untyped_storage()
         # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named,

@@ -7,6 +7,7 @@ each event generates the instructions that it needs at that moment, and they go 
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -119,12 +120,16 @@ class Replay:
             self._depart()
             self._issue(bucket)
 
+    def arrive(self) -> bool:
+        """The window's computations are over. Did they follow the schedule to the end?"""
+        if self.following and not self._next_is_tail():
+            self._depart()
+        return self.following
+
     def finish(self, update: Callable[[int], None], updates: frozenset[int]) -> None:
         """The optimizer step: settles, updates (`update(bucket id)`), and drops the kept buckets."""
         self._update = update
-        if self.following and not self._next_is_tail():
-            self._depart()
-        if self.following:
+        if self.arrive():
             assert self.schedule is not None
             for instruction in self.schedule.instructions[self._cursor :]:
                 self._execute(instruction)
@@ -149,11 +154,6 @@ class Replay:
         self._drop_holds()
         self._begin()
         self.schedule = schedule
-
-    @property
-    def completed(self) -> bool:
-        """Did the window follow its schedule up to the optimizer step?"""
-        return self.following and self._next_is_tail()
 
     # ------------------------------------------------------------------ following the schedule
     @property
@@ -280,6 +280,8 @@ class Replay:
     def refuse_views(self) -> None:
         """Raises if a view of a gathered parameter is still alive: it would keep the values of this step."""
         self.sweep()
+        if any(b.viewed for b in self._buckets.values()):
+            gc.collect()  # a view in a cycle of garbage is nobody's
         if names := [b.layout.name for b in self._buckets.values() if b.viewed]:
             raise ParameterError(
                 f"a view of a parameter of {', '.join(map(repr, names))} is alive at the step and would keep old "

@@ -119,6 +119,20 @@ class Places:
         """Puts other parameters, by canonical name, into the modules. Errors as `show_real`."""
         self._show([parameters[name] for name in self._owners])
 
+    def show_views(self) -> dict[str, nn.Parameter]:
+        """Puts new Parameters over the memory of the real ones into the modules; returns them by name.
+
+        For code that may keep what it gets: a real parameter must not outlive its storage in the hands of
+        a user, while these own a share of it and keep it from being freed. Errors as `show_real`.
+        """
+        views = {}
+        for name, real in zip(self._owners, self._reals, strict=True):
+            if name not in views:
+                views[name] = nn.Parameter(real.detach(), requires_grad=real.requires_grad)
+                vars(views[name]).update(vars(real))
+        self.show(views)
+        return views
+
     def show_stubs(self) -> None:
         """Puts the stubs back. No-op if they are there.
 

@@ -155,7 +155,7 @@ class Runtime:
             replay.forget()  # kept buckets stay gathered, there is nothing to order
             return
         record = tuple(replay.record)
-        if replay.completed:
+        if replay.arrive():
             schedule = replay.schedule
         else:
             schedule = compile_schedule(record, self._inference_facts) if record == self._inferred else None
