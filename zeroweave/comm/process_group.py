@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch import foreach_copy_, storage_use_count
+from zeroweave._torch import foreach_copy_
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Transport
 from zeroweave.layout import BucketLayout
@@ -20,25 +20,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _Work:
-    """A collective of the process group, and what must stay alive until it has been waited for.
+    """A collective of the process group, and what must stay alive until it has been waited for."""
 
-    `watched` is a storage that `uses` tensors shared before the collective was issued. Threads of gloo may
-    hold views of it for a moment longer than the collective takes; `wait` sees them out, so that from then on
-    a view of the storage is somebody's view of a parameter.
-    """
+    __slots__ = ("_alive", "_work")
 
-    __slots__ = ("_alive", "_uses", "_watched", "_work")
-
-    def __init__(
-        self,
-        work: dist.Work,
-        *alive: torch.Tensor,
-        watched: torch.UntypedStorage | None = None,
-        uses: int = 0,
-    ) -> None:
+    def __init__(self, work: dist.Work, *alive: torch.Tensor) -> None:
         self._work: dist.Work | None = work
         self._alive: tuple[torch.Tensor, ...] = alive
-        self._watched, self._uses = watched, uses
 
     def wait(self) -> None:
         # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
@@ -46,10 +34,6 @@ class _Work:
             raise RuntimeError("a collective was waited for twice")
         self._work.wait()
         self._work, self._alive = None, ()
-        if self._watched is not None:
-            deadline = time.monotonic() + 1.0
-            while storage_use_count(self._watched) > self._uses and time.monotonic() < deadline:
-                time.sleep(0)
 
 
 class _Done:
@@ -59,6 +43,16 @@ class _Done:
 
     def wait(self) -> None:
         return None
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous CPU tensor under another storage object.
+
+    Threads of gloo hold views of a result for a moment longer than the collective takes. Of an alias they may:
+    the storage that a bucket counts the users of has none of them.
+    """
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype)
 
 
 def lay_out(flat: torch.Tensor, parts: Parts, layout: BucketLayout) -> None:
@@ -111,15 +105,14 @@ class ProcessGroupTransport:
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
-        storage = flat.untyped_storage() if self.device.type == "cpu" else None
-        uses = 0 if storage is None else storage_use_count(storage)
+        target = _alias(flat) if self.device.type == "cpu" else flat
         if shard.dtype == flat.dtype:
-            work = _all_gather(flat, shard, group=self.group, async_op=True)
+            work = _all_gather(target, shard, group=self.group, async_op=True)
         else:
             with self._beside():
                 start, stop = layout.shard_range(self.rank)
-                work = _all_gather(flat, flat[start:stop].copy_(shard), group=self.group, async_op=True)
-        return _Work(work, flat, shard, watched=storage, uses=uses)
+                work = _all_gather(target, target[start:stop].copy_(shard), group=self.group, async_op=True)
+        return _Work(work, flat, shard)
 
     @torch.no_grad()
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
