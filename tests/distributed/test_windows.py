@@ -105,7 +105,7 @@ def train_steps(stage: int, mode: str) -> list[tuple[float, str]]:
             set_lr(engine.optimizer, step, model.lr)
             for index in range(step * gas, (step + 1) * gas):
                 x, y = data(index)
-                loss = engine.train_step((x,), lambda out, y=y: F.mse_loss(out, y))
+                loss = engine.train_step((x,), lambda out, batch, y=y: F.mse_loss(out, y))
                 assert abs(float(loss) - expected.losses[index]) <= 1e-5 * expected.losses[index]
         assert engine.global_steps == CHECKED + TRAINED and engine.micro_steps == gas * engine.global_steps
         with engine.full_parameters() as full:
