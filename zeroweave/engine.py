@@ -113,9 +113,7 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Counters of this rank at this moment."""
-        return Stats.read(
-            self._runtime, self._parts.ledger, self._calls, self._parts.optimizer, self._traffic
-        )
+        return Stats.read(self._runtime, self._parts.ledger, self._calls, self._parts.optimizer, self._traffic)
 
     # ------------------------------------------------------------------ forward and backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

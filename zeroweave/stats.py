@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from zeroweave.calls import Calls
 from zeroweave.comm.ledger import Ledger, Traffic
 from zeroweave.optim.step import ShardedOptimizer

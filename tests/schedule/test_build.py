@@ -144,7 +144,7 @@ def test_stage_2_reduces_in_each_backward() -> None:
         Settle layers.0 · Update layers.0
         Settle embed · Update embed
         Reshard embed · Reshard layers.0 · Reshard layers.1 · Reshard layers.2 · Reshard layers.3 · Reshard head
-    """)  # noqa: E501
+    """)
     assert [kind for kind, _ in schedule.collectives()].count("all_gather") == 6
 
 
@@ -188,7 +188,7 @@ def test_stage_1_reduces_at_the_boundary() -> None:
         Update layers.0
         Update embed
         Reshard embed · Reshard layers.0 · Reshard layers.1 · Reshard layers.2 · Reshard layers.3 · Reshard head
-    """)  # noqa: E501
+    """)
 
 
 def test_eager_calls_nest_in_a_root_that_has_parameters() -> None:
@@ -293,11 +293,7 @@ def test_one_layer_called_three_times_is_gathered_once_each_way() -> None:
 def test_of_shows_the_lines_that_touch_a_block() -> None:
     names = ("layers.1", "layers.1.frozen", "layers.10", "head")
     record = (
-        *(
-            whole("layers.1", "forward", 0, 1)
-            + whole("layers.10", "forward", 2)
-            + whole("head", "forward", 3)
-        ),
+        *(whole("layers.1", "forward", 0, 1) + whole("layers.10", "forward", 2) + whole("head", "forward", 3)),
         *(Ready(3), Ready(2), Ready(0), Micro()),
     )
     schedule = compile_schedule(record, make_facts(names, frozen=[1]))

@@ -141,9 +141,7 @@ def allowed_at_runs(record: tuple[Event, ...], prefetch: int) -> list[set[int]]:
             case Left(call):
                 position = max(n for n, (c, _) in enumerate(open_calls) if c == call)
                 del open_calls[position]
-    return [
-        open_uses[n].union(*stretches[stretch : stretch + prefetch + 1]) for n, stretch in enumerate(of_run)
-    ]
+    return [open_uses[n].union(*stretches[stretch : stretch + prefetch + 1]) for n, stretch in enumerate(of_run)]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

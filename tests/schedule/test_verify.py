@@ -232,9 +232,7 @@ ILLEGAL = {
         "instruction 3, end of the schedule: the record has Run h backward here",
     ),
     "an end too few": (
-        schedule(
-            Run(F, ()), Run(G, ()), *gradient(A), record=recorded([Run(F, ()), Run(G, ()), End(F), Reduce(A)])
-        ),
+        schedule(Run(F, ()), Run(G, ()), *gradient(A), record=recorded([Run(F, ()), Run(G, ()), End(F), Reduce(A)])),
         "instruction 2, Reduce a: the record has End f forward here",
     ),
     "reductions in another order": (

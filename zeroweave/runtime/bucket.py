@@ -112,7 +112,9 @@ class Bucket:
         return self.holds > 0 or self.free()
 
     def free(self) -> bool:
-        """Frees the storage of a bucket without holds unless a tensor still views it; True if freed."""
+        """Frees the storage of a bucket without holds unless a tensor still views it; False if one does."""
+        if not self.resident:
+            return True
         self.wait()
         self.check_unchanged()
         if self.viewed:

@@ -67,9 +67,7 @@ class Facts:
         if unknown := sorted(self.keep - self.by_id.keys()):
             raise ScheduleError(f"keep names unknown buckets: {unknown}")
         if self.depth < 1 or self.prefetch < 0:
-            raise ScheduleError(
-                f"depth must be at least 1 and prefetch at least 0, not {self.depth}, {self.prefetch}"
-            )
+            raise ScheduleError(f"depth must be at least 1 and prefetch at least 0, not {self.depth}, {self.prefetch}")
 
     @cached_property
     def by_id(self) -> dict[int, BucketFacts]:
@@ -129,9 +127,7 @@ class Schedule:
             if isinstance(instruction, Run | End):
                 if inside(instruction.call.name):
                     return True
-                return isinstance(instruction, Run) and any(
-                    inside(self.facts.name(b)) for b in instruction.uses
-                )
+                return isinstance(instruction, Run) and any(inside(self.facts.name(b)) for b in instruction.uses)
             return inside(self.facts.name(instruction.bucket))
 
         return tuple(self._spell(line) for line in self._lines if any(map(touches, line)))

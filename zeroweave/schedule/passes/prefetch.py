@@ -52,9 +52,7 @@ def prefetch(schedule: Schedule) -> Schedule:
                     continue  # gathers nothing
                 stretch = max(0, next_use[index] - ahead)
                 target = max(stretches.first[stretch], floor.get(bucket, 0), barrier)
-                if target < run or (
-                    target == run and run < len(stretches.slots) and stretches.slots[run] < index
-                ):
+                if target < run or (target == run and run < len(stretches.slots) and stretches.slots[run] < index):
                     moved.setdefault(stretches.slots[target], []).append(instruction)
                     taken.add(index)
     if not taken:
