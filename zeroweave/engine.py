@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroweave import state
-from zeroweave._torch import map_tensors
+from zeroweave._torch import map_tensors, recomputing
 from zeroweave.calls import Calls
 from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.control import Agreement, Control
@@ -373,7 +373,8 @@ class Engine:
         self._runtime.begin_session()
         self._shown.show()
         try:
-            with SavedTensors(self._runtime):
+            # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
+            with nullcontext() if recomputing() else SavedTensors(self._runtime):
                 yield
             self._runtime.end_session()
         except BaseException:

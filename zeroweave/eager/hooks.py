@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroweave._torch import map_tensors
+from zeroweave._torch import map_tensors, recomputing
 from zeroweave.eager.access import Access
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
@@ -73,7 +73,7 @@ class ModuleCall:
                 result = self.module._call_impl(*args, **kwargs)
             return own_outputs(result, runtime)
         finally:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not recomputing():
                 runtime.gradients.expect(s for s in self._trainable if s not in frame.announced)
             runtime.leave(frame)
 
@@ -100,7 +100,12 @@ def own_outputs(result: Any, runtime: Runtime) -> Any:
         return result
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if runtime.directory.bucket(tensor) is None else tensor.clone()
+        place = runtime.directory.covering(tensor)
+        if place is None:
+            return tensor
+        if tensor.requires_grad and torch.is_grad_enabled() and not recomputing():
+            runtime.gradients.expect([place])  # the clone's gradient comes through eager autograd
+        return tensor.clone()
 
     return map_tensors(own, result)
 

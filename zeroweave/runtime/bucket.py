@@ -167,6 +167,14 @@ class Directory:
         except (NotImplementedError, RuntimeError):  # a wrapper subclass has no storage of its own
             return None
 
+    def covering(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        """(bucket id, slot index) of the parameter in which a view of a flat begins."""
+        bucket = self.bucket(tensor)
+        if bucket is None:
+            return None
+        offset = int(tensor.storage_offset())
+        return bucket.id, max(i for i, slot in enumerate(bucket.layout.slots) if slot.offset <= offset)
+
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
         bucket = self.bucket(tensor)

@@ -37,8 +37,10 @@ class _Account:
     shard: torch.Tensor | None = None
     """[numel / world] the reduced gradient of the window"""
     had_gradient: set[int] = field(default_factory=set)
+    reported: bool = False
+    """was the bucket said to be ready in the present backward?"""
     issued: bool = False
-    """was this bucket reduced in the present backward?"""
+    """was it reduced in the present backward?"""
 
     @property
     def complete(self) -> bool:
@@ -116,7 +118,10 @@ class Gradients:
                 # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
                 account.parts[slot] = gradient if earlier is None else earlier + gradient
         # told apart from being asked: telling of one bucket may issue others that are complete as well
-        for bucket_id in [b for b, account in touched.items() if account.complete and not account.issued]:
+        done = [b for b, account in touched.items() if account.complete and not account.reported]
+        for bucket_id in done:
+            self._accounts[bucket_id].reported = True
+        for bucket_id in done:
             self._ready(bucket_id)
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
@@ -192,7 +197,7 @@ class Gradients:
     def awaits_turn(self, bucket_id: int) -> bool:
         """Was the bucket reported ready in this backward, and not issued yet?"""
         account = self._accounts[bucket_id]
-        return account.complete and not account.issued
+        return account.reported and not account.issued
 
     def end_backward(self) -> None:
         """Announced gradients that did not come count as zeros; the next backward reduces every bucket anew."""
@@ -201,7 +206,7 @@ class Gradients:
                 raise ZeroweaveError(f"bucket {account.bucket.layout.name!r}: a gradient entered no reduction")
             account.announced.clear()
             account.expected.clear()
-            account.issued = account.armed = False
+            account.issued = account.reported = account.armed = False
 
     @property
     def unreduced(self) -> bool:

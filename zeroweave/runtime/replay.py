@@ -104,7 +104,9 @@ class Replay:
     def backward_ended(self, reduced: bool) -> None:
         """The outermost backward is over; what was not complete is reduced as it is."""
         if reduced:
-            for bucket in self._gradients.unissued():
+            while waiting := self._gradients.unissued():
+                following = self._next_reduction()
+                bucket = following if following in waiting else waiting[0]
                 if self._gradients.awaits_turn(bucket) and not self.following:
                     self._issue(bucket)
                 else:
@@ -172,6 +174,15 @@ class Replay:
         assert self.schedule is not None
         index = self._next_event()
         return index == len(self.schedule.instructions) or isinstance(self.schedule.instructions[index], Update)
+
+    def _next_reduction(self) -> int | None:
+        """The bucket of the schedule's next event, if that is a reduction."""
+        if self.following:
+            assert self.schedule is not None
+            match self.schedule.instructions[self._next_event() :][:1]:
+                case (Reduce(bucket),):
+                    return bucket
+        return None
 
     def _advance(self, event: Instruction) -> bool:
         """Executes up to and including `event` if it is the schedule's next event."""

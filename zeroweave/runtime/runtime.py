@@ -114,6 +114,8 @@ class Runtime:
         self._session_reads: list[Frame] | None = None
         self._backward_reads: list[Frame] = []
         self._saved: Counter[tuple[int, int]] = Counter()
+        self._in_use: Counter[int] = Counter()
+        """bucket -> open calls that need its values"""
 
     # ------------------------------------------------------------------ calls
     @property
@@ -135,11 +137,13 @@ class Runtime:
         self._training = self.in_backward or torch.is_grad_enabled()
         self._session_reads = []
 
+    def _leave_session(self) -> None:
+        reads, self._session_reads = self._session_reads, None
+        self._leave_reads(reads or [])
+
     def end_session(self) -> None:
         """The outermost forward is over, and with it the reads of parameters outside of any call."""
-        reads, self._session_reads = self._session_reads, None
-        for read in reversed(reads or ()):
-            read.replay.left(read.call)
+        self._leave_session()
         if not self._training:
             self._end_inference()
         elif not self.in_backward:
@@ -163,8 +167,9 @@ class Runtime:
         replay.next_window(schedule)
 
     def abandon_session(self) -> None:
-        """The outermost forward ended with an exception; nothing collective is done any more."""
-        self._session_reads, self._frame = None, None
+        """The outermost forward ended with an exception, as a recomputation that has what it needs does, too."""
+        self._leave_session()
+        self._frame = None
         if not self._training:
             self._inference.abort()
             self._inference.next_window(None)
@@ -178,23 +183,29 @@ class Runtime:
         replay = self.replay if backward or self._training else self._inference
         frame = Frame(Call(name, "backward" if backward else "forward"), uses, replay, self._frame)
         replay.entered(frame.call, uses)
+        self._in_use.update(uses)
         if not backward:
             self._frame = frame
         return frame
 
     def leave(self, frame: Frame) -> None:
         """A call ends, and with it the reads of parameters that happened inside."""
-        for read in reversed(frame.reads):
-            read.replay.left(read.call)
-        frame.reads.clear()
+        self._leave_reads(frame.reads)
         if frame.call.phase == "forward":
             self._frame = frame.parent
             self._saved.clear()
+        self._in_use.subtract(frame.uses)
         frame.replay.left(frame.call)
+
+    def _leave_reads(self, reads: list[Frame]) -> None:
+        while reads:
+            read = reads.pop()
+            self._in_use.subtract(read.uses)
+            read.replay.left(read.call)
 
     def read(self, bucket: Bucket) -> None:
         """Eager code reads a parameter: its bucket is usable until the innermost call is left."""
-        if bucket.holds and bucket.usable:
+        if self._in_use[bucket.id]:  # by the program, not by the schedule, which may hold more
             return
         if self._frame is not None:
             reads = self._frame.reads
@@ -295,9 +306,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._leave_finished(everything=True)
-        for read in reversed(self._backward_reads):
-            read.replay.left(read.call)
-        self._backward_reads.clear()
+        self._leave_reads(self._backward_reads)
         if self._reducing:
             self.replay.backward_ended(reduced=True)
         else:
@@ -335,6 +344,7 @@ class Runtime:
         self._backward_frames.clear()
         self._backward_reads.clear()
         self._saved.clear()
+        self._in_use.clear()
         self.gradients.reset()
         self.replay.abort()
         self._inference.abort()
