@@ -65,7 +65,7 @@ class Engine:
         self._alarm = Alarm(parts.control, lambda: (self.global_steps, parts.ledger.count))
         self._guard = Guard(self._alarm, lambda: self.global_steps)
         self._applied = self._warned = self._holding = False
-        self._backwards = 0
+        self._backwards = self._window_steps = 0
         self._sync = True
         self._boundary: bool | None = None
         self._scaled = False
@@ -185,7 +185,7 @@ class Engine:
         """Does the optimizer step follow the present backward?"""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.config.gradient_accumulation_steps == 0
+        return self._window_steps + 1 >= self.config.gradient_accumulation_steps
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
@@ -205,6 +205,7 @@ class Engine:
             if boundary:
                 self._apply(self._parts.optimizer)
             self.micro_steps += 1
+            self._window_steps = 0 if boundary else self._window_steps + 1
 
     def _apply(self, optimizer: ShardedOptimizer) -> None:
         runtime, gradients, replay = self._runtime, self._runtime.gradients, self._runtime.replay
@@ -244,6 +245,8 @@ class Engine:
                     optimizer.update_all(taken, absent)
 
         replay.finish(update, frozenset(absent))
+        for bucket_id in absent:
+            runtime.buckets[bucket_id].renew()
         self._executed = tuple(replay.executed)
         runtime.next_window(candidate if decision.adopt else None)
         runtime.release_kept()
@@ -402,7 +405,7 @@ class Engine:
         self._runtime.next_window(schedule)
         self._shown.reset()
         self._parts.status.gradients_pending = False
-        self._backwards = 0
+        self._backwards = self._window_steps = 0
         self._guard.dirty = self._scaled = False
 
 

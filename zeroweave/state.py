@@ -50,7 +50,7 @@ def store(runtime: Runtime) -> None:
         written = bucket.slice(bucket.flat)
         changed = written != bucket.shard.to(bucket.dtype)
         bucket.shard.copy_(torch.where(changed, written.to(bucket.shard.dtype), bucket.shard))
-        bucket.accept_writes()
+        bucket.renew()
 
 
 def full_values(runtime: Runtime) -> dict[str, torch.Tensor]:
@@ -139,6 +139,7 @@ def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime
                 view.copy_(given[slot.name])
         runtime.transport.broadcast(full)
         bucket.shard.copy_(bucket.slice(full))
+        bucket.renew()
     for name, buffer in buffers.items():
         if parts.control.rank == 0:
             buffer.copy_(given[name])

@@ -35,8 +35,15 @@ def covering(factors: Sequence[Sequence[object]]) -> list[tuple[object, ...]]:
 
 
 def daily(entry: Entry) -> list[Case]:
-    """Stage 3 compiled, stage 2 compiled with accumulation, stage 1 eager, stage 3 eager, on two ranks."""
-    rows = [(3, "aot_eager", 1), (2, "aot_eager", 4), (1, "eager", 1), (3, "eager", 1)]
+    """Stage 3 compiled, stage 2 compiled with accumulation, stage 1 eager, stage 3 eager, on two ranks.
+
+    The MLP and the decoder run on three and four ranks and under Inductor as well.
+    """
+    rows: list[Row] = [(3, "aot_eager", 1, 2), (2, "aot_eager", 4, 2), (1, "eager", 1, 2), (3, "eager", 1, 2)]
+    if entry.name == "mlp":
+        rows += [(3, "aot_eager", 4, 3), (2, "eager", 1, 4)]
+    if entry.name == "decoder":
+        rows += [(3, "inductor", 1, 2), (1, "aot_eager", 4, 3), (3, "aot_eager", 1, 4)]
     return [Case(entry.name, *row) for row in rows if row[0] in entry.stages]
 
 

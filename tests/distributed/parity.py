@@ -156,7 +156,7 @@ def check_path(case: Case, entry: Entry, report: Report, where: str) -> None:
     )
     if not compiled:
         assert not report.eager_regions, f"{where}: {report.eager_regions}"
-    elif entry.eager_regions is not None:
+    else:
         assert set(report.eager_regions) == entry.eager_regions, f"{where}: {report.eager_regions}"
     if entry.steady:
         assert report.scheduled, f"{where}: no schedule was adopted"

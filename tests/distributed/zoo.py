@@ -33,9 +33,8 @@ class Entry:
 
     `build()` runs under a seed set by the caller. `batch(rank, index)` gives a rank's data for the micro-step
     `index`, counted over the whole run. `micro` runs forward and backward and returns the loss. `compiles`: some
-    region of it can be compiled. `eager_regions`: the regions that Dynamo must give up on, None where any set is
-    right. `steady`: every step has the same calls. `stages`: at which it can be exact. `config` is added to the
-    engine's.
+    region of it can be compiled. `eager_regions`: the regions that Dynamo must give up on. `steady`: every step
+    has the same calls. `stages`: at which it can be exact. `config` is added to the engine's.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Entry:
     batch: Callable[[int, int], Any]
     micro: Micro
     compiles: bool = True
-    eager_regions: frozenset[str] | None = frozenset()
+    eager_regions: frozenset[str] = frozenset()
     steady: bool = True
     stages: tuple[int, ...] = (1, 2, 3)
     config: Mapping[str, Any] = field(default_factory=dict)

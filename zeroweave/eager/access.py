@@ -7,6 +7,7 @@ dict, so a compiled region gets its plain dicts back while it runs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,11 +23,19 @@ _Read = Callable[[Any], None]
 class _Watched(dict[str, Any]):
     """A module's `_parameters` that tells when a parameter is read."""
 
-    __slots__ = ("_read",)
+    __slots__ = ("_plain", "_read")
 
     def __init__(self, plain: dict[str, Any], read: _Read) -> None:
         super().__init__(plain)
-        self._read = read
+        self._plain, self._read = plain, read
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._plain[name] = value  # where a replaced parameter is noticed
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self._plain[name]
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -101,11 +110,14 @@ class Shown:
         self._views = self._places.show_views()
 
     def close(self) -> None:
-        """Shows stubs again."""
+        """Shows stubs again. A view that the user has kept becomes a copy of its own, as it is now."""
         if self._views is not None:
-            self._views.clear()
-            self._views = None
+            views, self._views = self._views, None
             self._places.show_stubs()
+            while views:
+                _, view = views.popitem()
+                if sys.getrefcount(view) > 2:  # this name and the argument
+                    view.data = view.data.clone()
 
     def show(self) -> None:
         """One more needs the real parameters."""

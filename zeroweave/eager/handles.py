@@ -18,6 +18,7 @@ from zeroweave.runtime.runtime import Frame, Runtime
 
 class _Handle(NamedTuple):
     bucket: Bucket
+    generation: int
     frame: Frame
     dtype: torch.dtype
     shape: torch.Size
@@ -50,18 +51,25 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             kept = bucket.real[found[1]] if found is not None and found[1] >= 0 else tensor.detach()
             return _Plain(kept, version(kept))
         frame.handles += 1
-        return _Handle(bucket, frame, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _Handle(
+            bucket, bucket.generation, frame, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+        )
 
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, _Plain):
             if version(saved.tensor) != saved.version:
                 raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace "
-                    f"operation: {saved.tensor.dtype} {list(saved.tensor.shape)} is at version "
-                    f"{version(saved.tensor)}; expected version {saved.version}"
+                    "one of the variables needed for gradient computation has been modified since the forward, by "
+                    f"an inplace operation or engine.step(): {saved.tensor.dtype} {list(saved.tensor.shape)} is at "
+                    f"version {version(saved.tensor)}; expected version {saved.version}"
                 )
             return saved.tensor
         assert isinstance(saved, _Handle)
+        if saved.generation != saved.bucket.generation:
+            raise RuntimeError(
+                f"parameters of {saved.bucket.layout.name!r} have changed since the forward of this backward: "
+                "call backward before engine.step()"
+            )
         self._runtime.use_in_backward(saved.bucket, saved.frame)
         with torch.no_grad():
             base = saved.bucket.flat.detach()

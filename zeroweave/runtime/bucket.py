@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from zeroweave._torch import place_key, storage_key, storage_use_count, version
 from zeroweave.comm.transport import Pending, Transport
@@ -65,6 +66,8 @@ class Bucket:
         )
         self.storage.resize_(0)
         self.holds = 0
+        self.generation = 0
+        """how often the values of the shard have changed"""
         self._pending: Pending | None = None
         self._versions = [version(p) for p in self.real]
         self._references = storage_use_count(self.storage)
@@ -124,19 +127,35 @@ class Bucket:
         return True
 
     def check_unchanged(self) -> None:
-        """Raises if a parameter was written in place: the next gather would lose the write."""
+        """Raises if a parameter was written in place (the next gather would lose it), frozen or unfrozen."""
         versions = [version(p) for p in self.real]
         if versions != self._versions:
             names = [s.name for s, a, b in zip(self.layout.slots, versions, self._versions, strict=True) if a != b]
-            self.accept_writes()
+            self._accept_writes()
             raise ParameterError(
                 f"{', '.join(map(repr, names))} written in place during a call: the write would be lost with "
                 "the next gather; write parameters inside `with engine.full_parameters():`"
             )
 
-    def accept_writes(self) -> None:
-        """Takes the parameters' present versions as unchanged (their values have been stored)."""
+        trained = self.layout.requires_grad
+        if any(p.requires_grad != trained for p in self.real):
+            names = [s.name for s, p in zip(self.layout.slots, self.real, strict=True) if p.requires_grad != trained]
+            for p in self.real:
+                p.requires_grad_(trained)
+            raise ParameterError(
+                f"requires_grad of {', '.join(map(repr, names))} changed during a call: what is trained is decided "
+                "when the engine is made; freeze or unfreeze before zeroweave.initialize"
+            )
+
+    def _accept_writes(self) -> None:
         self._versions = [version(p) for p in self.real]
+
+    def renew(self) -> None:
+        """The shard has new values: whatever was saved for a backward before is out of date."""
+        for parameter in self.real:
+            increment_version(parameter)
+        self.generation += 1
+        self._accept_writes()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The slots of a tensor [numel] that is laid out like this bucket's flat."""

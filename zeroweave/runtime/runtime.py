@@ -196,6 +196,8 @@ class Runtime:
             self._saved.clear()
         self._in_use.subtract(frame.uses)
         frame.replay.left(frame.call)
+        for bucket in frame.uses:
+            self.buckets[bucket].check_unchanged()
 
     def _leave_reads(self, reads: list[Frame]) -> None:
         while reads:
