@@ -62,7 +62,7 @@ class Engine:
         self.rank, self.world = parts.control.rank, parts.control.world
         self.lr_scheduler = lr_scheduler
         self.global_steps = self.micro_steps = self.skipped_steps = 0
-        self._alarm = Alarm(parts.control, lambda: (self.global_steps, parts.ledger.count))
+        self._alarm = Alarm(parts.control, lambda: (self.global_steps, parts.ledger.count), trail=parts.ledger)
         self._guard = Guard(self._alarm, lambda: self.global_steps)
         self._applied = self._warned = self._holding = False
         self._backwards = self._window_steps = 0

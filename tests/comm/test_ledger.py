@@ -78,3 +78,16 @@ def test_the_order_is_in_the_hash() -> None:
         first.record("all_gather", bucket, "float32", 1024)
         second.record("all_gather", 1 - bucket, "float32", 1024)
     assert first.count == second.count and first.hash != second.hash
+
+
+def test_the_trail_tells_the_hash_after_each_collective() -> None:
+    ledger, other = Ledger(2, 0), Ledger(2, 1)
+    for bucket in (0, 1, 2):
+        ledger.record("all_gather", bucket, "float32", 64)
+    for bucket in (0, 2):
+        other.record("all_gather", bucket, "float32", 64)
+    assert ledger.mark == (3, ledger.hash)
+    assert ledger.hash_at(0) == other.hash_at(0)
+    assert ledger.hash_at(1) == other.hash_at(1)
+    assert ledger.hash_at(2) != other.hash_at(2)
+    assert ledger.hash_at(4) is None and ledger.hash_at(-1) is None

@@ -31,6 +31,7 @@ from zeroweave.comm.watcher import (
     GRACE_SECONDS,
     Failure,
     Line,
+    Trail,
     Watcher,
     describe,
     end_process,
@@ -48,8 +49,10 @@ class Alarm:
 
     `progress()` -> (step, count): the step this rank is in and the collectives it has issued since the
     beginning. The watcher's thread calls it, so it must be cheap and must not raise. `end(reason)` ends the
-    process. `fatal` says what happened once a failure was not shared by all ranks: no call of the engine can
-    succeed then. In a world of 1 there is no thread and no board, and all ranks share every failure.
+    process. `trail` is the ledger: ranks compare what they issued even while they wait for each other in
+    collectives that do not belong together. `fatal` says what happened once a failure was not shared by all
+    ranks: no call of the engine can succeed then. In a world of 1 there is no thread and no board, and all
+    ranks share every failure.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Alarm:
         control: Control,
         progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
         end: Callable[[str], None] = end_process,
+        trail: Trail | None = None,
     ) -> None:
         self.rank, self.world = control.rank, control.world
         self.fatal: str | None = None
@@ -68,7 +72,7 @@ class Alarm:
             return
         self._line = Line(control.board.connect())
         self._line.post()
-        self._watcher = Watcher(self._line, progress, end)
+        self._watcher = Watcher(self._line, progress, end, trail)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._watcher.run, args=(self._stop,), name="zeroweave alarm", daemon=True

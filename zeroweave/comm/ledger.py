@@ -8,10 +8,13 @@ numbers without an error.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import xxhash
 
+_REMEMBERED = 4096
+"""Collectives whose hashes are kept, for comparison with ranks that are a little behind."""
 _TRIPS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
 """How often a kind sends the flat around; an all-reduce is a reduce-scatter and an all-gather."""
 
@@ -44,6 +47,7 @@ class Ledger:
         self._at_begin: dict[str, Traffic] = {}
         self._count = 0
         self._hash = xxhash.xxh3_64()
+        self._marks: deque[tuple[int, int]] = deque([(0, self._hash.intdigest())], maxlen=_REMEMBERED)
 
     def record(self, kind: str, bucket: int, dtype: str, payload: int, group: str = "world") -> None:
         """Notes one collective when it is issued.
@@ -55,6 +59,7 @@ class Ledger:
         self._totals[kind] = self._totals.get(kind, Traffic()) + Traffic(1, payload, wire)
         self._count += 1
         self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
+        self._marks.append((self._count, self._hash.intdigest()))
 
     @property
     def count(self) -> int:
@@ -65,6 +70,17 @@ class Ledger:
     def hash(self) -> int:
         """A 64-bit hash of all collectives issued, in order."""
         return int(self._hash.intdigest())
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Count and hash that belong together. Read by the alarm's thread, too."""
+        return self._marks[-1]
+
+    def hash_at(self, count: int) -> int | None:
+        """The hash after the first `count` collectives; None where it is too long ago or not yet."""
+        last, _ = marks[-1] if (marks := tuple(self._marks)) else (0, 0)
+        index = count - last - 1
+        return marks[index][1] if -len(marks) <= index < 0 else None
 
     def totals(self) -> dict[str, Traffic]:
         """Traffic per kind since the ledger was made; only the kinds that occurred."""

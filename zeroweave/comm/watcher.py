@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from zeroweave.comm.board import Board
 
@@ -54,12 +54,15 @@ class Failure:
 class Status:
     """A rank's line on the board.
 
+    `issued`, `trail`: how many collectives it had issued when it last showed that it lives, and their hash.
     `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number
     since the beginning; once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
     there. `parted`: it knows that rank 0 has left.
     """
 
     beat: int = 0
+    issued: int = 0
+    trail: int | None = None
     step: int = -1
     count: int = 0
     left: str = ""
@@ -95,11 +98,26 @@ class Line:
         return failure is not None and failure.epoch == self.epoch
 
 
+class Trail(Protocol):
+    """What this rank's ledger remembers; see `Ledger`."""
+
+    @property
+    def mark(self) -> tuple[int, int]: ...
+    def hash_at(self, count: int) -> int | None: ...
+
+
 class Watcher:
     """Looks at the board until told to stop, and calls `end(reason)`, once, when this process must end."""
 
-    def __init__(self, line: Line, progress: Callable[[], tuple[int, int]], end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        line: Line,
+        progress: Callable[[], tuple[int, int]],
+        end: Callable[[str], None],
+        trail: Trail | None = None,
+    ) -> None:
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
+        self._trail = trail
         self._statuses: list[Status] = []
         self._rung = -1
         self._looked = float("-inf")
@@ -150,6 +168,10 @@ class Watcher:
         finished = self._line.status.step  # read after the progress: an agreement may have been reached between
         for rank, status in self._others():
             here = f"this rank has issued {count} and is in step {step}"
+            if self._trail is not None and status.trail is not None:
+                ours = self._trail.hash_at(status.issued)
+                if ours is not None and ours != status.trail:
+                    return f"it and rank {rank} issued different collectives among their first {status.issued}; {here}"
             if status.left and count > status.count:
                 return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
             if status.step > finished and count > status.count:
@@ -167,7 +189,8 @@ class Watcher:
         rung, timed = self._board.rung(), now - self._looked >= LOOK_SECONDS
         if timed:
             self._looked = now
-            self._line.post(beat=self._line.status.beat + 1)
+            issued, trail = (0, None) if self._trail is None else self._trail.mark
+            self._line.post(beat=self._line.status.beat + 1, issued=issued, trail=trail)
         if timed or rung != self._rung:
             self._rung = rung
             self._statuses = read(self._board)
