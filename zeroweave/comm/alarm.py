@@ -102,7 +102,7 @@ class Alarm:
                 if rank != self.rank and theirs is not None and theirs.epoch == mine.epoch:
                     known.append(tell(rank, theirs))
         except ConnectionError as lost:
-            alike, known = False, [str(lost)]
+            alike, known = False, [*self._watcher.heard(), str(lost)]
         if alike:
             self._shared = mine.error
             line.epoch += 1

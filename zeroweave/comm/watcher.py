@@ -160,6 +160,11 @@ class Watcher:
                 return tell(rank, failure)
         return None
 
+    def heard(self) -> list[str]:
+        """What the other ranks had told of failures when the board was last read."""
+        failures = [(rank, status.failure) for rank, status in self._others()]
+        return [tell(rank, f) for rank, f in failures if f is not None and f.epoch == self._line.epoch]
+
     def find(self, now: float) -> str | None:
         """What this rank can tell by itself that must end its process, or None."""
         if self._line.failing:
