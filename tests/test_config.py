@@ -34,7 +34,6 @@ def test_defaults() -> None:
         "prefetch": 1,
         "dynamic": None,
     }
-    assert config.transport.kind == "auto"
     assert Config.load(None) == Config.load({}) == config
 
 
@@ -54,7 +53,6 @@ EVERYTHING: dict[str, Any] = {
         "prefetch": 0,
         "dynamic": False,
     },
-    "transport": {"kind": "process_group"},
 }
 
 TOML = """
@@ -66,7 +64,6 @@ deadline_seconds = 30.0
 precision = { params = "bfloat16", reduce = "float32", accumulate = "bfloat16" }
 bucket = { bytes = 1_048_576, by_block = false }
 reduce = { depth = 1, op = "presum" }
-transport.kind = "process_group"
 
 [compile]
 enabled = true
@@ -158,10 +155,6 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
         (
             {"compile": {"regions": ["head", 1]}},
             "compile.regions must be 'auto' or a list of module-name patterns, not ['head', 1]",
-        ),
-        (
-            {"transport": {"kind": "copy_engine"}},
-            "transport.kind must be 'auto' or 'process_group', not 'copy_engine'",
         ),
     ],
 )

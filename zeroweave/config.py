@@ -83,15 +83,6 @@ class CompileConfig(BaseModel):
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
 
 
-class TransportConfig(BaseModel):
-    """What carries the collectives."""
-
-    model_config = _STRICT
-
-    kind: Literal["auto", "process_group"] = "auto"
-    """"process_group": the process group's own backend (NCCL, gloo); "auto" chooses by device."""
-
-
 class Config(BaseModel):
     """All settings of one engine. Immutable; `Config(stage=2)` and `Config.load(...)` raise ConfigError."""
 
@@ -116,7 +107,6 @@ class Config(BaseModel):
     bucket: BucketConfig = BucketConfig()
     reduce: ReduceConfig = ReduceConfig()
     compile: CompileConfig = CompileConfig()
-    transport: TransportConfig = TransportConfig()
 
     def __init__(self, /, **values: Any) -> None:
         try:
