@@ -424,3 +424,12 @@ def is_operator(target: Any) -> bool:
 def operator_schema(target: Any) -> Any:
     """The schema of an ATen operator in a graph, None for anything else. Why: its class has no public name."""
     return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs now wants the gradient of a leaf that is part of its graph.
+
+    Why: `torch.autograd.grad` and `backward(inputs=...)` run compiled backwards for other gradients only.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return bool(torch._C._will_engine_execute_node(node))

@@ -154,7 +154,10 @@ class Engine:
         """The backward of `loss`, divided by the accumulation count unless `scale_wrt_gas` is false."""
         self._scaled = True
         with self._guard("backward"):
-            (self.scale(loss) if scale_wrt_gas else loss).backward(retain_graph=retain_graph)
+            loss = self.scale(loss) if scale_wrt_gas else loss
+            if loss.requires_grad:  # a loss that reaches no parameter on this rank is a backward all the same
+                loss.register_hook(lambda _: self._runtime.note_backward())
+            loss.backward(retain_graph=retain_graph)
 
     def _reduces(self) -> bool:
         return self._sync and (self.config.stage > 1 or self.is_gradient_accumulation_boundary())
@@ -197,13 +200,14 @@ class Engine:
         with self._guard("step"):
             if self._parts.optimizer is None:
                 raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
+            self._refuse_open("step()")
             if self._backwards == 0:
                 raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
             boundary = self.is_gradient_accumulation_boundary()
-            self._applied = boundary
-            self._backwards = 0
+            self._applied, self._backwards = False, 0
             if boundary:
                 self._apply(self._parts.optimizer)
+                self._applied = True
             self.micro_steps += 1
             self._window_steps = 0 if boundary else self._window_steps + 1
 
@@ -305,11 +309,14 @@ class Engine:
         with self._guard("full_parameters"):
             if self._runtime.in_session or self._runtime.in_backward:
                 raise EngineError("full_parameters() inside a forward or backward: enter it between them")
+            self._refuse_open("full_parameters()")
             self._release_all()
             self._hold_all()
+        self._runtime.writable = True
         try:
             yield self._shown.views
         finally:
+            self._runtime.writable = False
             state.store(self._runtime)
             self._release_all()
             if self.config.gather_after_step:
@@ -321,6 +328,7 @@ class Engine:
         Parameters come from the float32 masters. `{}` on the other ranks. Collective.
         """
         with self._guard("state_dict"):
+            self._refuse_open("state_dict()")
             return state.state_dict(self.module, self._runtime, self._parts)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -329,7 +337,15 @@ class Engine:
         Collective; the other ranks' argument is ignored.
         """
         with self._guard("load_state_dict"):
+            self._refuse_open("load_state_dict()")
+            if self._parts.status.gradients_pending:
+                raise EngineError("load_state_dict() while gradients wait: call it after step() or zero_grad()")
+            held = self._holding
+            self._release_all()
+            self._abort()  # nothing stays gathered with the old values
             state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
+            if held:
+                self._hold_all()
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The reduced gradients that `step()` would use, full, float32, on the CPU of every rank.
@@ -349,10 +365,9 @@ class Engine:
             return
         with self._guard("destroy", clean=False):
             self._abort()
+            self._refuse_open("destroy()")
             self._release_all()
-            state.gather(self._runtime)
-            values = state.full_values(self._runtime)
-            state.release(self._runtime)
+            values = state.full_values(self._runtime, self._parts.original_dtypes)
         self._calls.remove()
         self._parts.places.restore(values.__getitem__)
         if self._parts.optimizer is not None:
@@ -373,9 +388,9 @@ class Engine:
     @contextmanager
     def _session(self) -> Iterator[None]:
         """The outermost forward: real parameters in the modules, handles for what eager code saves."""
-        self._runtime.begin_session()
         self._shown.show()
         try:
+            self._runtime.begin_session()
             # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
             with nullcontext() if recomputing() else SavedTensors(self._runtime):
                 yield
@@ -386,10 +401,16 @@ class Engine:
         finally:
             self._shown.hide()
 
+    def _refuse_open(self, what: str) -> None:
+        if self._runtime.writable:
+            raise EngineError(
+                f"{what} inside `with engine.full_parameters():`: leave it first, so that writes are kept"
+            )
+
     def _hold_all(self) -> None:
         """Everything gathered and readable for the user, until `_release_all`."""
         state.gather(self._runtime)
-        self._shown.open()
+        self._shown.open(self._runtime.deliver_eager)
         self._parts.status.full = self._holding = True
 
     def _release_all(self) -> None:

@@ -50,6 +50,8 @@ def initialize(
     that is refused; nothing has been changed then.
     """
     settings = Config.load(config)
+    if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
     check(model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()))
@@ -64,6 +66,8 @@ def initialize(
         return _assemble(model, optimizer, settings, lr_scheduler, group, control, started)
     except BaseException:
         control.close()
+        if started:
+            dist.destroy_process_group()
         raise
 
 

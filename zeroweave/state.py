@@ -50,15 +50,17 @@ def store(runtime: Runtime) -> None:
         written = bucket.slice(bucket.flat)
         changed = written != bucket.shard.to(bucket.dtype)
         bucket.shard.copy_(torch.where(changed, written.to(bucket.shard.dtype), bucket.shard))
-        bucket.renew()
+        if bucket.written:
+            bucket.renew()
 
 
-def full_values(runtime: Runtime) -> dict[str, torch.Tensor]:
-    """Copies of all gathered parameters, in the dtype of the computation, on the device."""
+@torch.no_grad()
+def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """All parameters, full, from the masters, in the given dtypes, on the device."""
     return {
-        slot.name: parameter.detach().clone()
+        slot.name: view.to(dtypes[slot.name], copy=True)
         for bucket in runtime.buckets.values()
-        for slot, parameter in zip(bucket.layout.slots, bucket.real, strict=True)
+        for slot, view in zip(bucket.layout.slots, _gather_like(runtime, bucket, bucket.shard), strict=True)
     }
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroweave.runtime.bucket import Bucket
@@ -64,6 +65,8 @@ class Access:
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._runtime = runtime
         self._bucket: dict[int, Bucket] = {id(p): b for b in runtime.buckets.values() for p in b.real}
+        self.place = {s.name: (b.id, i) for b in runtime.buckets.values() for i, s in enumerate(b.layout.slots)}
+        """parameter's name -> (bucket id, slot index)"""
         self._plain = {m: m._parameters for m in model.modules() if any(p is not None for p in m._parameters.values())}
         self._watched: dict[nn.Module, _Watched] = {}
 
@@ -88,6 +91,17 @@ class Access:
                 module.__dict__["_parameters"] = plain
 
 
+def _hand_over(
+    deliver: Callable[[int, int, torch.Tensor], None], bucket: int, slot: int
+) -> Callable[[torch.Tensor], None]:
+    def hook(view: torch.Tensor) -> None:
+        gradient, view.grad = view.grad, None
+        if gradient is not None:
+            deliver(bucket, slot, gradient)
+
+    return hook
+
+
 class Shown:
     """What the modules show: real, watched parameters while anybody computes; else stubs, or views if open.
 
@@ -105,9 +119,15 @@ class Shown:
         assert self._views is not None
         return self._views
 
-    def open(self) -> None:
-        """Shows views of the gathered parameters to the user until `close`."""
+    def open(self, deliver: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Shows views of the gathered parameters to the user until `close`.
+
+        A term of the loss that reads them has gradients too: `deliver(bucket id, slot, gradient)` gets those.
+        """
         self._views = self._places.show_views()
+        for name, view in self._views.items():
+            if view.requires_grad:
+                view.register_post_accumulate_grad_hook(_hand_over(deliver, *self._access.place[name]))
 
     def close(self) -> None:
         """Shows stubs again. A view that the user has kept becomes a copy of its own, as it is now."""

@@ -64,6 +64,7 @@ class Bucket:
             )
             for slot in layout.slots
         )
+        self._key = storage_key(self.flat)
         self.storage.resize_(0)
         self.holds = 0
         self.generation = 0
@@ -137,6 +138,12 @@ class Bucket:
                 "the next gather; write parameters inside `with engine.full_parameters():`"
             )
 
+        moved = [s.name for s, p in zip(self.layout.slots, self.real, strict=True) if storage_key(p) != self._key]
+        if moved:
+            raise ParameterError(
+                f"the data of {', '.join(map(repr, moved))} was replaced by another tensor during a call; write values "
+                "with `copy_` inside `with engine.full_parameters():`"
+            )
         trained = self.layout.requires_grad
         if any(p.requires_grad != trained for p in self.real):
             names = [s.name for s, p in zip(self.layout.slots, self.real, strict=True) if p.requires_grad != trained]
@@ -149,6 +156,11 @@ class Bucket:
 
     def _accept_writes(self) -> None:
         self._versions = [version(p) for p in self.real]
+
+    @property
+    def written(self) -> bool:
+        """Was a parameter written in place since the last `renew`?"""
+        return [version(p) for p in self.real] != self._versions
 
     def renew(self) -> None:
         """The shard has new values: whatever was saved for a backward before is out of date."""

@@ -130,6 +130,10 @@ class Gradients:
         self.deliver((), ((bucket_id, slot, gradient),))
 
     # ------------------------------------------------------------------ reductions
+    def _accumulates_in(self, bucket: Bucket) -> torch.dtype:
+        """Never narrower than the gradients themselves."""
+        return torch.promote_types(self._accumulate_dtype, bucket.dtype)
+
     @torch.no_grad()
     def fold(self, bucket_id: int) -> None:
         """Adds the parts of a backward that does not reduce to the local sum."""
@@ -138,7 +142,9 @@ class Gradients:
             return
         bucket = account.bucket
         if account.local is None:
-            account.local = torch.zeros(bucket.layout.numel, dtype=self._accumulate_dtype, device=bucket.shard.device)
+            account.local = torch.zeros(
+                bucket.layout.numel, dtype=self._accumulates_in(bucket), device=bucket.shard.device
+            )
         views = bucket.views(account.local)
         for slot, part in account.parts.items():
             views[slot].add_(part)
@@ -179,8 +185,7 @@ class Gradients:
         if account.shard is None:
             account.shard = out
         else:
-            if account.shard.dtype != self._accumulate_dtype:
-                account.shard = account.shard.to(self._accumulate_dtype)
+            account.shard = account.shard.to(self._accumulates_in(account.bucket))
             account.shard.add_(out)
         self.shards_peak = max(self.shards_peak, sum(s.nbytes for s in self.shards()))
 

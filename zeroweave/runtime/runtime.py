@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zeroweave._torch import at_end_of_backward, current_graph_task, place_key
+from zeroweave._torch import accumulates, at_end_of_backward, current_graph_task, place_key
 from zeroweave.comm.transport import ReduceOp, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
@@ -112,8 +112,11 @@ class Runtime:
         self._reducing = False
         self._backward_frames: dict[int, list[Frame]] = {}
         self._session_reads: list[Frame] | None = None
+        self._session: Frame | None = None
         self._backward_reads: list[Frame] = []
         self._saved: Counter[tuple[int, int]] = Counter()
+        self.writable = False
+        """may the user write parameters now? Then nobody minds that they change"""
         self._in_use: Counter[int] = Counter()
         """bucket -> open calls that need its values"""
 
@@ -128,17 +131,18 @@ class Runtime:
 
     @property
     def frame(self) -> Frame | None:
-        """The innermost forward call that is running."""
-        return self._frame
+        """The innermost forward call that is running; between calls, the outermost forward itself."""
+        return self._frame or self._session
 
     def begin_session(self) -> None:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
         self.note_backward()
         self._training = self.in_backward or torch.is_grad_enabled()
         self._session_reads = []
+        self._session = Frame(Call("the model", "forward"), (), self.replay)
 
     def _leave_session(self) -> None:
-        reads, self._session_reads = self._session_reads, None
+        reads, self._session_reads, self._session = self._session_reads, None, None
         self._leave_reads(reads or [])
 
     def end_session(self) -> None:
@@ -196,8 +200,9 @@ class Runtime:
             self._saved.clear()
         self._in_use.subtract(frame.uses)
         frame.replay.left(frame.call)
-        for bucket in frame.uses:
-            self.buckets[bucket].check_unchanged()
+        if not self.writable:
+            for bucket in frame.uses:
+                self.buckets[bucket].check_unchanged()
 
     def _leave_reads(self, reads: list[Frame]) -> None:
         while reads:
@@ -275,8 +280,13 @@ class Runtime:
         self, announced: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int, torch.Tensor | None]]
     ) -> None:
         """Gradients of a compiled backward; see `Gradients.deliver`."""
+        real = {place: self.buckets[place[0]].real[place[1]] for place in announced}
+        # `torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients nobody wants
+        wanted = {place for place, parameter in real.items() if accumulates(parameter)}
+        if not wanted:
+            return
         self.note_backward()
-        self.gradients.deliver(announced, parts)
+        self.gradients.deliver(wanted, [part for part in parts if part[:2] in wanted])
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the eager autograd engine."""
