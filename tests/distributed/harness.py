@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 
 DEADLINE = 90.0
+START = 120.0
+"""Seconds that workers get to import torch and to find each other; a job's deadline counts from there."""
 GRACE = 15.0
 """Seconds that the other ranks get to return once one rank has raised."""
 
@@ -204,6 +206,10 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append(_Worker(rank, process, ours, stderr, stacks))
+        started = self._collect(time.monotonic() + START)
+        if any(outcome.failed for outcome in started):
+            self.kill()
+            raise JobFailed(f"the workers did not start\n{describe(started)}")
 
     def close(self) -> None:
         """Ask the workers to leave in order (process groups destroyed); kill those that do not within ten seconds."""
@@ -238,6 +244,7 @@ def _serve(rank: int, world: int, port: int, jobs: Connection, stderr: str, stac
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(minutes=20))
+    jobs.send({"value": "ready"})
     try:
         while (job := jobs.recv()) is not None:
             jobs.send(_answer(*job))

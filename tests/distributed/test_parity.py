@@ -57,7 +57,7 @@ def marked(case: Case) -> object:
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("case", map(marked, cases.DAILY))
+@pytest.mark.parametrize("case", [marked(case) for case in cases.DAILY])
 def test_equals_the_reference(case: Case, results: Results) -> None:
     check(case, results(case))
 
