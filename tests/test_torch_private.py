@@ -265,3 +265,45 @@ def test_recomputation_is_noticed() -> None:
     for reentrant in (False, True):
         torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=reentrant).sum().backward()
     assert seen == [False, True, False, False]
+
+
+def test_owners_are_counted_but_for_graphs() -> None:
+    p = nn.Parameter(torch.ones(3))
+    base = private.owners(p)
+    graphs = [(p * 2).sum(), (p * 3).sum()]
+    assert private.owners(p) == base, "an AccumulateGrad node alone"
+    kept = [p]
+    assert private.owners(p) == base + 1
+    graphs[0].backward()
+    assert private.owners(p) == base + 1
+    graphs.clear()
+    assert private.owners(p) == base + 1
+    kept.clear()
+    saved = p.pow(2).sum()
+    assert private.owners(p) > base, "C++ alone"
+    del saved
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        saved = p.pow(2).sum()
+    assert private.owners(p) > base
+    del saved
+    alive = weakref.ref(p)
+    assert private.owners(p) == base, "a weak one"
+    del alive
+
+
+def test_graphs_and_hooks_stay_with_the_content_that_is_exchanged() -> None:
+    ran = []
+    p, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+    vars(other)["mark"] = 1
+    p.register_post_accumulate_grad_hook(lambda t: ran.append("first"))
+    saves, saves_nothing = p.pow(2).sum(), (p * 3).sum()
+    private.exchange(p, other)
+    assert vars(p) == {"mark": 1} and not vars(other)
+    assert p.sum() == 0 and other.sum() == 3
+    other.register_post_accumulate_grad_hook(lambda t: ran.append("second"))
+    (saves + saves_nothing + p.sum()).backward()
+    assert ran == ["first", "second"], "one that is added later is added"
+    assert p.grad is not None and other.grad is not None
+    assert p.grad.tolist() == [1.0] * 3 and other.grad.tolist() == [5.0] * 3
+    del saves, saves_nothing
+    assert private.owners(p) == private.owners(other)

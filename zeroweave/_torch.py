@@ -9,6 +9,7 @@ other module touches a name that starts with an underscore or lives under `torch
 from __future__ import annotations
 
 import importlib.util
+import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -427,9 +428,39 @@ def operator_schema(target: Any) -> Any:
 
 
 def accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs now wants the gradient of a leaf that is part of its graph.
+    """Whether the backward that runs now adds to the `.grad` of this leaf.
 
-    Why: `torch.autograd.grad` and `backward(inputs=...)` run compiled backwards for other gradients only.
+    Why: `torch.autograd.grad` and `backward(inputs=...)` run backwards for other gradients only.
     """
     node = torch.autograd.graph.get_gradient_edge(parameter).node
-    return bool(torch._C._will_engine_execute_node(node))
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns instead
+        return False
+
+
+def owners(tensor: torch.Tensor) -> int:
+    """How many references to a tensor there are, in Python and in C++, without those of its AccumulateGrad node.
+
+    To be compared with a count that the same code took earlier. Why: the storage of a parameter that somebody keeps
+    must not be freed. While C++ owns a tensor beside its Python object, PyTorch holds one more reference to that
+    object; the node, which lives as long as any graph that the parameter is part of, reads no values.
+    """
+    cpp = use_count(tensor)
+    return sys.getrefcount(tensor) + (cpp - 3 if cpp > 1 else 0)
+
+
+def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges the content of two tensor objects; graphs stay with the content. RuntimeError if it is weakly owned.
+
+    Why: `torch.utils.swap_tensors`, which does the same, refuses or poisons what is part of a live graph, so that
+    the graph is not changed unawares; here it is to go on with the old content.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    with without_torch_function():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # else a later hook would replace the earlier
+            mine, theirs = getattr(tensor, name), getattr(other, name)
+            setattr(tensor, name, theirs)
+            setattr(other, name, mine)

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from zeroweave._torch import map_tensors
 from zeroweave.compile import Templates, call_modules, find_regions, region_key
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
-from zeroweave.eager.hooks import GradientHooks, ModuleCall, own_outputs
+from zeroweave.eager.hooks import ModuleCall, hook_gradients, own_outputs
 from zeroweave.runtime.runtime import Runtime
 
 
@@ -28,6 +30,7 @@ class Calls:
         session: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._model, self._runtime = model, runtime
+        self._dtype = None if config.precision.params is None else getattr(torch, config.precision.params)
         self.access = Access(model, runtime)
         self.eager_regions: dict[str, str] = {}
         self._compiling = False
@@ -53,7 +56,7 @@ class Calls:
                 self._compile(made, self.templates, config.compile.dynamic)
         for made in self._calls:
             made.install()
-        self._hooks = GradientHooks(runtime)
+        hook_gradients(runtime)
 
     def _compile(self, call: ModuleCall, templates: Templates, dynamic: bool | None) -> None:
         key = region_key(call.module)
@@ -84,7 +87,14 @@ class Calls:
         """`outputs` without views of parameters; see `eager.hooks.own_outputs`."""
         return own_outputs(outputs, self._runtime)
 
-    def without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the model is called with: floating tensors in `precision.params`, and no key-value cache unasked."""
+        dtype = self._dtype
+        if dtype is not None:
+            args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        return args, self._without_cache(kwargs)
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` with `use_cache=False` for a transformers model that would make a key-value cache.
 
         With a cache every layer reads its own index, and none shares its template with another. Whoever
@@ -102,13 +112,12 @@ class Calls:
             warnings.warn(
                 "the model's config asks for a key-value cache (use_cache=True), with which every layer would be "
                 "compiled anew: the engine passes use_cache=False; pass use_cache=True in the call to keep it",
-                stacklevel=4,
+                stacklevel=5,
             )
         return {**kwargs, "use_cache": False}
 
     def remove(self) -> None:
-        """The modules call themselves again; gradients stay where autograd puts them."""
-        self._hooks.remove()
+        """The modules call themselves again."""
         for call in self._calls:
             call.remove()
         if self.templates is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,47 +12,27 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroweave import state
-from zeroweave._torch import map_tensors, recomputing
+from zeroweave._torch import recomputing
 from zeroweave.calls import Calls
 from zeroweave.comm.alarm import Alarm
-from zeroweave.comm.control import Agreement, Control
-from zeroweave.comm.ledger import Ledger
-from zeroweave.config import Config
+from zeroweave.comm.control import Agreement
 from zeroweave.eager.access import Shown
 from zeroweave.eager.handles import SavedTensors
 from zeroweave.errors import EngineError
-from zeroweave.guard import Guard
+from zeroweave.guard import Guard, Progress
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
+from zeroweave.optim.clip import clip_coefficient, local_square_norm, scale_, total_norm
 from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.runtime.rest import Places
-from zeroweave.runtime.runtime import Runtime
-from zeroweave.runtime.stub import Status
-from zeroweave.schedule import BucketFacts, Facts, Instruction, Schedule, compile_schedule
+from zeroweave.schedule import Instruction, Schedule, compile_schedule
+from zeroweave.state import Opened, Parts
 from zeroweave.stats import Stats
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What an engine is assembled from; see `initialize`."""
-
-    model: nn.Module
-    config: Config
-    runtime: Runtime
-    ledger: Ledger
-    control: Control
-    places: Places
-    status: Status
-    optimizer: ShardedOptimizer | None
-    original_dtypes: Mapping[str, torch.dtype]
-    device: torch.device
-    owns_process_group: bool
 
 
 class Engine:
     """Trains one model, sharded over the ranks of a process group. Made by `zeroweave.initialize`.
 
-    Every method that computes or communicates is collective: all ranks call it in the same order.
+    Every method that computes or communicates is collective: all ranks call it in the same order. An engine that is
+    dropped without `destroy` is garbage together with its model.
     """
 
     def __init__(self, parts: Parts, lr_scheduler: Any = None) -> None:
@@ -61,32 +40,26 @@ class Engine:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
         self.rank, self.world = parts.control.rank, parts.control.world
         self.lr_scheduler = lr_scheduler
-        self.global_steps = self.micro_steps = self.skipped_steps = 0
-        self._alarm = Alarm(parts.control, lambda: (self.global_steps, parts.ledger.count), trail=parts.ledger)
-        self._guard = Guard(self._alarm, lambda: self.global_steps)
-        self._applied = self._warned = self._holding = False
+        self.micro_steps = self.skipped_steps = 0
+        self._progress = Progress(parts.ledger)
+        self._alarm = Alarm(parts.control, self._progress, trail=parts.ledger)
+        self._guard = Guard(self._alarm, self._progress)
+        self._applied = self._warned = False
         self._backwards = self._window_steps = 0
         self._sync = True
         self._boundary: bool | None = None
         self._scaled = False
         self._norm: torch.Tensor | None = None
         self._executed: tuple[Instruction, ...] = ()
-        self._facts = Facts(
-            tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in self.buckets),
-            keep=parts.runtime.policy.keep,
-            depth=self.config.reduce.depth,
-            prefetch=self.config.compile.prefetch,
-            update_by_bucket=parts.optimizer is not None
-            and parts.optimizer.by_bucket
-            and self.config.gradient_clipping is None,
-        )
         self._calls = Calls(parts.model, parts.runtime, parts.config, self._session)
         self._shown = Shown(parts.places, self._calls.access)
+        self._opened = Opened(parts.runtime, self._shown, parts.status)
+        self._runtime.trains = parts.optimizer is not None
         self._runtime.reduces = self._reduces
-        self._runtime.backward_began = self._shown.show
+        self._runtime.backward_began = self._backward_began
         self._runtime.backward_ended = self._backward_ended
         if self.config.gather_after_step:
-            self._hold_all()
+            self._opened.open()
         self._traffic = parts.ledger.step()
         parts.ledger.begin_step()
 
@@ -95,6 +68,11 @@ class Engine:
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The user's optimizer."""
         return None if self._parts.optimizer is None else self._parts.optimizer.optimizer
+
+    @property
+    def global_steps(self) -> int:
+        """Optimizer steps so far."""
+        return self._progress.step
 
     @property
     def buckets(self) -> tuple[BucketLayout, ...]:
@@ -119,10 +97,7 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
         with self._guard("forward"):
-            dtype = self.config.precision.params
-            if dtype is not None:
-                args, kwargs = map_tensors(_cast_to(getattr(torch, dtype)), (args, kwargs))
-            kwargs = self._calls.without_cache(kwargs)
+            args, kwargs = self._calls.inputs(args, kwargs)
             with self._session(), self._calls.compiling():
                 return self._calls.own_outputs(self.module(*args, **kwargs))
 
@@ -136,10 +111,11 @@ class Engine:
             output = self(**batch)
         else:
             output = self(*batch) if isinstance(batch, tuple | list) else self(batch)
-        if loss_fn is not None:
-            loss = loss_fn(output, batch)
-        else:
-            loss = output if isinstance(output, torch.Tensor) else output.loss
+        with self._guard("loss_fn"):
+            if loss_fn is not None:
+                loss = loss_fn(output, batch)
+            else:
+                loss = output if isinstance(output, torch.Tensor) else output.loss
         self.backward(loss)
         self.step()
         return loss.detach()
@@ -156,16 +132,24 @@ class Engine:
         with self._guard("backward"):
             loss = self.scale(loss) if scale_wrt_gas else loss
             if loss.requires_grad:  # a loss that reaches no parameter on this rank is a backward all the same
-                loss.register_hook(lambda _: self._runtime.note_backward())
+                loss.register_hook(lambda _: self._runtime.note_backward(trains=True))
             loss.backward(retain_graph=retain_graph)
 
     def _reduces(self) -> bool:
         return self._sync and (self.config.stage > 1 or self.is_gradient_accumulation_boundary())
 
-    def _backward_ended(self) -> None:
+    def _backward_began(self) -> None:
+        if self._guard.destroyed:
+            self._runtime.abort()
+            raise EngineError("a backward of a loss that was made before engine.destroy(): call it before")
+        self._shown.show()
+
+    def _backward_ended(self, trained: bool) -> None:
+        self._shown.hide()
+        if not trained:
+            return
         self._backwards += 1
         self._parts.status.gradients_pending = True
-        self._shown.hide()
         if self.config.gradient_accumulation_steps > 1 and not (self._scaled or self._warned):
             self._warned = True
             warnings.warn(
@@ -216,19 +200,14 @@ class Engine:
         runtime.note_backward()  # an unfinished backward is an error
         runtime.reduce_rest()
         followed = replay.arrive()
-        self._release_all()
+        self._opened.close()
         replay.refuse_views()
-        candidate = replay.schedule if followed else compile_schedule(tuple(replay.record), self._facts)
+        candidate = replay.schedule if followed else compile_schedule(tuple(replay.record), self._parts.facts)
         assert candidate is not None
-        self._alarm.post_counts(self.global_steps, self._parts.ledger.count)
+        step, count = self._progress()
+        self._alarm.post_counts(step, count)
         decision = self._parts.control.agree(
-            Agreement(
-                self.global_steps,
-                self._parts.ledger.count,
-                self._parts.ledger.hash,
-                gradients.had_gradient(),
-                candidate.fingerprint,
-            )
+            Agreement(step, count, self._parts.ledger.hash, gradients.had_gradient(), candidate.fingerprint)
         )
         absent = gradients.absent(decision.had_gradient)
         if self.config.gradient_clipping is not None:
@@ -255,11 +234,11 @@ class Engine:
         runtime.next_window(candidate if decision.adopt else None)
         runtime.release_kept()
         self._parts.status.gradients_pending = False
-        self.global_steps += 1
+        self._progress.step += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self.config.gather_after_step:
-            self._hold_all()
+            self._opened.open()
         self._traffic = self._parts.ledger.step()
         self._parts.ledger.begin_step()
 
@@ -277,15 +256,14 @@ class Engine:
 
         To be called between the boundary's backward and `step()`. Collective.
         """
-        gradients = self._runtime.gradients
-        self._runtime.reduce_rest()
-        gradients.settle_all()
-        shards = gradients.shards()
-        self._norm = total_norm(local_square_norm(shards), self._runtime.transport.all_reduce_sum)
-        coefficient = clip_coefficient(self._norm, max_norm)
-        for shard in shards:
-            shard.mul_(coefficient)
-        return self._norm
+        with self._guard("clip_grad_norm_"):
+            gradients = self._runtime.gradients
+            self._runtime.reduce_rest()
+            gradients.settle_all()
+            shards = gradients.shards()
+            self._norm = total_norm(local_square_norm(shards, self.device), self._runtime.transport.all_reduce_sum)
+            scale_(shards, clip_coefficient(self._norm, max_norm))
+            return self._norm
 
     def get_global_grad_norm(self) -> float | None:
         """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
@@ -310,17 +288,17 @@ class Engine:
             if self._runtime.in_session or self._runtime.in_backward:
                 raise EngineError("full_parameters() inside a forward or backward: enter it between them")
             self._refuse_open("full_parameters()")
-            self._release_all()
-            self._hold_all()
+            self._opened.close()
+            self._opened.open()
         self._runtime.writable = True
         try:
             yield self._shown.views
         finally:
             self._runtime.writable = False
             state.store(self._runtime)
-            self._release_all()
+            self._opened.close()
             if self.config.gather_after_step:
-                self._hold_all()
+                self._opened.open()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and persistent buffers, full, on the CPU of rank 0, in the model's original dtypes.
@@ -340,12 +318,12 @@ class Engine:
             self._refuse_open("load_state_dict()")
             if self._parts.status.gradients_pending:
                 raise EngineError("load_state_dict() while gradients wait: call it after step() or zero_grad()")
-            held = self._holding
-            self._release_all()
+            was_open = self._opened.is_open
+            self._opened.close()
             self._abort()  # nothing stays gathered with the old values
             state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
-            if held:
-                self._hold_all()
+            if was_open:
+                self._opened.open()
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The reduced gradients that `step()` would use, full, float32, on the CPU of every rank.
@@ -364,9 +342,9 @@ class Engine:
         if self._guard.destroyed:
             return
         with self._guard("destroy", clean=False):
-            self._abort()
             self._refuse_open("destroy()")
-            self._release_all()
+            self._abort()
+            self._opened.close()
             values = state.full_values(self._runtime, self._parts.original_dtypes)
         self._calls.remove()
         self._parts.places.restore(values.__getitem__)
@@ -407,18 +385,6 @@ class Engine:
                 f"{what} inside `with engine.full_parameters():`: leave it first, so that writes are kept"
             )
 
-    def _hold_all(self) -> None:
-        """Everything gathered and readable for the user, until `_release_all`."""
-        state.gather(self._runtime)
-        self._shown.open(self._runtime.deliver_eager)
-        self._parts.status.full = self._holding = True
-
-    def _release_all(self) -> None:
-        if self._holding:
-            self._parts.status.full = self._holding = False
-            self._shown.close()
-            state.release(self._runtime)
-
     def _abort(self) -> None:
         """Forgets the open window and what an exception left behind."""
         schedule = self._runtime.replay.schedule
@@ -428,7 +394,3 @@ class Engine:
         self._parts.status.gradients_pending = False
         self._backwards = self._window_steps = 0
         self._guard.dirty = self._scaled = False
-
-
-def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from zeroweave.comm.alarm import Alarm
+from zeroweave.comm.ledger import Ledger
 from zeroweave.errors import EngineError, RankFailure
+
+
+@dataclass
+class Progress:
+    """How far an engine is: optimizer steps, and collectives issued.
+
+    The alarm's thread asks for it, and would keep an engine alive if it had to ask that.
+    """
+
+    ledger: Ledger
+    step: int = 0
+
+    def __call__(self) -> tuple[int, int]:
+        return self.step, self.ledger.count
 
 
 class Guard:
@@ -17,9 +33,9 @@ class Guard:
     EngineError is a misuse that was refused before anything happened, and leaves the engine as it is.
     """
 
-    def __init__(self, alarm: Alarm, step: Callable[[], int]) -> None:
+    def __init__(self, alarm: Alarm, progress: Progress) -> None:
         self.dirty = self.destroyed = False
-        self._alarm, self._step = alarm, step
+        self._alarm, self._progress = alarm, progress
         self._active = False
 
     @contextmanager
@@ -39,7 +55,7 @@ class Guard:
             yield
         except BaseException as error:
             self.dirty = self.dirty or not isinstance(error, EngineError)
-            if not self._alarm.failed(place, self._step(), error):
+            if not self._alarm.failed(place, self._progress.step, error):
                 error.add_note(f"Not all ranks failed alike, so the others are ended: {self._alarm.fatal}")
             raise
         finally:

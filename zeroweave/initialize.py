@@ -16,7 +16,7 @@ from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import make_transport
 from zeroweave.compile.regions import find_blocks
 from zeroweave.config import Config
-from zeroweave.engine import Engine, Parts
+from zeroweave.engine import Engine
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.admit import check_optimizer
@@ -25,7 +25,8 @@ from zeroweave.runtime.admit import check
 from zeroweave.runtime.rest import rest
 from zeroweave.runtime.runtime import Policy, Runtime
 from zeroweave.runtime.stub import Status
-from zeroweave.state import share
+from zeroweave.schedule import BucketFacts, Facts
+from zeroweave.state import Parts, share
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -124,19 +125,21 @@ def _specs(model: nn.Module, parameters: Mapping[str, _Parameter]) -> list[Param
     ]
 
 
-def _agree_on_model(control: Control, specs: list[ParameterSpec], settings: Config) -> None:
-    mine = (specs, settings.model_dump())
+def _agree_on_model(control: Control, model: nn.Module, specs: list[ParameterSpec], settings: Config) -> None:
+    buffers = [f"buffer {name!r} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    mine = (specs, buffers, settings.model_dump())
     for rank, theirs in enumerate(control.all_gather_object(mine)):
-        for a, b in zip(specs, theirs[0], strict=False):
-            if a != b:
-                raise EngineError(f"ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}")
-        if len(specs) != len(theirs[0]):
-            raise EngineError(
-                f"ranks built different models: {len(specs)} parameters on rank {control.rank}, "
-                f"{len(theirs[0])} on rank {rank}"
-            )
-        if mine[1] != theirs[1]:
-            differing = sorted(key for key in mine[1] if mine[1][key] != theirs[1][key])
+        for kind, ours, others in (("parameters", specs, theirs[0]), ("buffers", buffers, theirs[1])):
+            for a, b in zip(ours, others, strict=False):
+                if a != b:
+                    raise EngineError(f"ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}")
+            if len(ours) != len(others):
+                raise EngineError(
+                    f"ranks built different models: {len(ours)} {kind} on rank {control.rank}, "
+                    f"{len(others)} on rank {rank}"
+                )
+        if mine[2] != theirs[2]:
+            differing = sorted(key for key in mine[2] if mine[2][key] != theirs[2][key])
             raise EngineError(f"the config differs between ranks {control.rank} and {rank}: {', '.join(differing)}")
 
 
@@ -176,6 +179,19 @@ def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
     )
 
 
+def _facts(
+    settings: Config, layouts: Iterable[BucketLayout], policy: Policy, optimizer: ShardedOptimizer | None
+) -> Facts:
+    by_bucket = optimizer is not None and optimizer.by_bucket and settings.gradient_clipping is None
+    return Facts(
+        tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
+        keep=policy.keep,
+        depth=policy.depth,
+        prefetch=policy.prefetch,
+        update_by_bucket=by_bucket,
+    )
+
+
 def _assemble(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -188,7 +204,7 @@ def _assemble(
     device = _device(group)
     parameters = _parameters(model, settings)
     specs = _specs(model, parameters)
-    _agree_on_model(control, specs, settings)
+    _agree_on_model(control, model, specs, settings)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block)
     ledger = Ledger(control.world, control.rank)
     transport = make_transport(group, device, ledger)
@@ -217,6 +233,7 @@ def _assemble(
             status=status,
             optimizer=sharded,
             original_dtypes=original,
+            facts=_facts(settings, layouts, runtime.policy, sharded),
             device=device,
             owns_process_group=started,
         ),

@@ -6,38 +6,67 @@ Everything here is collective and works between a forward and a backward as well
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from zeroweave.comm.control import Control
+from zeroweave.comm.ledger import Ledger
+from zeroweave.config import Config
+from zeroweave.eager.access import Shown
+from zeroweave.eager.hooks import delivery
 from zeroweave.errors import ParameterError
+from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.rest import Places
 from zeroweave.runtime.runtime import Runtime
+from zeroweave.runtime.stub import Status
+from zeroweave.schedule import Facts
 
 
-class _Sharded(Protocol):
-    """What a state dict needs of an engine's parts."""
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is assembled from; see `initialize`."""
 
-    @property
-    def original_dtypes(self) -> Mapping[str, torch.dtype]: ...
-    @property
-    def control(self) -> Control: ...
+    model: nn.Module
+    config: Config
+    runtime: Runtime
+    ledger: Ledger
+    control: Control
+    places: Places
+    status: Status
+    optimizer: ShardedOptimizer | None
+    original_dtypes: Mapping[str, torch.dtype]
+    facts: Facts
+    device: torch.device
+    owns_process_group: bool
 
 
-def gather(runtime: Runtime) -> None:
-    """Takes a hold on every bucket and waits until all are usable."""
-    for bucket in runtime.buckets.values():
-        bucket.unshard()
-    for bucket in runtime.buckets.values():
-        bucket.wait()
+class Opened:
+    """Everything gathered and readable for the user, between `open` and `close`. Neither minds a second call."""
 
+    def __init__(self, runtime: Runtime, shown: Shown, status: Status) -> None:
+        self._runtime, self._shown, self._status = runtime, shown, status
+        self.is_open = False
 
-def release(runtime: Runtime) -> None:
-    """Drops the holds of `gather`."""
-    for bucket in runtime.buckets.values():
-        runtime.replay.release(bucket)
+    def open(self) -> None:
+        if self.is_open:
+            return
+        for bucket in self._runtime.buckets.values():
+            bucket.unshard()
+        for bucket in self._runtime.buckets.values():
+            bucket.wait()
+        self._shown.open(delivery(self._runtime))
+        self._status.full = self.is_open = True
+
+    def close(self) -> None:
+        if not self.is_open:
+            return
+        self._status.full = self.is_open = False
+        self._shown.close()
+        for bucket in self._runtime.buckets.values():
+            self._runtime.replay.release(bucket)
 
 
 @torch.no_grad()
@@ -96,7 +125,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def state_dict(model: nn.Module, runtime: Runtime, parts: _Sharded) -> dict[str, torch.Tensor]:
+def state_dict(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, torch.Tensor]:
     """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; {} elsewhere."""
     first = parts.control.rank == 0
     values: dict[str, torch.Tensor] = {}
@@ -114,7 +143,7 @@ def state_dict(model: nn.Module, runtime: Runtime, parts: _Sharded) -> dict[str,
 
 
 @torch.no_grad()
-def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime: Runtime, parts: _Sharded) -> None:
+def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime: Runtime, parts: Parts) -> None:
     """Rank 0's full values into every rank's shards, masters and buffers. All or nothing."""
     buffers = dict(_persistent_buffers(model))
     names = {slot.name: slot.shape for b in runtime.buckets.values() for slot in b.layout.slots}
@@ -151,6 +180,6 @@ def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime
 def share(buffer: torch.Tensor, runtime: Runtime) -> None:
     """Rank 0's values of a buffer on all ranks."""
     plain = buffer.contiguous()
-    runtime.transport.broadcast(plain.view(torch.uint8) if plain.dtype == torch.bool else plain)
+    runtime.transport.broadcast(plain.view(-1).view(torch.uint8))  # as bytes: gloo dies on dtypes that it does not know
     if plain is not buffer:
         buffer.copy_(plain)

@@ -136,6 +136,32 @@ def test_parameters_of_other_kinds(make: Callable[[], nn.Parameter], reason: str
     assert reason in text and "  odd: " in text and "0.weight" not in text
 
 
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: torch.zeros(1).expand(4), "an expanded buffer"),
+        (lambda: torch.zeros(3, 1).expand(3, 4), "an expanded buffer"),
+        (lambda: torch.zeros(2, device="meta"), "a buffer on the meta device"),
+        (lambda: torch.eye(3).to_sparse(), "a buffer of layout torch.sparse_coo"),
+        (lambda: torch.nn.parameter.UninitializedBuffer(), "a buffer without a shape"),
+    ],
+)
+def test_buffers_that_cannot_be_shared(make: Callable[[], torch.Tensor], reason: str) -> None:
+    model = mlp()
+    model[0].register_buffer("odd", make())
+    model.register_buffer("other", make(), persistent=False)
+    text = refusal(model)
+    assert f"  other, 0.odd: is {reason}" in text and "weight" not in text
+
+
+def test_buffers_with_gaps_or_one_row_pass() -> None:
+    model = mlp()
+    model.register_buffer("slice", torch.zeros(4, 4)[:, ::2])
+    model.register_buffer("positions", torch.arange(8).expand(1, -1))
+    model.register_buffer("empty", torch.zeros(0, 2))
+    check(model)
+
+
 def test_embeddings_with_gradients_or_weights_of_their_own_ways() -> None:
     model = nn.Sequential(
         nn.Embedding(4, 4, sparse=True),
@@ -188,6 +214,8 @@ def test_wrappers_are_known_by_their_class() -> None:
 def test_a_model_that_has_an_engine() -> None:
     model = mlp()
     places = rest(model, Status(), lambda name, p: nn.Parameter(p.detach().clone()))
-    assert "the model: has an engine already" in refusal(model)
+    assert refusal(model).splitlines()[1:] == [
+        "  the model: has an engine already; use it, or call its destroy() first"
+    ]
     places.restore(lambda name: torch.zeros(places.names[name].shape))
     check(model)

@@ -13,6 +13,9 @@ that polls the board and ends its process, with the reason on stderr, when one o
 
 A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that, but by
 rule 2 those that go on to wait for it.
+
+An engine that is dropped without being destroyed leaves its alarm behind: the others must still learn how its
+process ends, and closing waits for them, which a garbage collector must not. So an alarm keeps no engine alive.
 """
 
 from __future__ import annotations
@@ -48,11 +51,11 @@ class Alarm:
     """One engine's alarm on this rank. Every rank makes one over its `control`.
 
     `progress()` -> (step, count): the step this rank is in and the collectives it has issued since the
-    beginning. The watcher's thread calls it, so it must be cheap and must not raise. `end(reason)` ends the
-    process. `trail` is the ledger: ranks compare what they issued even while they wait for each other in
-    collectives that do not belong together. `fatal` says what happened once a failure was not shared by all
-    ranks: no call of the engine can succeed then. In a world of 1 there is no thread and no board, and all
-    ranks share every failure.
+    beginning. The watcher's thread calls it, so it must be cheap and must not raise; it is kept until `close` or
+    the end of the process, so it must not lead to the engine. `end(reason)` ends the process. `trail` is the
+    ledger: ranks compare what they issued even while they wait for each other in collectives that do not belong
+    together. `fatal` says what happened once a failure was not shared by all ranks: no call of the engine can
+    succeed then. In a world of 1 there is no thread and no board, and all ranks share every failure.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ Dynamo runs it for every region with the same code (see `bind.py`). Communicatio
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
@@ -25,6 +26,9 @@ from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 
 class Templates:
     """Everything one engine has compiled. Holds no tensors.
+
+    Dynamo keeps backends, and what they compiled, where the garbage collector cannot look: they refer to this
+    weakly, or an engine that is dropped without `destroy` would live for ever.
 
     `names` maps each region's module to its qualified name, which becomes the name of its calls. Counters:
     `graphs` captured by Dynamo, `templates` lowered, `calls` of templates so far.
@@ -62,7 +66,9 @@ class Templates:
         if key not in self._compiled:
             run = _torch.module_runner(f"region_{uuid4().hex[:12]}")
             self._codes[key] = run.__code__
-            self._compiled[key] = self._guarded(key, torch.compile(run, backend=self._backend, dynamic=dynamic))
+            me = weakref.proxy(self)
+            compiled = torch.compile(run, backend=lambda graph, inputs: me._backend(graph, inputs), dynamic=dynamic)
+            self._compiled[key] = self._guarded(key, compiled)
         return self._compiled[key]
 
     def _guarded(self, key: Hashable, compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,7 +107,7 @@ class Templates:
         self.graphs += 1
         module = self._running[-1] if self._running else None
         roles = roles_of(graph.graph, self.host, module, self._names.get(module, "") if module else "")
-        compilation = _Compilation(self, self._lower, roles)
+        compilation = _Compilation(weakref.proxy(self), self._lower, roles)
         return _torch.dynamo_backend(
             fw_compiler=compilation.forward,
             bw_compiler=compilation.backward,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroweave._torch import use_count
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.rest import Places
 from zeroweave.runtime.runtime import Runtime
@@ -58,12 +59,19 @@ class _Watched(dict[str, Any]):
             self._read(value)
         return super().values()
 
+    def replace(self, old: Any, new: Any) -> None:
+        """Puts `new` where `old` stands; the plain dictionary is left alone."""
+        for name, value in super().items():
+            if value is old:
+                super().__setitem__(name, new)
+
 
 class Access:
     """The watched and the plain dictionaries of every module of a model."""
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._runtime = runtime
+        self.buckets = tuple(runtime.buckets.values())
         self._bucket: dict[int, Bucket] = {id(p): b for b in runtime.buckets.values() for p in b.real}
         self.place = {s.name: (b.id, i) for b in runtime.buckets.values() for i, s in enumerate(b.layout.slots)}
         """parameter's name -> (bucket id, slot index)"""
@@ -74,6 +82,12 @@ class Access:
         bucket = self._bucket.get(id(parameter))
         if bucket is not None:
             self._runtime.read(bucket)
+
+    def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
+        """`new` is a real parameter in the place of `old`."""
+        self._bucket[id(new)] = self._bucket.pop(id(old))
+        for watched in self._watched.values():
+            watched.replace(old, new)
 
     def watch(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Watches these modules (None: all), whose plain dictionaries hold the real parameters now."""
@@ -105,13 +119,18 @@ def _hand_over(
 class Shown:
     """What the modules show: real, watched parameters while anybody computes; else stubs, or views if open.
 
-    The views are for users, who may keep them: they own a share of the flat, which then lingers.
+    The views are for users, who may keep them: they own a share of the flat, which then lingers. When their time
+    is over (`close`, for real parameters the step), whatever parameter a user has kept becomes a stub.
     """
 
     def __init__(self, places: Places, access: Access) -> None:
         self._places, self._access = places, access
         self._count = 0
         self._views: dict[str, nn.Parameter] | None = None
+        for bucket in access.buckets:
+            bucket.retire = self._retire
+        self.show()  # once before users can keep anything: the buckets learn what is the engine's own
+        self.hide()
 
     @property
     def views(self) -> dict[str, nn.Parameter]:
@@ -130,20 +149,26 @@ class Shown:
                 view.register_post_accumulate_grad_hook(_hand_over(deliver, *self._access.place[name]))
 
     def close(self) -> None:
-        """Shows stubs again. A view that the user has kept becomes a copy of its own, as it is now."""
+        """Shows stubs again, and makes one of each view that the user has kept.
+
+        A graph that reads views goes on with a copy: theirs are the values of now.
+        """
         if self._views is not None:
             views, self._views = self._views, None
             self._places.show_stubs()
             while views:
-                _, view = views.popitem()
+                name, view = views.popitem()
                 if sys.getrefcount(view) > 2:  # this name and the argument
-                    view.data = view.data.clone()
+                    content = self._places.retire(name, view)
+                    if content is view or use_count(content) > 1:
+                        content.data = content.data.clone()
 
     def show(self) -> None:
         """One more needs the real parameters."""
         if self._count == 0:
             self._places.show_real()
             self._access.watch()
+            self._note(shown=True)
         self._count += 1
 
     def hide(self) -> None:
@@ -155,6 +180,19 @@ class Shown:
                 self._places.show_stubs()
             else:
                 self._places.show(self._views)
+            self._note(shown=False)
+
+    def _note(self, shown: bool) -> None:
+        for bucket in self._access.buckets:
+            bucket.note_shown(shown)
+
+    def _retire(self, name: str, real: nn.Parameter) -> nn.Parameter:
+        if self._count:
+            return real  # the modules show it
+        new = self._places.retire(name, real)
+        if new is not real:
+            self._access.replace(real, new)
+        return new
 
     def reset(self) -> None:
         """After an exception: nobody computes any more."""

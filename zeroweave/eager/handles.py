@@ -31,6 +31,18 @@ class _Plain(NamedTuple):
     version: int
 
 
+class _Parameter(NamedTuple):
+    """A real parameter, without a reference to it, which would count as kept by somebody."""
+
+    bucket: Bucket
+    slot: int
+    version: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.bucket.real[self.slot]
+
+
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks of one engine, entered for each outermost forward."""
 
@@ -47,16 +59,16 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return _Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor))
         if self._runtime.passes_through(tensor):
             found = self._runtime.find(tensor)
-            # the parameter itself, not an alias that would count as a view of the flat
-            kept = bucket.real[found[1]] if found is not None and found[1] >= 0 else tensor.detach()
-            return _Plain(kept, version(kept))
+            if found is not None and found[1] >= 0:
+                return _Parameter(bucket, found[1], version(bucket.real[found[1]]))
+            return _Plain(tensor.detach(), version(tensor))
         frame.handles += 1
         return _Handle(
             bucket, bucket.generation, frame, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
 
     def _unpack(self, saved: object) -> torch.Tensor:
-        if isinstance(saved, _Plain):
+        if isinstance(saved, _Plain | _Parameter):
             if version(saved.tensor) != saved.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified since the forward, by "

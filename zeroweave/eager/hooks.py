@@ -6,6 +6,7 @@ module's call. It wraps the module's own hooks and forward, compiled or not, and
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from zeroweave._torch import map_tensors, recomputing
 from zeroweave.eager.access import Access
-from zeroweave.runtime.bucket import Bucket
+from zeroweave.errors import EngineError
 from zeroweave.runtime.runtime import Runtime
 
 Compiled = Callable[..., Any]
@@ -110,26 +111,38 @@ def own_outputs(result: Any, runtime: Runtime) -> Any:
     return map_tensors(own, result)
 
 
-class GradientHooks:
-    """Delivers the gradients of eager autograd; a parameter's `.grad` is empty afterwards."""
+def delivery(runtime: Runtime) -> Callable[[int, int, torch.Tensor], None]:
+    """`runtime.deliver_eager` for hooks on parameters.
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
-            for bucket in runtime.buckets.values()
-            if bucket.layout.trainable
-            for index, parameter in enumerate(bucket.real)
-        ]
+    It does not keep the runtime: Python's garbage collector cannot look into such hooks, so whatever they hold
+    would live as long as they do, for ever where it holds the parameter.
+    """
+    reference = weakref.ref(runtime)
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-        def deliver(parameter: torch.Tensor) -> None:
+    def deliver(bucket: int, slot: int, gradient: torch.Tensor) -> None:
+        if (alive := reference()) is None:
+            raise EngineError("a backward of an engine that is gone: its gradients would be lost")
+        alive.deliver_eager(bucket, slot, gradient)
+
+    return deliver
+
+
+def hook_gradients(runtime: Runtime) -> None:
+    """Delivers what eager autograd accumulates into the real parameters, whose `.grad` is empty afterwards.
+
+    The hooks are never removed: a graph may outlive the engine, and the runtime then refuses its gradients.
+    """
+    deliver = delivery(runtime)
+
+    def hook(bucket: int, slot: int) -> Callable[[torch.Tensor], None]:
+        def hand_over(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:  # None: a compiled backward delivered it
-                self._runtime.deliver_eager(bucket.id, index, gradient)
+                deliver(bucket, slot, gradient)
 
-        return deliver
+        return hand_over
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    for bucket in runtime.buckets.values():
+        if bucket.layout.trainable:
+            for slot, parameter in enumerate(bucket.real):
+                parameter.register_post_accumulate_grad_hook(hook(bucket.id, slot))

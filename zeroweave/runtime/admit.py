@@ -1,4 +1,4 @@
-"""Which models can be sharded: every parameter is checked before any is touched.
+"""Which models can be sharded: every parameter and buffer is checked before any is touched.
 
 `check` raises one error with all offenders, grouped by reason, each reason with its cure. It changes
 nothing and allocates nothing; after it has passed, `rest.rest` is expected to succeed.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.weight_norm import WeightNorm
 
 from zeroweave import _torch
@@ -48,7 +48,9 @@ class _Offenders:
 
 
 def check(model: nn.Module) -> None:
-    """Passes if every parameter of `model` can be put to rest; else one ParameterError names all offenders.
+    """Passes if every parameter of `model` can be put to rest and every buffer be shared between ranks.
+
+    Else one ParameterError names all offenders.
 
     Collects garbage first, so that graphs that nobody holds any more do not count. Where the model is
     wrapped or has an engine already, only that is reported.
@@ -62,6 +64,9 @@ def check(model: nn.Module) -> None:
     for name, parameter in parameters.items():
         for reason in _kind_reasons(parameter):
             offenders.add(reason, name)
+    for name, buffer in model.named_buffers():
+        for reason in _buffer_reasons(buffer):
+            offenders.add(reason, name)
     ordinary = {name: p for name, p in parameters.items() if _has_plain_storage(p)}
     _check_sharing(model, ordinary, offenders)
     _check_uses(model, ordinary, offenders)
@@ -69,6 +74,9 @@ def check(model: nn.Module) -> None:
 
 
 def _check_wrappers(model: nn.Module, offenders: _Offenders) -> None:
+    if any(isinstance(parameter, AtRest) for parameter in model.parameters()):
+        offenders.add("has an engine already; use it, or call its destroy() first", "the model")
+        return  # it stands where module.compile() would
     for path, module in model.named_modules():
         name = path or "the model"
         for base in type(module).__mro__:
@@ -78,8 +86,6 @@ def _check_wrappers(model: nn.Module, offenders: _Offenders) -> None:
         else:
             if _torch.is_compiled_in_place(module):
                 offenders.add("compiled with module.compile(); leave that out, the engine compiles its regions", name)
-    if any(isinstance(parameter, AtRest) for parameter in model.parameters()):
-        offenders.add("has an engine already; use it, or call its destroy() first", "the model")
 
 
 def _check_embeddings(model: nn.Module, offenders: _Offenders) -> None:
@@ -111,6 +117,18 @@ def _kind_reasons(parameter: nn.Parameter) -> Iterator[str]:
         yield f"has dtype {parameter.dtype}, which is not supported; store it as a real dtype"
     elif not _is_dense(parameter):
         yield "has gaps or overlaps in its own memory (a slice or an expanded tensor); make it contiguous"
+
+
+def _buffer_reasons(buffer: torch.Tensor) -> Iterator[str]:
+    """Why rank 0's values of a buffer could not be written into it."""
+    if isinstance(buffer, UninitializedBuffer):
+        yield "is a buffer without a shape (a lazy module); run one forward before zeroweave.initialize"
+    elif buffer.layout is not torch.strided:
+        yield f"is a buffer of layout {buffer.layout}; register its to_dense(), or keep it as a plain attribute"
+    elif buffer.is_meta:
+        yield "is a buffer on the meta device; give it a device and values (module.to_empty, then initialise) first"
+    elif any(size > 1 and stride == 0 for size, stride in zip(buffer.size(), buffer.stride(), strict=True)):
+        yield "is an expanded buffer, whose elements share memory; register a clone() of it"
 
 
 def _has_plain_storage(parameter: nn.Parameter) -> bool:

@@ -3,21 +3,22 @@
     resharded   the flat's storage has 0 bytes; the shard is all there is
     gathering   storage is full size, the all-gather is under way (`unshard` of the first hold)
     usable      the current stream has waited for the gather (`wait`)
-    lingering   no hold is left, but some tensor still views the flat; freed by a later `sweep`
+    lingering   no hold is left, but somebody could still read it: through a tensor that views the flat, or
+                through a real parameter that was kept; freed by a later `sweep`
 
 A shard costs numel / world elements for good (float32 where trained), a flat numel elements while it is not resharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zeroweave._torch import place_key, storage_key, storage_use_count, version
+from zeroweave._torch import owners, place_key, storage_key, storage_use_count, version
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
@@ -39,7 +40,9 @@ class Bucket:
     """One bucket of this rank. `real[i]` is the Parameter that views slot i of the flat.
 
     The real parameters keep shape, dtype and stride while the storage is freed; PyTorch dies on a read
-    then, so whoever computes with them holds the bucket (`unshard`, `wait`, …, `reshard`).
+    then, so whoever computes with them holds the bucket (`unshard`, `wait`, …, `reshard`). One that user code
+    refers to for longer (`ctx.weight = weight`) stays readable until its values change; then it is retired, and
+    another Parameter takes its place in `real`.
     """
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype, transport: Transport, flats: Gauge) -> None:
@@ -57,13 +60,13 @@ class Bucket:
         # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named,
         # and the gather a target whose writes bump none of them.
         self._target = self.flat.data
-        self.real = tuple(
+        self.real = [
             nn.Parameter(
                 self.flat.data.narrow(0, slot.offset, slot.numel).view(slot.shape),
                 requires_grad=layout.requires_grad,
             )
             for slot in layout.slots
-        )
+        ]
         self._key = storage_key(self.flat)
         self.storage.resize_(0)
         self.holds = 0
@@ -72,6 +75,10 @@ class Bucket:
         self._pending: Pending | None = None
         self._versions = [version(p) for p in self.real]
         self._references = storage_use_count(self.storage)
+        self._shown = False
+        self._own: dict[bool, list[int]] = {}
+        self.retire: Callable[[str, nn.Parameter], nn.Parameter] = lambda name, parameter: parameter
+        """makes all references to a real parameter refuse; returns the Parameter that takes its place"""
 
     @property
     def id(self) -> int:
@@ -90,6 +97,25 @@ class Bucket:
     def viewed(self) -> bool:
         """Does some tensor other than the bucket's own view the flat?"""
         return storage_use_count(self.storage) > self._references
+
+    def note_shown(self, shown: bool) -> None:
+        """The modules show the real parameters from now on, or do not.
+
+        What refers to them when either happens for the first time is the engine's own for good.
+        """
+        if shown not in self._own:
+            self._own[shown] = self._owners()
+        self._shown = shown
+
+    def _owners(self) -> list[int]:
+        return [owners(p) for p in self.real]
+
+    def referenced(self) -> list[int]:
+        """The slots whose real parameters somebody else refers to."""
+        own, now = self._own.get(self._shown), self._owners()
+        if own is None or now == own:
+            return []
+        return [i for i, (count, most) in enumerate(zip(now, own, strict=True)) if count > most]
 
     def unshard(self) -> None:
         """Takes a hold; the first one starts the all-gather.
@@ -111,17 +137,17 @@ class Bucket:
             pending.wait()
 
     def reshard(self) -> bool:
-        """Drops a hold. The last one frees the storage in stream order; False if a view still lives."""
+        """Drops a hold. The last one frees the storage in stream order; False if a reference still lives."""
         self.holds -= 1
         return self.holds > 0 or self.free()
 
     def free(self) -> bool:
-        """Frees the storage of a bucket without holds unless a tensor still views it; False if one does."""
+        """Frees the storage of a bucket without holds unless somebody could still read it; False if so."""
         if not self.resident:
             return True
         self.wait()
         self.check_unchanged()
-        if self.viewed:
+        if self.viewed or self.referenced():
             return False
         self.storage.resize_(0)
         self._flats.add(-self.layout.nbytes)
@@ -163,7 +189,9 @@ class Bucket:
         return [version(p) for p in self.real] != self._versions
 
     def renew(self) -> None:
-        """The shard has new values: whatever was saved for a backward before is out of date."""
+        """The shard has new values: whatever was saved for a backward before, or kept, is out of date."""
+        for index in self.referenced():
+            self.real[index] = self.retire(self.layout.slots[index].name, self.real[index])
         for parameter in self.real:
             increment_version(parameter)
         self.generation += 1

@@ -214,11 +214,6 @@ class Gradients:
             account.issued = account.reported = account.armed = False
 
     @property
-    def unreduced(self) -> bool:
-        """Does a local sum wait for a reduction?"""
-        return any(account.local is not None for account in self._accounts.values())
-
-    @property
     def pending(self) -> bool:
         """Does the window hold gradients?"""
         return any(a.had_gradient or a.shard is not None for a in self._accounts.values())

@@ -57,6 +57,8 @@ class Replay:
         self.record: list[Event] = []
         self.executed: list[Instruction] = []
         self.departed = False
+        self.reducing = False
+        """does a backward run whose gradients are reduced?"""
         self._cursor = 0
         self._open: list[tuple[Call, tuple[int, ...]]] = []
         self._holds: Counter[int] = Counter()
@@ -65,6 +67,7 @@ class Replay:
     def entered(self, call: Call, uses: tuple[int, ...]) -> None:
         """A call begins: makes the buckets whose values it needs usable."""
         self.sweep()
+        self._reduce_overdue(Run(call, uses))
         self.record.append(Entered(call, uses))
         if not self._advance(Run(call, uses)):
             self._depart()
@@ -72,15 +75,18 @@ class Replay:
                 self._acquire(bucket)
             self.executed.append(Run(call, uses))
         self._open.append((call, uses))
+        self._reduce_due()
 
     def left(self, call: Call) -> None:
         """A call ends: drops the holds that it does not need any more."""
+        self._reduce_overdue(End(call))
         self.record.append(Left(call))
         index = next(i for i in reversed(range(len(self._open))) if self._open[i][0] == call)
         _, uses = self._open.pop(index)
         if self.following:
             self._advance(End(call))
             self._trail()
+            self._reduce_due()
         else:
             for bucket in uses:
                 if bucket not in self.keep:
@@ -89,10 +95,10 @@ class Replay:
 
     def ready(self, bucket: int) -> None:
         """A bucket's gradients of this backward are complete: reduced now, or when its turn comes."""
-        self.record.append(Ready(bucket))
-        if self._advance(Reduce(bucket)):
-            self._trail()
+        if self._ahead(Reduce(bucket)):
+            self._reduce_due()
         else:
+            self.record.append(Ready(bucket))
             self._depart()
             self._issue_in_turn()
 
@@ -183,6 +189,24 @@ class Replay:
                 case (Reduce(bucket),):
                     return bucket
         return None
+
+    def _ahead(self, event: Instruction) -> bool:
+        """Is the event still to come in the schedule?"""
+        return self.following and event in self.schedule.instructions[self._cursor :]  # type: ignore[union-attr]
+
+    def _reduce_due(self) -> None:
+        """Reduces what is complete and has its turn; a bucket that was complete early has waited for it."""
+        while self.reducing and (bucket := self._next_reduction()) is not None and self._gradients.awaits_turn(bucket):
+            self._flush(bucket)
+
+    def _reduce_overdue(self, event: Instruction) -> None:
+        """Reduces, as far as they are, the buckets whose turn comes before an event that happens now.
+
+        Gradients may be missing on this rank only (a parameter that its batch did not use): the others reduce
+        in the turn, so this one must, too.
+        """
+        while self.reducing and (bucket := self._next_reduction()) is not None and self._ahead(event):
+            self._flush(bucket)
 
     def _advance(self, event: Instruction) -> bool:
         """Executes up to and including `event` if it is the schedule's next event."""

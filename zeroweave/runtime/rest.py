@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -143,6 +143,23 @@ class Places:
         self._put(self._stubs, replaced)
         if replaced:
             self._refuse(replaced)
+
+    def retire(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """Makes a real parameter, or a view of one, a stub for all who refer to it, while the modules do not show it.
+
+        Returns a new object with its content, hooks and graphs, which is the real one from now on; `parameter`
+        itself, unchanged, where some C++ code refers to it weakly.
+        """
+        torch.clear_autocast_cache()  # weak references, of which an open `torch.autocast` makes new ones
+        other: torch.Tensor = AtRest(parameter, name, self._status)
+        vars(other).update({**vars(parameter), **vars(other)})
+        try:
+            _torch.exchange(parameter, other)
+        except RuntimeError:
+            return parameter
+        content = cast(nn.Parameter, other)
+        self._reals = [content if real is parameter else real for real in self._reals]
+        return content
 
     def restore(self, values: Callable[[str], torch.Tensor]) -> None:
         """Makes every parameter object of the user an ordinary Parameter again, with `values(name)` in it.

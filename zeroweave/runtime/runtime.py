@@ -68,7 +68,8 @@ class Counts:
 class Runtime:
     """Buckets, gradients and replay of one engine.
 
-    `backward_began` and `backward_ended` tell the engine about outermost backwards, once each.
+    `backward_began` and `backward_ended(trained)` tell the engine about outermost backwards, once each. One that
+    accumulates into no parameter (`torch.autograd.grad`, for a penalty on a gradient) has not `trained`.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Runtime:
             accumulate_dtype=policy.accumulate_dtype,
             ready=self._ready,
         )
+        self._trained = [p for b in self.buckets.values() if b.layout.trainable for p in b.real]
         self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
         self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
         self._inferred: tuple[Event, ...] = ()
@@ -102,14 +104,18 @@ class Runtime:
             update_by_bucket=False,
         )
         self.counts = Counts()
+        self.trains = True
+        """does a forward in grad mode belong to a window? An engine without an optimizer has none"""
         self.reduces: Callable[[], bool] = lambda: True
         """does the backward that begins now reduce?"""
         self.backward_began: Callable[[], None] = lambda: None
-        self.backward_ended: Callable[[], None] = lambda: None
+        self.backward_ended: Callable[[bool], None] = lambda trained: None
         self._frame: Frame | None = None
         self._training = True
         self._backward: int | None = None
-        self._reducing = False
+        self._accumulating = False
+        self._unreduced = False
+        """has a backward of the window not been reduced? Equal on all ranks, whatever gradients it had"""
         self._backward_frames: dict[int, list[Frame]] = {}
         self._session_reads: list[Frame] | None = None
         self._session: Frame | None = None
@@ -137,7 +143,7 @@ class Runtime:
     def begin_session(self) -> None:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
         self.note_backward()
-        self._training = self.in_backward or torch.is_grad_enabled()
+        self._training = self.in_backward or (self.trains and torch.is_grad_enabled())
         self._session_reads = []
         self._session = Frame(Call("the model", "forward"), (), self.replay)
 
@@ -298,19 +304,23 @@ class Runtime:
         self.counts.compiled_calls += 1
 
     def _ready(self, bucket_id: int) -> None:
-        if self._reducing:
+        if self.replay.reducing:
             self.replay.ready(bucket_id)
         else:
             self.gradients.fold(bucket_id)
 
     # ------------------------------------------------------------------ backward
-    def note_backward(self) -> None:
-        """Called at every sign of a backward: the first one begins it."""
+    def note_backward(self, trains: bool = False) -> None:
+        """Called at every sign of a backward: the first one begins it.
+
+        `trains`: it is known to be one that adds gradients up, even if it reaches no parameter on this rank.
+        """
         task = current_graph_task()
         if self._backward is None:
             if task >= 0:
                 self._backward = task
-                self._reducing = self.reduces()
+                self._accumulating = trains or any(accumulates(p) for p in self._trained)
+                self.replay.reducing = self._accumulating and self.reduces()
                 at_end_of_backward(self._end_backward)
                 self.backward_began()
         elif task < 0:
@@ -319,27 +329,30 @@ class Runtime:
     def _end_backward(self) -> None:
         self._leave_finished(everything=True)
         self._leave_reads(self._backward_reads)
-        if self._reducing:
-            self.replay.backward_ended(reduced=True)
-        else:
-            for bucket_id in self.gradients.unissued():
-                self.gradients.fold(bucket_id)
-            self.replay.backward_ended(reduced=False)
-        self.gradients.end_backward()
+        if self._accumulating:
+            if not self.replay.reducing:
+                for bucket_id in self.gradients.unissued():
+                    self.gradients.fold(bucket_id)
+            self.replay.backward_ended(self.replay.reducing)
+            self.gradients.end_backward()
+            self._unreduced = not self.replay.reducing
+        self.replay.reducing = False
         self._backward = None
         self._backward_frames.clear()
         self.replay.sweep()
-        self.backward_ended()
+        self.backward_ended(self._accumulating)
 
     def reduce_rest(self) -> None:
         """Reduces what backwards without reduction left behind: before a step that no backward reduced for."""
-        if self.gradients.unreduced:
+        if self._unreduced:
+            self._unreduced = False
             self.replay.backward_ended(reduced=True)
             self.gradients.end_backward()
 
     # ------------------------------------------------------------------ window
     def next_window(self, schedule: Schedule | None) -> None:
         """After the step or `zero_grad`: the next window follows `schedule`, in its order of reductions."""
+        self._unreduced = False
         self.gradients.reset()
         self.gradients.set_order(None if schedule is None else schedule.reduce_order())
         self.replay.next_window(schedule)

@@ -1,0 +1,215 @@
+"""Loops that step off the plain path, on two ranks, beside plain PyTorch with averaged gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeroweave as zw
+from tests.distributed.harness import Pool
+from tests.distributed.reference import SEED, average, worst
+from tests.distributed.zoo import WIDTH, Block, Stack, rows
+
+MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
+SETTINGS = pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
+FEW = pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (3, "aot_eager")])
+DEADLINE = 60.0
+LR = 0.1
+Pools = Callable[[int], Pool]
+Difference = tuple[float, str]
+
+
+class Reading(Stack):
+    """Its forward multiplies by parameters of its parts, outside of any region."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda index: Block(), depth=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.enter.weight[0].sum() * self.leave.bias
+
+
+def twins(
+    stage: int, mode: str, build: Callable[[], nn.Module] = Reading, lr: float = LR, **more: Any
+) -> tuple[Any, Any]:
+    """An engine, whose model rank 0 decides, and the same model in plain PyTorch."""
+    torch.manual_seed(SEED)
+    plain = build()
+    model = copy.deepcopy(plain)
+    if dist.get_rank():
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    config = {"stage": stage, "compile": MODES[mode], "deadline_seconds": DEADLINE, **more}
+    return zw.initialize(model, torch.optim.SGD(model.parameters(), lr), config), plain
+
+
+def loss_of(call: Callable[[Tensor], Tensor], index: int) -> Tensor:
+    x, y = rows(dist.get_rank(), index)
+    return (call(x) - y).pow(2).mean()
+
+
+def penalty(parameters: Iterable[Tensor]) -> Tensor:
+    return 0.1 * torch.stack([p.pow(2).sum() for p in parameters]).sum()
+
+
+def plain_step(plain: nn.Module, lr: float = LR) -> None:
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=lr)
+    plain.zero_grad()
+
+
+def values_differ(engine: Any, plain: nn.Module) -> Difference:
+    with engine.full_parameters() as full:
+        return worst(
+            {name: p.detach() for name, p in full.items()}, {name: p.detach() for name, p in plain.named_parameters()}
+        )
+
+
+def penalised(stage: int, mode: str, gather: bool) -> list[Difference]:
+    """A penalty on views, reads in the root, and gradients of inputs before the backward, for three steps."""
+    engine, plain = twins(stage, mode, gather_after_step=gather)
+    differences = []
+    with engine:
+        for step in range(3):
+            x = rows(dist.get_rank(), 100 + step)[0].requires_grad_()
+            torch.autograd.grad(engine(x).sum(), x)
+            if gather:
+                engine.backward(loss_of(engine, step) + penalty(engine.module.parameters()))
+            else:
+                with engine.full_parameters() as full:
+                    engine.backward(loss_of(engine, step) + penalty(full.values()))
+                del full
+            (loss_of(plain, step) + penalty(plain.parameters())).backward()
+            differences.append(worst(engine.gradients(), average(plain.named_parameters())))
+            engine.step()
+            plain_step(plain)
+        differences.append(values_differ(engine, plain))
+        assert mode == "eager" or engine.stats.compiled_calls > 0
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "gather"),
+    [(1, "eager", True), (2, "aot_eager", True), (1, "aot_eager", False), (3, "eager", False), (3, "aot_eager", False)],
+)
+def test_terms_that_read_parameters(pools: Pools, stage: int, mode: str, gather: bool) -> None:
+    for differences in pools(2).run(penalised, stage, mode, gather, deadline=DEADLINE):
+        assert max(differences)[0] <= 1e-6, differences
+
+
+def loaded(stage: int, mode: str, gather: bool) -> list[Difference]:
+    """Rank 0's values after a step and an evaluation: outputs, gradients and values of all ranks follow them."""
+    engine, plain = twins(stage, mode, gather_after_step=gather)
+    differences = []
+    with engine:
+        for step in range(3):
+            engine.backward(loss_of(engine, step))
+            engine.step()
+            with torch.no_grad():
+                engine(rows(0, 0)[0])
+            torch.manual_seed(SEED + step)
+            values = {name: torch.randn_like(value) / WIDTH for name, value in plain.state_dict().items()}
+            plain.load_state_dict(values)
+            engine.load_state_dict(values if engine.rank == 0 else {})
+            if gather:
+                assert all(torch.equal(p, values[name]) for name, p in engine.module.named_parameters())
+            with torch.no_grad():
+                assert torch.allclose(engine(rows(0, 0)[0]), plain(rows(0, 0)[0]), rtol=0, atol=1e-6)
+            engine.backward(loss_of(engine, step))
+            loss_of(plain, step).backward()
+            differences.append(worst(engine.gradients(), average(plain.named_parameters())))
+            engine.step()
+            plain_step(plain)
+            differences.append(values_differ(engine, plain))
+    return differences
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "gather"),
+    [(1, "eager", True), (2, "aot_eager", True), (2, "eager", False), (3, "aot_eager", False)],
+)
+def test_what_is_loaded_is_what_the_next_forward_sees(pools: Pools, stage: int, mode: str, gather: bool) -> None:
+    for differences in pools(2).run(loaded, stage, mode, gather, deadline=DEADLINE):
+        assert max(differences)[0] <= 1e-6, differences
+
+
+def written(stage: int, mode: str) -> list[Difference]:
+    """A write between backward and step: the gradients stay, and the step starts from what was written."""
+    engine, plain = twins(stage, mode)
+    differences = []
+    with engine:
+        for step in range(3):
+            engine.backward(loss_of(engine, step))
+            loss_of(plain, step).backward()
+            with engine.full_parameters() as full, torch.no_grad():
+                for parameters in (full, dict(plain.named_parameters())):
+                    parameters["blocks.1.mlp.up.weight"].mul_(0.5)
+            differences.append(worst(engine.gradients(), average(plain.named_parameters())))
+            engine.step()
+            plain_step(plain)
+            differences.append(values_differ(engine, plain))
+    return differences
+
+
+@FEW
+def test_a_write_between_backward_and_step(pools: Pools, stage: int, mode: str) -> None:
+    for differences in pools(2).run(written, stage, mode, deadline=DEADLINE):
+        assert max(differences)[0] <= 1e-6, differences
+
+
+def in_float64(stage: int, mode: str) -> float:
+    """The largest difference of a gradient, summed over four micro-steps and two ranks, from the plain one."""
+    steps, largest = 4, 0.0
+    engine, plain = twins(stage, mode, lambda: Reading().double(), lr=1.0, gradient_accumulation_steps=steps)
+    with engine:
+        with engine.full_parameters() as full:
+            before = {name: p.detach().clone() for name, p in full.items()}
+        del full
+        for index in range(steps):
+            x = rows(dist.get_rank(), index)[0].double() / 3
+            engine.backward(engine(x).pow(2).mean())
+            (plain(x).pow(2).mean() / steps).backward()
+            engine.step()
+        with engine.full_parameters() as full:
+            for name, parameter in plain.named_parameters():
+                assert parameter.grad is not None and full[name].dtype == torch.float64
+                dist.all_reduce(parameter.grad)
+                gradient = before[name] - full[name].detach()  # what SGD applied at a learning rate of 1
+                largest = max(largest, float((gradient - parameter.grad / dist.get_world_size()).abs().max()))
+    return largest
+
+
+@FEW
+def test_float64_accumulates_in_float64(pools: Pools, stage: int, mode: str) -> None:
+    assert max(pools(2).run(in_float64, stage, mode, deadline=DEADLINE)) <= 1e-12
+
+
+def given_back(stage: int, mode: str) -> tuple[dict[str, torch.dtype], dict[str, Tensor], dict[str, Tensor]]:
+    """A model trained in bfloat16 after `destroy`: dtypes and values; and what `state_dict()` said before."""
+    engine, _ = twins(stage, mode, precision={"params": "bfloat16"})
+    module = engine.module
+    for index in range(2):
+        engine.backward(loss_of(lambda x: engine(x).float(), index))
+        engine.step()
+    saved = engine.state_dict()
+    engine.destroy()
+    return {name: p.dtype for name, p in module.named_parameters()}, dict(module.state_dict()), saved
+
+
+@SETTINGS
+def test_destroy_gives_the_masters_back(pools: Pools, stage: int, mode: str) -> None:
+    first, second = pools(2).run(given_back, stage, mode, deadline=DEADLINE)
+    saved = first[2]
+    for dtypes, values, _ in (first, second):
+        assert set(dtypes.values()) == {torch.float32}
+        assert values.keys() == saved.keys() and all(torch.equal(values[name], saved[name]) for name in saved)
+        assert any(not torch.equal(value, value.bfloat16().float()) for value in values.values())
