@@ -92,7 +92,7 @@ class Runtime:
             accumulate_dtype=policy.accumulate_dtype,
             ready=self._ready,
         )
-        self._trained = [p for b in self.buckets.values() if b.layout.trainable for p in b.real]
+        self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
         self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
         self._inferred: tuple[Event, ...] = ()
@@ -319,7 +319,7 @@ class Runtime:
         if self._backward is None:
             if task >= 0:
                 self._backward = task
-                self._accumulating = trains or any(accumulates(p) for p in self._trained)
+                self._accumulating = trains or any(accumulates(p) for b in self._trained for p in b.real)
                 self.replay.reducing = self._accumulating and self.reduces()
                 at_end_of_backward(self._end_backward)
                 self.backward_began()
