@@ -97,10 +97,12 @@ class Replay:
         """A bucket's gradients of this backward are complete: reduced now, or when its turn comes."""
         if self._ahead(Reduce(bucket)):
             self._reduce_due()
+            return
+        if self.following:
+            self._depart()  # which records all that wait, this one as well
         else:
             self.record.append(Ready(bucket))
-            self._depart()
-            self._issue_in_turn()
+        self._issue_in_turn()
 
     def forward_ended(self) -> None:
         """The outermost forward is over: every kept bucket has been gathered, used here or not."""
@@ -121,12 +123,16 @@ class Replay:
 
     def _flush(self, bucket: int) -> None:
         """Reduces a bucket although gradients that were announced, or all of them, are missing."""
-        self.record.append(Ready(bucket))
-        if self._advance(Reduce(bucket)):
+        if self._next_reduction() == bucket:
+            self.record.append(Ready(bucket))
+            self._advance(Reduce(bucket))
             self._trail()
-        else:
-            self._depart()
-            self._issue(bucket)
+            return
+        waited = self.following and self._gradients.awaits_turn(bucket)
+        self._depart()
+        if not waited:
+            self.record.append(Ready(bucket))
+        self._issue(bucket)
 
     def arrive(self) -> bool:
         """The window's computations are over. Did they follow the schedule to the end?"""
@@ -238,6 +244,8 @@ class Replay:
             return
         self.departed = True
         self.departures += 1
+        # what was complete early has waited for its turn without a word in the record
+        self.record += [Ready(b) for b in self._gradients.unissued() if self._gradients.awaits_turn(b)]
         needed = Counter(b for _, uses in self._open for b in uses)
         for bucket, held in list(self._holds.items()):
             if bucket in self.keep:
