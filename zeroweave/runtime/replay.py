@@ -99,6 +99,8 @@ class Replay:
             self._reduce_due()
             return
         if self.following:
+            if not self._gradients.awaits_turn(bucket):
+                return  # it became ready together with another bucket, and their turns followed each other
             self._depart()  # which records all that wait, this one as well
         else:
             self.record.append(Ready(bucket))
