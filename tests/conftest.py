@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     }
     if any(counts.values()):
         terminalreporter.write_line(f"parity cases: {counts['passed']} equal, {counts['failed']} not")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
+    """Spares the collections of a module's tests (`initialize` begins with one) what imported modules hold."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -248,9 +248,10 @@ def _serve(rank: int, world: int, port: int, jobs: Connection, stderr: str, stac
     try:
         while (job := jobs.recv()) is not None:
             jobs.send(_answer(*job))
-            gc.collect()
             if fresh_dynamo:
                 torch._dynamo.reset()
+            gc.collect()
+            gc.freeze()  # each of the many collections to come would walk all that imported modules hold
     except (EOFError, BrokenPipeError):
         pass  # the test process has gone
     finally:
