@@ -83,6 +83,16 @@ def test_no_grace_where_it_is_certain() -> None:
     assert "rank 0 failed" in (waiting.says(0.0) or "")
 
 
+def test_the_cause_is_told_beside_what_followed_from_it() -> None:
+    waiting, broken, failing = world(3)
+    failing.line.post(failure=failure())
+    broken.line.post(failure=failure(error="RuntimeError: connection closed", final=True))
+    assert waiting.says(0.0) == (
+        "rank 1 failed in forward at step 3: RuntimeError: connection closed; "
+        "rank 2 failed in forward at step 3: ValueError: no"
+    )
+
+
 def test_a_rank_that_fails_alike_is_not_ended() -> None:
     first, second = world(2)
     first.line.post(failure=failure())

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DEADLINE = 90.0
+DEADLINE = 180.0
 START = 120.0
 """Seconds that workers get to import torch and to find each other; a job's deadline counts from there."""
 GRACE = 15.0

@@ -157,7 +157,7 @@ class Watcher:
             over = failure.final or bool(status.left) or now - since >= GRACE_SECONDS
             # Asked last: this rank's own thread may have failed meanwhile.
             if self._is_fatal(failure, over) and not self._line.failing:
-                return tell(rank, failure)
+                return "; ".join(self.heard())  # all: a broken connection is no cause, but what broke it is one
         return None
 
     def heard(self) -> list[str]:
