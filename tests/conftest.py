@@ -56,7 +56,7 @@ def disposable(tmp_path: Path) -> Iterator[Callable[[int], Pool]]:
     made: list[Pool] = []
 
     def pool(world: int) -> Pool:
-        made.append(Pool(world, tmp_path, deadline=60.0))
+        made.append(Pool(world, tmp_path, deadline=120.0))
         return made[-1]
 
     yield pool
