@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pydantic
 import pytest
 
-from zeroweave.config import Config
+from zeroweave.config import Config, RuntimeConfig
 from zeroweave.errors import ConfigError
 
 
@@ -18,6 +19,16 @@ def refused(source: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         Config.load(source)
     return str(caught.value)
+
+
+DEBUG = (
+    "sync_before_reduce",
+    "sync_after_reduce",
+    "sync_before_allgather",
+    "sync_after_allgather",
+    "check_every_step",
+)
+OF_THE_ENGINE = (*DEBUG, "keep_gradient_targets")
 
 
 def test_defaults() -> None:
@@ -34,6 +45,8 @@ def test_defaults() -> None:
         "prefetch": 1,
         "dynamic": None,
     }
+    assert config.activations.model_dump() == {"free_threshold_bytes": None}
+    assert config.debug.model_dump() == dict.fromkeys(OF_THE_ENGINE, False)
     assert Config.load(None) == Config.load({}) == config
 
 
@@ -53,6 +66,8 @@ EVERYTHING: dict[str, Any] = {
         "prefetch": 0,
         "dynamic": False,
     },
+    "activations": {"free_threshold_bytes": 1 << 20},
+    "debug": dict.fromkeys(OF_THE_ENGINE, True),
 }
 
 TOML = """
@@ -64,6 +79,7 @@ deadline_seconds = 30.0
 precision = { params = "bfloat16", reduce = "float32", accumulate = "bfloat16" }
 bucket = { bytes = 1_048_576, by_block = false }
 reduce = { depth = 1, op = "presum" }
+activations = { free_threshold_bytes = 1048576 }
 
 [compile]
 enabled = true
@@ -71,6 +87,14 @@ regions = ["layers.*", "head"]
 lower = "aot_eager"
 prefetch = 0
 dynamic = false
+
+[debug]
+sync_before_reduce = true
+sync_after_reduce = true
+sync_before_allgather = true
+sync_after_allgather = true
+check_every_step = true
+keep_gradient_targets = true
 """
 
 
@@ -109,6 +133,14 @@ def test_a_config_cannot_change() -> None:
             {"reduce": {"zzz": 1}},
             "unknown key 'reduce.zzz' in the config; the keys of 'reduce' are depth, op",
         ),
+        (
+            {"debug": {"sync_after_gather": True}},
+            "unknown key 'debug.sync_after_gather' in the config; did you mean 'debug.sync_after_allgather'?",
+        ),
+        (
+            {"check_every_step": True},
+            "unknown key 'check_every_step' in the config; did you mean 'debug.check_every_step'?",
+        ),
     ],
 )
 def test_an_unknown_key_suggests_the_nearest(source: dict[str, Any], message: str) -> None:
@@ -146,6 +178,7 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
         ),
         ({"precision": "bfloat16"}, "precision must be a table of keys, not 'bfloat16'"),
         ({"bucket": {"bytes": 0}}, "bucket.bytes must be at least 1, not 0"),
+        ({"debug": {"check_every_step": 1}}, "debug.check_every_step must be true or false, not 1"),
         ({"reduce": {"op": "sum"}}, "reduce.op must be 'average' or 'presum', not 'sum'"),
         ({"compile": {"prefetch": -1}}, "compile.prefetch must be at least 0, not -1"),
         (
@@ -201,9 +234,20 @@ def test_sources_that_are_no_config() -> None:
     assert "must be strings" in refused({1: 2})
 
 
+def test_the_runtime_by_name_has_the_debug_switches_among_its_keys() -> None:
+    assert not any(getattr(RuntimeConfig(), name) for name in DEBUG)
+    for source in (dict.fromkeys(DEBUG, True), SimpleNamespace(**dict.fromkeys(DEBUG, True), other="ignored")):
+        assert all(getattr(RuntimeConfig.load(source), name) for name in DEBUG)
+    with pytest.raises(ConfigError) as caught:
+        RuntimeConfig.load({"sync_before_reduction": True})
+    assert str(caught.value) == (
+        "unknown key 'sync_before_reduction' in the config; did you mean 'sync_before_reduce'?"
+    )
+
+
 def test_every_key_is_documented() -> None:
     tables = [value for value in vars(Config()).values() if isinstance(value, pydantic.BaseModel)]
-    for model in (Config, *map(type, tables)):
+    for model in (Config, RuntimeConfig, *map(type, tables)):
         assert model.__doc__
         for name, field in model.model_fields.items():
             assert field.description or field.default in tables, f"{model.__name__}.{name}"

@@ -10,6 +10,7 @@ import ast
 import importlib
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -307,3 +308,17 @@ def test_graphs_and_hooks_stay_with_the_content_that_is_exchanged() -> None:
     assert p.grad.tolist() == [1.0] * 3 and other.grad.tolist() == [5.0] * 3
     del saves, saves_nothing
     assert private.owners(p) == private.owners(other)
+
+
+def test_a_process_group_can_be_made_again_with_a_store_of_its_own() -> None:
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for name in ("first", "second"):
+            store, timeout = torch.distributed.HashStore(), timedelta(seconds=60)
+            group = private.new_process_group([0], "gloo", store, name, timeout)
+            assert torch.distributed.get_process_group_ranks(group) == [0] and group.group_name == name
+            torch.distributed.all_reduce(torch.ones(1), group=group)
+            torch.distributed.destroy_process_group(group)
+    finally:
+        torch.distributed.destroy_process_group()

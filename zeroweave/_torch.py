@@ -8,6 +8,7 @@ other module touches a name that starts with an underscore or lives under `torch
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import sys
 import types
@@ -54,6 +55,11 @@ def storage_key(tensor: torch.Tensor) -> int:
 def place_key(tensor: torch.Tensor) -> tuple[int, int]:
     """The storage of `tensor` and its offset there, in elements. Why: as `storage_key`."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `tensor` is a view of, None if it is none. Why: a view is an owner of its base."""
+    return tensor._base
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -223,6 +229,40 @@ def inductor_compile(
             graph = _recursive_joint_graph_passes(graph, input_device=devices[0] if devices else None)
         pin_output_strides(graph)
         return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def inductor_reads_first(operators: Sequence[Any]) -> None:
+    """Lets Inductor compute what reads the arguments of these operators in front of them, for good.
+
+    Why: for an operator that writes an argument, as for any that it has no lowering for, Inductor puts the operator
+    into its list and only then the elementwise reads that are pending, which then see the new value; those of
+    views that it takes for new tensors (`view.dtype`) come later still.
+    """
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    def after_reads(operator: Any) -> Callable[..., Any]:
+        fallback = fallback_handler(operator)
+
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            lists = [value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values())]
+            boxes = [value for values in lists for value in values if isinstance(value, TensorBox)]
+            for box in boxes:
+                box.realize()
+            graph, names = V.graph, {box.get_name() for box in boxes}
+            for buffer in graph.buffers:
+                if not names.isdisjoint(buffer.get_inputs_that_alias_output()):
+                    names.add(buffer.get_name())
+            for name in sorted(names):
+                graph.mark_buffer_mutated(name)
+            return fallback(*args, **kwargs)
+
+        return lower
+
+    for operator in operators:
+        if operator not in lowerings:
+            register_lowering(operator, type_promotion_kind=None)(after_reads(operator))
 
 
 def pin_output_strides(graph: torch.fx.GraphModule) -> None:
@@ -464,3 +504,54 @@ def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
             mine, theirs = getattr(tensor, name), getattr(other, name)
             setattr(tensor, name, theirs)
             setattr(other, name, mine)
+
+
+def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor [numel] that other GPUs of the node can read after `symmetric_rendezvous`.
+
+    Why: the module is private although torch's own features are built on it.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty(numel, dtype=dtype, device=device)
+
+
+def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> Any:
+    """The handle through which ranks reach each other's `tensor` (`get_buffer`, `barrier`). Collective.
+
+    Why: as `symmetric_empty`.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.rendezvous(tensor, group=group)
+
+
+def new_process_group(
+    ranks: Sequence[int],
+    backend: str,
+    store: Any,
+    name: str,
+    timeout: datetime.timedelta,
+) -> torch.distributed.ProcessGroup:
+    """A registered process group of these ranks of the default one, in this order, that meets in `store`.
+
+    Why: `new_group` names groups by their ranks and by how many groups a process has, so that one of ranks that
+    had another before finds the addresses of that one in the store, and ranks with other groups never meet.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    default = torch.distributed.group.WORLD
+    device = default.bound_device_id if default is not None else None
+    rank = list(ranks).index(torch.distributed.get_rank())
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        rank,
+        list(ranks),
+        c10d.Backend(backend),
+        store,
+        c10d.GroupName(name),
+        timeout=timeout,
+        device_id=device,
+    )
+    c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+    return cast(torch.distributed.ProcessGroup, group)

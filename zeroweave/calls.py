@@ -5,18 +5,36 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroweave._torch import map_tensors
+from zeroweave._torch import map_tensors, recomputing
 from zeroweave.compile import Templates, call_modules, find_regions, region_key
 from zeroweave.config import Config
-from zeroweave.eager.access import Access
+from zeroweave.eager.access import Access, Shown
+from zeroweave.eager.handles import SavedTensors
 from zeroweave.eager.hooks import ModuleCall, hook_gradients, own_outputs
 from zeroweave.runtime.runtime import Runtime
+
+
+@contextmanager
+def session(runtime: Runtime, shown: Shown) -> Iterator[None]:
+    """The outermost forward: real parameters in the modules, handles for what eager code saves."""
+    shown.show()
+    try:
+        runtime.begin_session()
+        # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
+        with nullcontext() if recomputing() else SavedTensors(runtime):
+            yield
+        runtime.end_session()
+    except BaseException:
+        runtime.abandon_session()
+        raise
+    finally:
+        shown.hide()
 
 
 class Calls:

@@ -34,6 +34,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 200,
     lower: Annotated[Lower, typer.Option(help="how compiled regions are lowered")] = Lower.inductor,
     eager: Annotated[bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="also time steps without communication")] = False,
     json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,
 ) -> None:
     """Train a small language model on the text of Python's help(), then check the run and show its schedule.
@@ -46,6 +47,7 @@ def demo(
         raise typer.BadParameter(f"{ranks} does not divide the batch of 16 sequences", param_hint="--ranks")
     options = ["--stage", str(stage), "--steps", str(steps), "--lower", lower.value]
     options += ["--eager"] if eager else []
+    options += ["--profile"] if profile else []
     options += ["--json", str(json)] if json else []
     raise typer.Exit(launch(["--nproc-per-node", str(ranks), str(demo_script()), *options]))
 

@@ -23,6 +23,18 @@ from zeroweave.errors import ConfigError
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+class _Explained(BaseModel):
+    """A model whose errors are ConfigErrors that say what to do."""
+
+    model_config = _STRICT
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, type(self))) from None
+
+
 class PrecisionConfig(BaseModel):
     """Dtypes of parameters, gradients in transit and gradients at rest. Masters are always float32."""
 
@@ -83,10 +95,45 @@ class CompileConfig(BaseModel):
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
 
 
-class Config(BaseModel):
-    """All settings of one engine. Immutable; `Config(stage=2)` and `Config.load(...)` raise ConfigError."""
+class ActivationsConfig(BaseModel):
+    """What becomes of activations that a forward has saved for its backward."""
 
     model_config = _STRICT
+
+    free_threshold_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Activations of this size and more that no backward has used are freed before the optimizer step; None: none."""
+
+
+class DebugConfig(BaseModel):
+    """Switches that make a run slower and its errors easier to place."""
+
+    model_config = _STRICT
+
+    sync_before_reduce: bool = False
+    """Wait for the device before each reduction of gradients is issued."""
+
+    sync_after_reduce: bool = False
+    """Wait for each reduction of gradients to finish before anything else is done."""
+
+    sync_before_allgather: bool = False
+    """Wait for the device before each gather of parameters is issued."""
+
+    sync_after_allgather: bool = False
+    """Wait for each gather of parameters to finish before anything else is done."""
+
+    check_every_step: bool = False
+    """After every backward the ranks compare which collectives they have issued, and in which order."""
+
+
+class EngineDebugConfig(DebugConfig):
+    """As above, and what an engine has beside it."""
+
+    keep_gradient_targets: bool = False
+    """Reduced gradients have memory of their own from set-up on, instead of from their reduction to the update."""
+
+
+class Config(_Explained):
+    """All settings of one engine. Immutable; `Config(stage=2)` and `Config.load(...)` raise ConfigError."""
 
     stage: Literal[1, 2, 3] = 3
     """ZeRO stage: 1 shards optimizer state, 2 gradients as well, 3 parameters as well."""
@@ -107,12 +154,8 @@ class Config(BaseModel):
     bucket: BucketConfig = BucketConfig()
     reduce: ReduceConfig = ReduceConfig()
     compile: CompileConfig = CompileConfig()
-
-    def __init__(self, /, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+    activations: ActivationsConfig = ActivationsConfig()
+    debug: EngineDebugConfig = EngineDebugConfig()
 
     @field_validator("stage", mode="before")
     @classmethod
@@ -162,6 +205,41 @@ class Config(BaseModel):
         return cls(**values)
 
 
+class RuntimeConfig(_Explained, DebugConfig):
+    """Settings of the low-level runtime (`zeroweave.dc`)."""
+
+    model_config = _STRICT
+
+    symmetric_memory: bool = False
+    """Gather parameters through memory that the GPUs of a node read directly; an error where they cannot."""
+
+    double_buffer: bool = True
+    """Two reductions in flight at once instead of one."""
+
+    pre_div_reduce: bool = True
+    """Divide gradients by the world before they are summed; false: the backend's average."""
+
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype in which gradients travel and are summed over ranks; None: their own, for sums of micro-steps too."""
+
+    free_activation_threshold: Annotated[int, Field(ge=0)] = 10_000_000
+    """`free_tensors` frees tensors of more elements than this."""
+
+    deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a rank waits for the others before it says which one is missing."""
+
+    @classmethod
+    def load(cls, source: object) -> RuntimeConfig:
+        """From a mapping, whose keys must be known, or an object, of which only the known attributes are read."""
+        if source is None:
+            return cls()
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, Mapping):
+            return cls(**source)
+        return cls(**{name: getattr(source, name) for name in cls.model_fields if hasattr(source, name)})
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     parsers = {".json": json.loads, ".toml": tomllib.loads}
     parse = parsers.get(path.suffix.lower())
@@ -178,8 +256,8 @@ def _read(path: Path) -> Mapping[str, Any]:
     return values
 
 
-def _explain(error: ValidationError) -> str:
-    known = _known_keys(Config)
+def _explain(error: ValidationError, model: type[BaseModel]) -> str:
+    known = _known_keys(model)
     lines: dict[str, str] = {}
     for details in error.errors():
         key = _key_of(details["loc"], known)
@@ -233,11 +311,11 @@ def _allowed(key: str, details: ErrorDetails) -> str:
 
 
 def _suggestion(key: str, known: tuple[str, ...]) -> str:
-    """The nearest key beside the unknown one, else the nearest anywhere, else a list of those beside it."""
+    """A key of that name elsewhere, the nearest beside the unknown one, the nearest anywhere, or those beside it."""
     table, _, leaf = key.rpartition(".")
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == table}
     anywhere = {name.rpartition(".")[2]: name for name in known}
-    for names in (beside, anywhere):
+    for names in ({leaf: anywhere[leaf]} if leaf in anywhere else {}, beside, anywhere):
         for near in difflib.get_close_matches(leaf, names, n=1):
             return f"did you mean {names[near]!r}?"
     return f"the keys {f'of {table!r} ' if table else ''}are {', '.join(sorted(beside))}"

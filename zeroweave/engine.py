@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -12,18 +12,17 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroweave import state
-from zeroweave._torch import recomputing
-from zeroweave.calls import Calls
+from zeroweave.calls import Calls, session
 from zeroweave.comm.alarm import Alarm
-from zeroweave.comm.control import Agreement
+from zeroweave.comm.ledger import Ledger
 from zeroweave.eager.access import Shown
-from zeroweave.eager.handles import SavedTensors
 from zeroweave.errors import EngineError
-from zeroweave.guard import Guard, Progress
+from zeroweave.guard import Agreements, Guard, Progress
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.clip import clip_coefficient, local_square_norm, scale_, total_norm
+from zeroweave.optim.clip import clip_
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.schedule import Instruction, Schedule, compile_schedule
+from zeroweave.snapshot import Snapshot
 from zeroweave.state import Opened, Parts
 from zeroweave.stats import Stats
 
@@ -44,11 +43,11 @@ class Engine:
         self._progress = Progress(parts.ledger)
         self._alarm = Alarm(parts.control, self._progress, trail=parts.ledger)
         self._guard = Guard(self._alarm, self._progress)
-        self._applied = self._warned = False
+        self._agreements = Agreements(parts.control, parts.transport, self._alarm, self._progress)
+        self._applied = self._warned = self._scaled = False
         self._backwards = self._window_steps = 0
         self._sync = True
         self._boundary: bool | None = None
-        self._scaled = False
         self._norm: torch.Tensor | None = None
         self._executed: tuple[Instruction, ...] = ()
         self._calls = Calls(parts.model, parts.runtime, parts.config, self._session)
@@ -158,6 +157,8 @@ class Engine:
                 stacklevel=2,
             )
         self._scaled = False
+        if self.config.debug.check_every_step:
+            self._agreements.backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -184,7 +185,7 @@ class Engine:
         with self._guard("step"):
             if self._parts.optimizer is None:
                 raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
-            self._refuse_open("step()")
+            self._refuse_inside("step()", profiling=False)
             if self._backwards == 0:
                 raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
             boundary = self.is_gradient_accumulation_boundary()
@@ -204,30 +205,11 @@ class Engine:
         replay.refuse_views()
         candidate = replay.schedule if followed else compile_schedule(tuple(replay.record), self._parts.facts)
         assert candidate is not None
-        step, count = self._progress()
-        self._alarm.post_counts(step, count)
-        decision = self._parts.control.agree(
-            Agreement(step, count, self._parts.ledger.hash, gradients.had_gradient(), candidate.fingerprint)
-        )
+        decision = self._agreements.step(gradients.had_gradient(), candidate.fingerprint)
         absent = gradients.absent(decision.had_gradient)
         if self.config.gradient_clipping is not None:
             self.clip_grad_norm_(self.config.gradient_clipping)
-        if optimizer.by_bucket:
-
-            def update(bucket: int) -> None:
-                shard = gradients.take(bucket)
-                if shard is not None:
-                    optimizer.update(bucket, shard, absent[bucket])
-        else:
-            waiting = set(absent)
-
-            def update(bucket: int) -> None:
-                waiting.discard(bucket)
-                if not waiting:  # the last one: this optimizer can only step as a whole
-                    taken = {b: shard for b in sorted(absent) if (shard := gradients.take(b)) is not None}
-                    optimizer.update_all(taken, absent)
-
-        replay.finish(update, frozenset(absent))
+        replay.finish(optimizer.in_turn(gradients.take, absent), frozenset(absent))
         for bucket_id in absent:
             runtime.buckets[bucket_id].renew()
         self._executed = tuple(replay.executed)
@@ -239,8 +221,9 @@ class Engine:
             self.lr_scheduler.step()
         if self.config.gather_after_step:
             self._opened.open()
-        self._traffic = self._parts.ledger.step()
-        self._parts.ledger.begin_step()
+        if not self._parts.transport.skips:
+            self._traffic = self._parts.ledger.step()
+            self._parts.ledger.begin_step()
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer?"""
@@ -259,15 +242,45 @@ class Engine:
         with self._guard("clip_grad_norm_"):
             gradients = self._runtime.gradients
             self._runtime.reduce_rest()
-            gradients.settle_all()
-            shards = gradients.shards()
-            self._norm = total_norm(local_square_norm(shards, self.device), self._runtime.transport.all_reduce_sum)
-            scale_(shards, clip_coefficient(self._norm, max_norm))
+            gradients.reductions.settle_all()
+            self._norm = clip_(gradients.shards(), max_norm, self._runtime.transport.all_reduce_sum, self.device)
             return self._norm
 
     def get_global_grad_norm(self) -> float | None:
         """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
         return None if self._norm is None else float(self._norm)
+
+    @contextmanager
+    def profiling(self) -> Iterator[Ledger]:
+        """Inside, steps run without any communication; afterwards everything that they changed is as before.
+
+        Yields the ledger of what they would have sent. Gathers give copies of this rank's shards and reductions zeros,
+        so losses and norms mean nothing, and values cannot be read. A `Snapshot` brings back, bit for bit, after an
+        exception too; it costs a second copy of the trained shards, the optimizer's state and the module's buffers.
+        All ranks enter it, between windows; how many steps each runs inside is its own affair.
+        """
+        with self._guard("profiling"):
+            self._refuse_inside("profiling()")
+            if self._runtime.in_session or self._runtime.in_backward or self._runtime.replay.record:
+                raise EngineError("profiling() in the middle of a window: enter it after step() or zero_grad()")
+            reopen = self._opened.is_open
+            self._opened.close()
+            self._abort()  # nothing stays gathered
+            self._runtime.replay.refuse_views()
+            before = Snapshot(self._parts, self.lr_scheduler)
+            before.attributes(self._progress, "step")
+            before.attributes(self, "micro_steps", "skipped_steps", "_applied", "_boundary", "_executed", "_norm")
+        with ExitStack() as after:  # all of it, whichever raises; the last first
+            after.callback(self._reopen, reopen)
+            after.callback(before.restore)
+            after.callback(self._parts.transport.skip, False)
+            after.callback(self._abort)
+            after.callback(self._opened.close)
+            self._parts.transport.skip(True)
+            if reopen:
+                self._opened.open()
+                self._parts.transport.skip(True)  # anew: that gather belongs to no step
+            yield self._parts.transport.planned
 
     # ------------------------------------------------------------------ state
     def train(self, mode: bool = True) -> Engine:
@@ -287,7 +300,7 @@ class Engine:
         with self._guard("full_parameters"):
             if self._runtime.in_session or self._runtime.in_backward:
                 raise EngineError("full_parameters() inside a forward or backward: enter it between them")
-            self._refuse_open("full_parameters()")
+            self._refuse_inside("full_parameters()")
             self._opened.close()
             self._opened.open()
         self._runtime.writable = True
@@ -306,7 +319,7 @@ class Engine:
         Parameters come from the float32 masters. `{}` on the other ranks. Collective.
         """
         with self._guard("state_dict"):
-            self._refuse_open("state_dict()")
+            self._refuse_inside("state_dict()")
             return state.state_dict(self.module, self._runtime, self._parts)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -315,15 +328,12 @@ class Engine:
         Collective; the other ranks' argument is ignored.
         """
         with self._guard("load_state_dict"):
-            self._refuse_open("load_state_dict()")
+            self._refuse_inside("load_state_dict()")
             if self._parts.status.gradients_pending:
                 raise EngineError("load_state_dict() while gradients wait: call it after step() or zero_grad()")
-            was_open = self._opened.is_open
-            self._opened.close()
-            self._abort()  # nothing stays gathered with the old values
-            state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
-            if was_open:
-                self._opened.open()
+            with self._opened.closed():
+                self._abort()  # nothing stays gathered with the old values
+                state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """The reduced gradients that `step()` would use, full, float32, on the CPU of every rank.
@@ -331,6 +341,7 @@ class Engine:
         None where no rank had a gradient. To be called between the boundary's backward and `step()`. Collective.
         """
         with self._guard("gradients"):
+            self._refuse_inside("gradients()")
             self._runtime.reduce_rest()
             return state.full_gradients(self._runtime, self._parts.control)
 
@@ -342,7 +353,7 @@ class Engine:
         if self._guard.destroyed:
             return
         with self._guard("destroy", clean=False):
-            self._refuse_open("destroy()")
+            self._refuse_inside("destroy()")
             self._abort()
             self._opened.close()
             values = state.full_values(self._runtime, self._parts.original_dtypes)
@@ -363,31 +374,23 @@ class Engine:
             self.destroy()  # after an exception the other ranks may be anywhere: nothing collective is left to do
 
     # ------------------------------------------------------------------ inside
-    @contextmanager
-    def _session(self) -> Iterator[None]:
-        """The outermost forward: real parameters in the modules, handles for what eager code saves."""
-        self._shown.show()
-        try:
-            self._runtime.begin_session()
-            # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
-            with nullcontext() if recomputing() else SavedTensors(self._runtime):
-                yield
-            self._runtime.end_session()
-        except BaseException:
-            self._runtime.abandon_session()
-            raise
-        finally:
-            self._shown.hide()
+    def _session(self) -> AbstractContextManager[None]:
+        return session(self._runtime, self._shown)
 
-    def _refuse_open(self, what: str) -> None:
+    def _refuse_inside(self, what: str, profiling: bool = True) -> None:
+        if profiling and self._parts.transport.skips:
+            raise EngineError(f"{what} inside `with engine.profiling():`, where values mean nothing: leave it first")
         if self._runtime.writable:
-            raise EngineError(
-                f"{what} inside `with engine.full_parameters():`: leave it first, so that writes are kept"
-            )
+            raise EngineError(f"{what} inside `with engine.full_parameters():`, which keeps writes: leave it first")
+
+    def _reopen(self, was_open: bool) -> None:
+        if was_open and self._alarm.fatal is None and not self._guard.dirty:
+            with self._guard("profiling"):
+                self._opened.open()
 
     def _abort(self) -> None:
-        """Forgets the open window and what an exception left behind."""
-        schedule = self._runtime.replay.schedule
+        """Forgets the open window and what an exception left behind; the engine is dirty until all of that is done."""
+        self._guard.dirty, schedule = True, self._runtime.replay.schedule
         self._runtime.abort()
         self._runtime.next_window(schedule)
         self._shown.reset()

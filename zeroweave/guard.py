@@ -1,4 +1,4 @@
-"""Around everything collective: an exception that leaves it concerns all ranks."""
+"""Around everything collective: an exception that leaves it concerns all ranks, and so do the ranks' decisions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from zeroweave.comm.alarm import Alarm
+from zeroweave.comm.control import Agreement, Control, Decision, decide
 from zeroweave.comm.ledger import Ledger
-from zeroweave.errors import EngineError, RankFailure
+from zeroweave.comm.skip import Skipping
+from zeroweave.errors import AgreementError, EngineError, RankFailure
 
 
 @dataclass
@@ -23,6 +25,41 @@ class Progress:
 
     def __call__(self) -> tuple[int, int]:
         return self.step, self.ledger.count
+
+
+class Agreements:
+    """What the ranks of one engine compare, and decide together.
+
+    While `transport` skips communication, each decides as if the others had said what it says.
+    """
+
+    def __init__(self, control: Control, transport: Skipping, alarm: Alarm, progress: Progress) -> None:
+        self._control, self._transport = control, transport
+        self._alarm, self._progress = alarm, progress
+        self._backwards = 0
+
+    def step(self, had_gradient: bytes, candidate: int) -> Decision:
+        """The agreement of an optimizer step; see `comm.control.Agreement`."""
+        self._backwards = 0
+        step, count = self._progress()
+        mine = Agreement(step, count, self._progress.ledger.hash, had_gradient, candidate)
+        if self._transport.skips:
+            return decide([mine])
+        self._alarm.post_counts(step, count)
+        return self._control.agree(mine)
+
+    def backward(self) -> None:
+        """Raises `AgreementError` unless all ranks have issued the same collectives up to this end of a backward."""
+        if self._transport.skips:
+            return
+        self._backwards += 1
+        step, count = self._progress()
+        place = f"the check after backward {self._backwards}"
+        try:
+            self._control.agree(Agreement(step, count, self._progress.ledger.hash, b""), place)
+        except AgreementError as error:
+            error.add_note(f"found in {place} of step {step}")
+            raise
 
 
 class Guard:

@@ -12,8 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroweave.comm.control import Control
+from zeroweave.comm.fence import fenced
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.process_group import make_transport
+from zeroweave.comm.process_group import device_of, make_transport
+from zeroweave.comm.skip import Skipping
 from zeroweave.compile.regions import find_blocks
 from zeroweave.config import Config
 from zeroweave.engine import Engine
@@ -79,13 +81,6 @@ def _start_process_group() -> None:
         dist.init_process_group("nccl", device_id=device)
     else:
         dist.init_process_group("gloo")
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the engine computes: the local GPU unless the group cannot talk between GPUs."""
-    if torch.cuda.is_available() and (group is None or "nccl" in str(dist.get_backend(group))):
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    return torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -176,6 +171,8 @@ def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
         op=settings.reduce.op,
         reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
         accumulate_dtype=getattr(torch, precision.accumulate),
+        keep_gradient_targets=settings.debug.keep_gradient_targets,
+        free_threshold=settings.activations.free_threshold_bytes,
     )
 
 
@@ -189,6 +186,7 @@ def _facts(
         depth=policy.depth,
         prefetch=policy.prefetch,
         update_by_bucket=by_bucket,
+        free=policy.free_threshold is not None,
     )
 
 
@@ -201,13 +199,13 @@ def _assemble(
     control: Control,
     started: bool,
 ) -> Engine:
-    device = _device(group)
+    device = device_of(group)
     parameters = _parameters(model, settings)
     specs = _specs(model, parameters)
     _agree_on_model(control, model, specs, settings)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block)
     ledger = Ledger(control.world, control.rank)
-    transport = make_transport(group, device, ledger)
+    transport = Skipping(fenced(make_transport(group, device, ledger), device, settings.debug), device)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
     runtime = Runtime(layouts, dtypes, transport, _policy(settings, layouts))
     _fill(runtime, parameters)
@@ -228,6 +226,7 @@ def _assemble(
             config=settings,
             runtime=runtime,
             ledger=ledger,
+            transport=transport,
             control=control,
             places=places,
             status=status,

@@ -74,6 +74,16 @@ class Fragment:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Elements `start` to `start + numel` of slot `slot`'s own flat lie at `offset` of a flat."""
+
+    slot: int
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
 class BucketLayout:
     """One bucket: its slots in model order and the size of its flat (`numel`, padding included).
 
@@ -125,12 +135,27 @@ class BucketLayout:
             return Fragment(0, 0, 0)
         return Fragment(first - start, first - slot.offset, last - first)
 
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Elements that each rank gets of a reduction."""
+        return (self.shard_numel,) * self.world
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What lies where in the flat: every slot in one piece."""
+        return tuple(Piece(index, 0, slot.numel, slot.offset) for index, slot in enumerate(self.slots) if slot.numel)
+
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges `[start, stop)` of the flat that belong to no slot, in order. They are always zero."""
-        edges = [(0, 0), *((slot.offset, slot.offset + slot.numel) for slot in self.slots if slot.numel)]
-        starts = [stop for _, stop in edges]
-        stops = [start for start, _ in edges[1:]] + [self.numel]
-        return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+        return find_gaps(self.pieces, self.numel)
+
+
+def find_gaps(pieces: Iterable[Piece], numel: int) -> tuple[tuple[int, int], ...]:
+    """The ranges `[start, stop)` of a flat of `numel` elements that no piece covers; `pieces` in order of offset."""
+    edges = [(0, 0), *((piece.offset, piece.offset + piece.numel) for piece in pieces)]
+    starts = [stop for _, stop in edges]
+    stops = [start for start, _ in edges[1:]] + [numel]
+    return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
 
 def build_layout(

@@ -6,6 +6,7 @@ Everything here is collective and works between a forward and a backward as well
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.skip import Skipping
 from zeroweave.config import Config
 from zeroweave.eager.access import Shown
 from zeroweave.eager.hooks import delivery
@@ -33,6 +35,8 @@ class Parts:
     config: Config
     runtime: Runtime
     ledger: Ledger
+    transport: Skipping
+    """the runtime's"""
     control: Control
     places: Places
     status: Status
@@ -65,8 +69,18 @@ class Opened:
             return
         self._status.full = self.is_open = False
         self._shown.close()
-        for bucket in self._runtime.buckets.values():
-            self._runtime.replay.release(bucket)
+        with ExitStack() as each:  # a parameter that was written raises, but the others go as well
+            for bucket in self._runtime.buckets.values():
+                each.callback(self._runtime.replay.release, bucket)
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Inside nothing is open; at the end, unless that is an exception, what was is open again. Collective."""
+        was_open = self.is_open
+        self.close()
+        yield
+        if was_open:
+            self.open()
 
 
 @torch.no_grad()
@@ -104,7 +118,7 @@ def _gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[
 def full_gradients(runtime: Runtime, control: Control) -> dict[str, torch.Tensor | None]:
     """The window's reduced gradients, full, float32, on the CPU; None where no rank had one."""
     gradients = runtime.gradients
-    gradients.settle_all()
+    gradients.reductions.settle_all()
     ranks = control.all_gather_bytes(gradients.had_gradient(), "which gradients exist")
     absent = gradients.absent(bytes(any(flags) for flags in zip(*ranks, strict=True)))
     result: dict[str, torch.Tensor | None] = {}

@@ -34,7 +34,8 @@ class Stats:
 
     `on_demand_unshards`: gathers that a schedule should have ordered and did not. `departures`: steps that
     left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `eager_regions`: regions that
-    Dynamo gave up on, with its reason. `last_step`, `total`: traffic by kind of collective.
+    Dynamo gave up on, with its reason. `freed_activations`: bytes that `activations.free_threshold_bytes` has freed.
+    `last_step`, `total`: traffic by kind of collective.
     """
 
     compiled_calls: int
@@ -45,6 +46,7 @@ class Stats:
     graphs: int
     templates: int
     eager_regions: dict[str, str]
+    freed_activations: int
     last_step: dict[str, Traffic]
     total: dict[str, Traffic]
     memory: Memory
@@ -68,6 +70,7 @@ class Stats:
             graphs=0 if calls.templates is None else calls.templates.graphs,
             templates=0 if calls.templates is None else calls.templates.templates,
             eager_regions=dict(calls.eager_regions),
+            freed_activations=runtime.activations.freed,
             last_step=dict(last_step),
             total=dict(ledger.totals()),
             memory=Memory(
@@ -76,6 +79,6 @@ class Stats:
                 optimizer=0 if optimizer is None else optimizer.memory(),
                 gradients=runtime.gradients.shards_peak,
                 flats_peak=runtime.flats.peak,
-                gradient_flats_peak=runtime.gradients.flats_peak,
+                gradient_flats_peak=runtime.gradients.staging.peak,
             ),
         )

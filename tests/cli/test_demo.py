@@ -11,7 +11,7 @@ import pytest
 from tests.cli.commands import zeroweave
 
 WAYS = [
-    pytest.param((3, ["--eager"]), id="stage 3, eager"),
+    pytest.param((3, ["--eager", "--profile"]), id="stage 3, eager, profiled"),
     pytest.param((1, ["--lower", "aot_eager"]), id="stage 1, aot_eager"),
 ]
 
@@ -47,6 +47,19 @@ def test_collectives_are_the_schedules_and_the_profilers(run: tuple[str, dict[st
         assert figures["collectives"][source] == expected
         assert figures["bytes"][source]["reduce_scatter"] == pytest.approx(payload, rel=0.01)
     assert figures["bytes"]["measured"] == figures["bytes"]["schedule"] == figures["bytes"]["independent"]
+
+
+def test_the_profile_is_there_when_it_was_asked_for(run: tuple[str, dict[str, Any], int]) -> None:
+    output, figures, stage = run
+    profile = figures["profile"]
+    if stage == 1:
+        assert profile is None and "without communication" not in output
+        return
+    assert profile["seconds_step"] > 0 and profile["seconds_step_without_communication"] > 0
+    assert {kind: sent["calls"] for kind, sent in profile["would_send"].items()} == figures["collectives"]["schedule"]
+    assert {kind: sent["payload"] for kind, sent in profile["would_send"].items()} == figures["bytes"]["schedule"]
+    assert all(2 * sent["wire"] == sent["payload"] for sent in profile["would_send"].values())  # two ranks
+    assert "a step takes" in output and "without communication" in output
 
 
 def test_state_is_what_layout_and_schedule_say(run: tuple[str, dict[str, Any], int]) -> None:

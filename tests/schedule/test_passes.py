@@ -7,6 +7,7 @@ from zeroweave.schedule import (
     BucketFacts,
     Call,
     Facts,
+    Free,
     Instruction,
     Reduce,
     Reshard,
@@ -17,16 +18,16 @@ from zeroweave.schedule import (
     Update,
     Wait,
 )
-from zeroweave.schedule.passes import insert, prefetch
+from zeroweave.schedule.passes import free, insert, prefetch
 
 
 def run(*uses: int, backward: bool = False) -> Run:
     return Run(Call("f", "backward" if backward else "forward"), uses)
 
 
-def of(*instructions: Instruction, ahead: int = 1) -> Schedule:
+def of(*instructions: Instruction, ahead: int = 1, frees: bool = False) -> Schedule:
     buckets = tuple(BucketFacts(i, "abcd"[i], 1, True) for i in range(4))
-    return Schedule(instructions, (), Facts(buckets, frozenset(), 1, ahead, False))
+    return Schedule(instructions, (), Facts(buckets, frozenset(), 1, ahead, False, frees))
 
 
 def test_insert_keeps_the_last_block_between_forward_and_backward() -> None:
@@ -187,3 +188,15 @@ def test_prefetch_leaves_second_holds_where_they_are() -> None:
     inner = (Unshard(0), Wait(0), run(0, 2), Reshard(0))
     before = of(Unshard(0), Wait(0), run(0), run(1), *inner, Reshard(0))
     assert prefetch(before) is before
+
+
+def test_free_stands_before_the_first_update() -> None:
+    step = (Unshard(0), Wait(0), run(0), Reshard(0), Reduce(0), Reduce(1), Settle(0))
+    update = (Update(0), Settle(1), Update(1))
+    after = free(of(*step, *update, frees=True))
+    assert after.instructions == (*step, Free(), *update)
+    assert after.text().splitlines()[-2:] == ["Settle a · Free · Update a", "Settle b · Update b"]
+    assert after.of("a")[-1] == "Settle a · Free · Update a"
+    assert free(after) == after
+    for unchanged in (of(*step, *update), of(*step, frees=True)):
+        assert free(unchanged) is unchanged

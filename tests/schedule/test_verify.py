@@ -14,6 +14,7 @@ from zeroweave.schedule import (
     Entered,
     Event,
     Facts,
+    Free,
     Instruction,
     Left,
     Ready,
@@ -81,6 +82,7 @@ LEGAL = {
     "two in flight": schedule(
         *(Reduce(A), Reduce(B), Settle(B), Settle(A), Update(A), Update(B)), depth=2, buckets=(A, B)
     ),
+    "activations freed": schedule(*use(A), Reduce(A), Settle(A), Free(), Update(A)),
     "frozen": schedule(*use(FROZEN), *gradient(A), buckets=(A, FROZEN)),
 }
 
@@ -91,6 +93,18 @@ def test_legal(name: str) -> None:
 
 
 ILLEGAL = {
+    "activations freed before a call": (
+        schedule(Free(), *use(A), *gradient(A)),
+        "instruction 1, Unshard a: the step is over: a Free has come before it",
+    ),
+    "activations freed during a call": (
+        schedule(*(Unshard(A), Wait(A), Run(F, (A,)), Free(), End(F), Reshard(A)), *gradient(A)),
+        "instruction 3, Free: a call is still running",
+    ),
+    "activations freed twice": (
+        schedule(*use(A), Reduce(A), Settle(A), Free(), Free(), Update(A)),
+        "instruction 7, Free: the step is over: a Free has come before it",
+    ),
     "use before wait": (
         schedule(Unshard(A), Run(F, (A,)), Wait(A), Reshard(A), *gradient(A)),
         "instruction 1, Run f forward [a]: a is used before it was waited for",

@@ -113,14 +113,16 @@ class Control:
         control.barrier("the start of the engine")
         return control
 
-    def agree(self, mine: Agreement) -> Decision:
+    def agree(self, mine: Agreement, place: str = "agreement") -> Decision:
         """Compares this rank's `Agreement` with the others'; the same decision on all ranks.
+
+        `place` says what is agreed on, in the words of the error that ranks at different places get.
 
         Raises `AgreementError` on all ranks if they issued different collectives or are at different steps.
         Costs one all-gather and no device synchronisation.
         """
         packed = _FIELDS.pack(mine.step, mine.count, mine.hash, mine.candidate) + mine.had_gradient
-        return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"agreement of step {mine.step}")])
+        return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"{place} of step {mine.step}")])
 
     def barrier(self, label: str = "barrier") -> None:
         """Returns when every rank has called it."""

@@ -38,6 +38,18 @@ class Traffic:
         return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
 
 
+@dataclass(slots=True)
+class Gauge:
+    """Bytes in use at present and at most."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
 class Ledger:
     """Counts the collectives that this rank issues."""
 
@@ -45,6 +57,7 @@ class Ledger:
         self.world, self.rank = world, rank
         self._totals: dict[str, Traffic] = {}
         self._at_begin: dict[str, Traffic] = {}
+        self._gauges: dict[str, Gauge] = {}
         self._count = 0
         self._hash = xxhash.xxh3_64()
         self._marks: deque[tuple[int, int]] = deque([(0, self._hash.intdigest())], maxlen=_REMEMBERED)
@@ -60,6 +73,10 @@ class Ledger:
         self._count += 1
         self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
         self._marks.append((self._count, self._hash.intdigest()))
+
+    def gauge(self, name: str) -> Gauge:
+        """The memory account of this name; made when it is first asked for."""
+        return self._gauges.setdefault(name, Gauge())
 
     @property
     def count(self) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch import foreach_copy_
+from zeroweave._torch import foreach_copy_, new_process_group
+from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.transport import Parts, Pending, ReduceOp, Transport
+from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import BucketLayout
 
 # The second of each pair is the name before 2.13, which deprecates it.
@@ -55,17 +59,20 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=tensor.dtype)
 
 
-def lay_out(flat: torch.Tensor, parts: Parts, layout: BucketLayout) -> None:
-    """Copies `parts` into their slots of `flat` [numel], with zeros wherever no part lies."""
+def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
+    """Copies `parts` into their places in `flat` [numel], with zeros wherever no part lies."""
     views: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
-    for index, slot in enumerate(layout.slots):
-        view = flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
-        if (part := parts.get(index)) is not None:
-            views.append(view)
+    for piece in layout.pieces:
+        view = flat.narrow(0, piece.offset, piece.numel)
+        if (part := parts.get(piece.slot)) is None:
+            view.zero_()
+        elif part.numel() == piece.numel:
+            views.append(view.view(part.shape))
             tensors.append(part)
         else:
-            view.zero_()
+            views.append(view)
+            tensors.append(part.reshape(-1).narrow(0, piece.start, piece.numel))
     if views:
         foreach_copy_(views, tensors)
     for start, stop in layout.gaps():
@@ -114,18 +121,35 @@ class ProcessGroupTransport:
                 work = _all_gather(target, target[start:stop].copy_(shard), group=self.group, async_op=True)
         return _Work(work, flat, shard)
 
+    def _stage(self, flat: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> dist.ReduceOp.RedOpType:
+        """Lays the parts out for a reduction; returns what the collective has to do."""
+        lay_out(flat, parts, layout)
+        if op == "average":
+            return dist.ReduceOp.AVG
+        flat.div_(self.world)
+        return dist.ReduceOp.SUM
+
     @torch.no_grad()
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         with self._beside():
             flat = torch.empty(layout.numel, dtype=out.dtype, device=out.device)
-            lay_out(flat, parts, layout)
-            kind = dist.ReduceOp.AVG
-            if op == "presum":
-                flat.div_(self.world)
-                kind = dist.ReduceOp.SUM
+            kind = self._stage(flat, parts, layout, op)
             self._count("reduce_scatter", flat, layout.id)
-            work = _reduce_scatter(out, flat, op=kind, group=self.group, async_op=True)
+            chunks = layout.chunks
+            if min(chunks) == max(chunks):
+                work = _reduce_scatter(out, flat, op=kind, group=self.group, async_op=True)
+            else:
+                inputs = list(flat.split(list(chunks)))
+                work = dist.reduce_scatter(out, inputs, op=kind, group=self.group, async_op=True)
         return _Work(work, flat, out, *parts.values())
+
+    @torch.no_grad()
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        with self._beside():
+            kind = self._stage(out, parts, layout, op)
+            self._count("all_reduce", out, layout.id)
+            work = dist.all_reduce(out, op=kind, group=self.group, async_op=True)
+        return _Work(work, out, *parts.values())
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         self._count("broadcast", tensor, -1)
@@ -153,7 +177,12 @@ class LocalTransport:
         return _Done()
 
     @torch.no_grad()
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        lay_out(out, parts, layout)
+        return _Done()
+
+    @torch.no_grad()
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         lay_out(out, parts, layout)
         return _Done()
 
@@ -162,6 +191,28 @@ class LocalTransport:
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         return None
+
+
+def device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the ranks of a group compute: the local GPU unless the group cannot talk between GPUs."""
+    if torch.cuda.is_available() and (group is None or "nccl" in str(dist.get_backend(group))):
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")
+
+
+def own_group(group: dist.ProcessGroup | None, control: Control) -> dist.ProcessGroup | None:
+    """A new communicator over the ranks of `group` (None: all), those of `control`, which tells them its name.
+
+    None for a world of 1. Collective over them; others need not take part. `dist.destroy_process_group` ends it,
+    before the control group is closed.
+    """
+    if control.board is None:
+        return None
+    ranks, name = dist.get_process_group_ranks(group), control.broadcast_object(f"zeroweave {uuid.uuid4()}")
+    timeout = timedelta(seconds=control.deadline_seconds)
+    own = new_process_group(ranks, dist.get_backend(group), control.board.part("collectives"), name, timeout)
+    control.barrier("the start of the collectives")  # a rank that meets the others there still needs the board
+    return own
 
 
 def make_transport(group: dist.ProcessGroup | None, device: torch.device, ledger: Ledger) -> Transport:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
 
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import BucketLayout, Piece
 
 ReduceOp = Literal["average", "presum"]
 Parts = Mapping[int, torch.Tensor]
 """One bucket's gradients on their way into a reduction: slot index -> tensor of the slot's shape. A slot
 without an entry contributes zeros."""
+
+
+class Spread(Protocol):
+    """How some tensors, the slots, are laid out in a flat [numel] whose chunk r belongs to rank r.
+
+    A bucket's layout is one, with equal chunks and each slot in one piece; the reduce buckets of `dc` are others.
+    `id` is for the ledger: equal on all ranks.
+    """
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def chunks(self) -> Sequence[int]: ...
+    @property
+    def pieces(self) -> Sequence[Piece]: ...
+    def gaps(self) -> Sequence[tuple[int, int]]: ...
 
 
 class Pending(Protocol):
@@ -38,12 +56,15 @@ class Transport(Protocol):
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order, cast to its dtype."""
 
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: BucketLayout, op: ReduceOp) -> Pending:
-        """Reduces the ranks' parts in the dtype of `out` and leaves this rank's slice in `out`.
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        """Reduces the ranks' parts in the dtype of `out` and leaves this rank's chunk in `out`.
 
         `average` is the backend's average; `presum` divides by the world size first and then sums, for
         dtypes whose sum could overflow. Padding and missing parts are zeros. The parts are read only.
         """
+
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        """Like `reduce_scatter`, but leaves all of the reduced flat in `out` [numel] on every rank."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrites `tensor` with that of rank `source`; synchronous."""

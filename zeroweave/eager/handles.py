@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zeroweave._torch import version
+from zeroweave.runtime.activations import Saved
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Frame, Runtime
 
@@ -24,11 +25,6 @@ class _Handle(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-
-class _Plain(NamedTuple):
-    tensor: torch.Tensor
-    version: int
 
 
 class _Parameter(NamedTuple):
@@ -56,19 +52,20 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         if bucket is None or frame is None:
             # Detached, or a node that saves its own output would keep itself alive. The version is kept
             # because autograd checks for later writes only where there are no hooks.
-            return _Plain(tensor.detach() if tensor.grad_fn is not None else tensor, version(tensor))
+            own = tensor.detach() if tensor.grad_fn is not None else tensor
+            return self._runtime.activations.save(own, version(tensor))
         if self._runtime.passes_through(tensor):
             found = self._runtime.find(tensor)
             if found is not None and found[1] >= 0:
                 return _Parameter(bucket, found[1], version(bucket.real[found[1]]))
-            return _Plain(tensor.detach(), version(tensor))
+            return Saved(tensor.detach(), version(tensor))
         frame.handles += 1
         return _Handle(
             bucket, bucket.generation, frame, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
 
     def _unpack(self, saved: object) -> torch.Tensor:
-        if isinstance(saved, _Plain | _Parameter):
+        if isinstance(saved, Saved | _Parameter):
             if version(saved.tensor) != saved.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified since the forward, by "

@@ -47,3 +47,16 @@ def scale_(gradients: Iterable[torch.Tensor], coefficient: torch.Tensor) -> None
     tensors = list(gradients)
     if tensors:
         foreach_multiply_(tensors, coefficient)
+
+
+def clip_(
+    gradients: Iterable[torch.Tensor],
+    max_norm: float,
+    all_reduce: Callable[[torch.Tensor], object],
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """Scales this rank's gradients to a global 2-norm of at most `max_norm`; returns the norm before."""
+    tensors = list(gradients)
+    norm = total_norm(local_square_norm(tensors, device), all_reduce)
+    scale_(tensors, clip_coefficient(norm, max_norm))
+    return norm

@@ -7,7 +7,7 @@ optimizer computes from a fragment is, bit for bit, that part of what it compute
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -92,6 +92,28 @@ class ShardedOptimizer:
                 self.update(bucket, gradient, absent.get(bucket, frozenset()))
         else:
             self._step(gradients, absent, self._whole)
+
+    def in_turn(
+        self, take: Callable[[int], torch.Tensor | None], absent: Mapping[int, Set[int]]
+    ) -> Callable[[int], None]:
+        """The function that a step calls with each bucket of `absent` in its turn; it updates by `take(bucket)`.
+
+        An optimizer that only steps as a whole updates all of them in the turn of the last one.
+        """
+
+        def update(bucket: int) -> None:
+            if (gradient := take(bucket)) is not None:
+                self.update(bucket, gradient, absent[bucket])
+
+        waiting = set(absent)
+
+        def update_when_all_came(bucket: int) -> None:
+            waiting.discard(bucket)
+            if not waiting:
+                taken = {b: gradient for b in sorted(absent) if (gradient := take(b)) is not None}
+                self.update_all(taken, absent)
+
+        return update if self.by_bucket else update_when_all_came
 
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""

@@ -24,8 +24,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import zeroweave as zw
+from zeroweave.comm.ledger import Traffic
 from zeroweave.report import measure
-from zeroweave.report.show import Result, show
+from zeroweave.report.show import Profile, Result, show
 
 LEARNING_RATE = 2e-3
 CHECKED_STEPS = 3
@@ -47,6 +48,7 @@ class Settings:
     steps: int
     lower: str
     eager: bool
+    profile: bool
     json: Path | None
 
     @property
@@ -65,6 +67,7 @@ def parse(arguments: list[str]) -> Settings:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--lower", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     return Settings(**vars(parser.parse_args(arguments)))
 
@@ -154,6 +157,7 @@ class Demo:
                 "schedule": measure.scheduled(schedule, engine.buckets),
                 "independent": counted,
             }
+            profiled = self.profile(engine) if settings.profile else None
             return Result(
                 settings=asdict(settings) | {"json": None},
                 way=settings.way,
@@ -169,8 +173,20 @@ class Demo:
                 memory=self.gather((stats.memory, formula, bound)),
                 schedule=schedule,
                 stats=stats,
+                profile=profiled,
                 parameters=sum(slot.numel for bucket in engine.buckets for slot in bucket.slots),
             )
+
+    def profile(self, engine: zw.Engine) -> Profile:
+        """The time of a step with communication and without, on the slowest rank, and what it would have sent."""
+        first = self.settings.steps + 1
+        ordinary, _ = measure.step_seconds(lambda k: self.step(engine, first + k), self.device)
+        with engine.profiling() as planned:
+            alone, steps = measure.step_seconds(lambda k: self.step(engine, first + k), self.device)
+        sent = {
+            kind: Traffic(t.calls // steps, t.payload // steps, t.wire // steps) for kind, t in planned.totals().items()
+        }
+        return Profile(max(self.gather(ordinary)), max(self.gather(alone)), sent)
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item."""

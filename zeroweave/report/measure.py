@@ -7,6 +7,8 @@ from DistributedDataParallel.
 from __future__ import annotations
 
 import os
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -19,6 +21,8 @@ from zeroweave.layout import BucketLayout
 from zeroweave.schedule import Reduce, Reshard, Schedule, Settle, Unshard, Update
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+TIMED_STEPS = 5
 
 # The host-side agreement uses c10d::allgather_, a collective of another name: it is not counted here.
 PROFILED = {
@@ -52,6 +56,21 @@ def scheduled(schedule: Schedule, buckets: Sequence[BucketLayout]) -> dict[str, 
     """What the schedule of one step says will be issued."""
     nbytes = {bucket.id: bucket.nbytes for bucket in buckets}
     return total((kind, Count(1, nbytes[bucket])) for kind, bucket in schedule.collectives())
+
+
+def step_seconds(step: Callable[[int], object], device: torch.device) -> tuple[float, int]:
+    """The median time of `TIMED_STEPS` steps after one that is not timed, in seconds, and how many steps it ran.
+
+    `step(k)` is called with k = 0, 1, … A step is over when the device has done its work.
+    """
+    times = []
+    for k in range(1 + TIMED_STEPS):
+        begin = time.perf_counter()
+        step(k)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:]), len(times)
 
 
 def profiled(step: Callable[[], object], itemsize: int = 4) -> dict[str, Count]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from zeroweave.comm.ledger import Traffic
 from zeroweave.report.measure import Count, State
 from zeroweave.report.tables import chart, size, table
 from zeroweave.schedule import Schedule
@@ -15,6 +16,29 @@ SOURCES = ("measured", "schedule", "independent")
 DIFFERENCE = 1e-5
 SHOWN = "layers.1"
 """The block whose schedule is printed: one with neighbours on both sides."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Seconds of a step with communication and without, and what one rank's step would have sent."""
+
+    ordinary: float
+    alone: float
+    sent: dict[str, Traffic]
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "seconds_step": round(self.ordinary, 5),
+            "seconds_step_without_communication": round(self.alone, 5),
+            "would_send": {kind: asdict(traffic) for kind, traffic in self.sent.items()},
+        }
+
+    def report(self) -> Iterator[str]:
+        share = f"{self.alone / self.ordinary:.0%}"
+        yield f"a step takes {1000 * self.ordinary:.1f} ms, without communication {1000 * self.alone:.1f} ms ({share})"
+        yield "what the step without communication would have sent, on each rank"
+        rows = [(kind, t.calls, size(t.payload), size(t.wire)) for kind, t in self.sent.items()]
+        yield from table(("", "calls", "payload", "wire"), rows)
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,7 @@ class Result:
     """measured; by the layout and the schedule; and the most that the layout allows"""
     schedule: Schedule
     stats: Stats
+    profile: Profile | None
     parameters: int
 
     @property
@@ -60,6 +85,11 @@ class Result:
             for source in ("measured", "independent"):
                 if counts[source] != expected:
                     yield f"rank {rank}: collectives {source}: {counts[source]}, in the schedule: {expected}"
+        if self.profile is not None:
+            planned = {kind: Count(t.calls, t.payload) for kind, t in self.profile.sent.items()}
+            expected = self.counts[0]["schedule"] if self.world > 1 else {}
+            if planned != expected:
+                yield f"a step without communication would have sent {planned}, in the schedule: {expected}"
         for rank, (measured, formula, bound) in enumerate(self.memory):
             for name, delta in formula.minus(measured).items():
                 yield f"rank {rank}: {name} measured {-delta:+d} bytes off the formula"
@@ -94,6 +124,7 @@ class Result:
             "compiled_calls": self.stats.compiled_calls,
             "eager_calls": self.stats.eager_calls,
             "on_demand_unshards": self.stats.on_demand_unshards,
+            "profile": self.profile.figures() if self.profile else None,
             "ok": not self.problems(),
         }
 
@@ -121,6 +152,9 @@ def report(result: Result) -> Iterator[str]:
     yield "collectives of one step and rank: the engine's ledger, the schedule, PyTorch's profiler"
     yield from table(("", *SOURCES), list(count_rows(result)))
     yield ""
+    if result.profile is not None:
+        yield from result.profile.report()
+        yield ""
     yield "model state of rank 0, peak bytes: measured, by layout and schedule, and the layout's limit"
     names = [field.name for field in fields(State)]
     rows = [(name, *(size(getattr(state, name)) for state in result.memory[0])) for name in names]

@@ -1,10 +1,4 @@
-"""A bucket at run time: its shard, its flat, and the holds that keep the flat's storage alive.
-
-    resharded   the flat's storage has 0 bytes; the shard is all there is
-    gathering   storage is full size, the all-gather is under way (`unshard` of the first hold)
-    usable      the current stream has waited for the gather (`wait`)
-    lingering   no hold is left, but somebody could still read it: through a tensor that views the flat, or
-                through a real parameter that was kept; freed by a later `sweep`
+"""A bucket at run time: a flat, and the real parameters that view it.
 
 A shard costs numel / world elements for good (float32 where trained), a flat numel elements while it is not resharded.
 """
@@ -12,31 +6,20 @@ A shard costs numel / world elements for good (float32 where trained), a flat nu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
 from zeroweave._torch import owners, place_key, storage_key, storage_use_count, version
-from zeroweave.comm.transport import Pending, Transport
+from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
+from zeroweave.runtime.flat import Flat
 
 
-@dataclass(slots=True)
-class Gauge:
-    """Bytes in use at present and at most."""
-
-    now: int = 0
-    peak: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-
-class Bucket:
+class Bucket(Flat):
     """One bucket of this rank. `real[i]` is the Parameter that views slot i of the flat.
 
     The real parameters keep shape, dtype and stride while the storage is freed; PyTorch dies on a read
@@ -51,28 +34,22 @@ class Bucket:
         The shard of trainable parameters has at least float32: it is the optimizer's master, and rounded when
         it is gathered. So nothing is kept twice, and the optimizer has nothing to round.
         """
-        self.layout, self.rank, self.dtype = layout, transport.rank, dtype
-        self._transport, self._flats = transport, flats
         master = layout.trainable and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-        self.shard = transport.empty(layout.shard_numel, torch.float32 if master else dtype)
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=self.shard.device)
-        self.storage = self.flat.untyped_storage()
-        # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named,
-        # and the gather a target whose writes bump none of them.
-        self._target = self.flat.data
+        shard = transport.empty(layout.shard_numel, torch.float32 if master else dtype)
+        super().__init__(layout, shard, dtype, transport, flats)
+        self.rank = transport.rank
+        self.storage.resize_(layout.nbytes)  # for as long as views of it are made
+        # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named.
+        flat = self.flat.data
         self.real = [
-            nn.Parameter(
-                self.flat.data.narrow(0, slot.offset, slot.numel).view(slot.shape),
-                requires_grad=layout.requires_grad,
-            )
-            for slot in layout.slots
+            nn.Parameter(flat.narrow(0, s.offset, s.numel).view(s.shape), requires_grad=layout.requires_grad)
+            for s in layout.slots
         ]
-        self._key = storage_key(self.flat)
+        del flat
         self.storage.resize_(0)
-        self.holds = 0
+        self._key = storage_key(self.flat)
         self.generation = 0
         """how often the values of the shard have changed"""
-        self._pending: Pending | None = None
         self._versions = [version(p) for p in self.real]
         self._references = storage_use_count(self.storage)
         self._shown = False
@@ -83,20 +60,6 @@ class Bucket:
     @property
     def id(self) -> int:
         return self.layout.id
-
-    @property
-    def resident(self) -> bool:
-        """Is the storage full size (gathering, usable or lingering)?"""
-        return self.storage.nbytes() > 0
-
-    @property
-    def usable(self) -> bool:
-        return self.resident and self._pending is None
-
-    @property
-    def viewed(self) -> bool:
-        """Does some tensor other than the bucket's own view the flat?"""
-        return storage_use_count(self.storage) > self._references
 
     def note_shown(self, shown: bool) -> None:
         """The modules show the real parameters from now on, or do not.
@@ -117,41 +80,8 @@ class Bucket:
             return []
         return [i for i, (count, most) in enumerate(zip(now, own, strict=True)) if count > most]
 
-    def unshard(self) -> None:
-        """Takes a hold; the first one starts the all-gather.
-
-        A lingering bucket is gathered again: how long a view lives depends on garbage collection and may
-        differ between ranks, but all ranks must issue the same collectives. Its values stay the same.
-        """
-        self.holds += 1
-        if self.holds == 1:
-            if not self.resident:
-                self.storage.resize_(self.layout.nbytes)
-                self._flats.add(self.layout.nbytes)
-            self._pending = self._transport.all_gather(self._target, self.shard, self.layout)
-
-    def wait(self) -> None:
-        """Makes the flat usable on the current stream."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            pending.wait()
-
-    def reshard(self) -> bool:
-        """Drops a hold. The last one frees the storage in stream order; False if a reference still lives."""
-        self.holds -= 1
-        return self.holds > 0 or self.free()
-
-    def free(self) -> bool:
-        """Frees the storage of a bucket without holds unless somebody could still read it; False if so."""
-        if not self.resident:
-            return True
-        self.wait()
-        self.check_unchanged()
-        if self.viewed or self.referenced():
-            return False
-        self.storage.resize_(0)
-        self._flats.add(-self.layout.nbytes)
-        return True
+    def kept(self, handed_in: int) -> bool:
+        return super().kept(handed_in) or bool(self.referenced())
 
     def check_unchanged(self) -> None:
         """Raises if a parameter was written in place (the next gather would lose it), frozen or unfrozen."""

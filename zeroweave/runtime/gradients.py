@@ -8,15 +8,17 @@ makes the result usable and copies or adds it into the gradient shard, which the
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from zeroweave.comm.transport import Parts, Pending, ReduceOp, Transport
+from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.transport import Parts, ReduceOp, Transport
 from zeroweave.errors import ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.reductions import Reductions
 
 
 @dataclass(slots=True)
@@ -63,16 +65,23 @@ class Gradients:
         reduce_dtype: torch.dtype | None,
         accumulate_dtype: torch.dtype,
         ready: Callable[[int], None],
+        keep_targets: bool = False,
     ) -> None:
         self._accounts = {b.id: _Account(b) for b in buckets if b.layout.trainable}
-        self._transport, self._op = transport, op
-        self._reduce_dtype, self._accumulate_dtype = reduce_dtype, accumulate_dtype
+        self._targets: dict[int, torch.Tensor] = {}
+        """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
+        if keep_targets:
+            for bucket_id, account in self._accounts.items():
+                shard = account.bucket.shard
+                dtype = reduce_dtype or account.bucket.dtype
+                self._targets[bucket_id] = torch.empty(shard.numel(), dtype=dtype, device=shard.device)
+        self._accumulate_dtype = accumulate_dtype
         self._ready = ready
-        self._flying: deque[tuple[int, Pending, torch.Tensor]] = deque()
+        self.staging = Gauge()
+        """bytes of the gradient flats in flight at once"""
+        self.reductions = Reductions(transport, op, reduce_dtype, self.staging)
         self.order: tuple[int, ...] = ()
         self.set_order(None)
-        self.flats_peak = 0
-        """bytes of the gradient flats in flight at once, at most"""
         self.shards_peak = 0
         """bytes of the gradient shards at once, at most"""
 
@@ -159,40 +168,20 @@ class Gradients:
         if account.local is not None:
             self.fold(bucket_id)
             parts = dict(enumerate(bucket.views(account.local)))
-        out = torch.empty(
-            bucket.layout.shard_numel, dtype=self._reduce_dtype or bucket.dtype, device=bucket.shard.device
-        )
-        pending = self._transport.reduce_scatter(out, parts, bucket.layout, self._op)
-        self._flying.append((bucket_id, pending, out))
+        then = partial(self._settled, account)
+        out = self._targets.get(bucket_id) if account.shard is None else None
+        self.reductions.start(bucket_id, parts, bucket.layout, bucket.flat, then, out=out)
         account.parts, account.local, account.issued = {}, None, True
-        self.flats_peak = max(self.flats_peak, sum(o.nbytes * self._transport.world for _, _, o in self._flying))
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """Buckets whose reductions are not settled, oldest first."""
-        return tuple(bucket_id for bucket_id, _, _ in self._flying)
 
     @torch.no_grad()
-    def settle(self, bucket_id: int) -> None:
-        """Makes the oldest reduction of the bucket usable; nothing to do where it has been settled."""
-        entry = next((e for e in self._flying if e[0] == bucket_id), None)
-        if entry is None:
-            return
-        self._flying.remove(entry)
-        _, pending, out = entry
-        pending.wait()
-        account = self._accounts[bucket_id]
+    def _settled(self, account: _Account, result: torch.Tensor) -> None:
+        """The window's first result is its gradient; later ones are added."""
         if account.shard is None:
-            account.shard = out
+            account.shard = result
         else:
             account.shard = account.shard.to(self._accumulates_in(account.bucket))
-            account.shard.add_(out)
+            account.shard.add_(result)
         self.shards_peak = max(self.shards_peak, sum(s.nbytes for s in self.shards()))
-
-    def settle_all(self) -> None:
-        """Makes every reduction usable, in the order in which they were issued."""
-        for bucket_id in self.in_flight:
-            self.settle(bucket_id)
 
     # ------------------------------------------------------------------ backward and window
     def unissued(self) -> tuple[int, ...]:
@@ -251,7 +240,6 @@ class Gradients:
 
     def reset(self) -> None:
         """Forgets the window: after the step, `zero_grad` or an exception. Waits for what is under way."""
-        while self._flying:
-            self._flying.popleft()[1].wait()
+        self.reductions.drop()
         for bucket_id, account in self._accounts.items():
             self._accounts[bucket_id] = _Account(account.bucket)

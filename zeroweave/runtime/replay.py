@@ -20,6 +20,7 @@ from zeroweave.schedule.instructions import (
     End,
     Entered,
     Event,
+    Free,
     Instruction,
     Left,
     Micro,
@@ -39,12 +40,20 @@ _EVENTS = (Run, End, Reduce, Update)
 class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
-    `keep`: the buckets that stay unsharded until the window's end. Counters are kept over windows.
+    `keep`: the buckets that stay unsharded until the window's end. `free`: what `Free` does; None: there is none.
+    Counters are kept over windows.
     """
 
-    def __init__(self, buckets: Mapping[int, Bucket], gradients: Gradients, keep: frozenset[int], depth: int) -> None:
+    def __init__(
+        self,
+        buckets: Mapping[int, Bucket],
+        gradients: Gradients,
+        keep: frozenset[int],
+        depth: int,
+        free: Callable[[], None] | None = None,
+    ) -> None:
         self._buckets, self._gradients, self._depth = buckets, gradients, depth
-        self.keep = keep
+        self.keep, self._free = keep, free
         self.schedule: Schedule | None = None
         self.departures = 0
         self.on_demand = 0
@@ -150,11 +159,13 @@ class Replay:
             for instruction in self.schedule.instructions[self._cursor :]:
                 self._execute(instruction)
         else:
-            pending = self._gradients.in_flight
+            if self._free is not None:
+                self._execute(Free())
+            pending = self._gradients.reductions.in_flight
             for bucket in sorted(updates - set(pending)):
                 self._execute(Update(bucket))
             for bucket in dict.fromkeys(pending):
-                while bucket in self._gradients.in_flight:
+                while bucket in self._gradients.reductions.in_flight:
                     self._execute(Settle(bucket))
                 self._execute(Update(bucket))
             self._drop_holds()
@@ -287,7 +298,7 @@ class Replay:
             self._issue(bucket)
 
     def _issue(self, bucket: int) -> None:
-        while len(flying := self._gradients.in_flight) >= self._depth or bucket in flying:
+        while len(flying := self._gradients.reductions.in_flight) >= self._depth or bucket in flying:
             self._execute(Settle(flying[0]))
         self._execute(Reduce(bucket))
 
@@ -307,10 +318,13 @@ class Replay:
             case Reduce(bucket):
                 self._gradients.issue(bucket)
             case Settle(bucket):
-                self._gradients.settle(bucket)
+                self._gradients.reductions.settle(bucket)
             case Update(bucket):
                 assert self._update is not None
                 self._update(bucket)
+            case Free():
+                assert self._free is not None
+                self._free()
             case Run() | End():
                 pass
 

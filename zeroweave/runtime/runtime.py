@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroweave._torch import accumulates, at_end_of_backward, current_graph_task, place_key
+from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import ReduceOp, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.bucket import Bucket, Directory, Gauge
+from zeroweave.runtime.activations import Activations
+from zeroweave.runtime.bucket import Bucket, Directory
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.replay import Replay
 from zeroweave.schedule import BucketFacts, Call, Event, Facts, Schedule, compile_schedule
@@ -55,6 +57,10 @@ class Policy:
     op: ReduceOp
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype
+    keep_gradient_targets: bool = False
+    """debugging: reduced gradients have memory of their own from set-up on, instead of from settle to update"""
+    free_threshold: int | None = None
+    """bytes from which on an unused activation is freed before the optimizer step; None: none is"""
 
 
 @dataclass(slots=True)
@@ -91,9 +97,12 @@ class Runtime:
             reduce_dtype=policy.reduce_dtype,
             accumulate_dtype=policy.accumulate_dtype,
             ready=self._ready,
+            keep_targets=policy.keep_gradient_targets,
         )
+        self.activations = Activations(policy.free_threshold)
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
-        self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
+        free = None if policy.free_threshold is None else self.activations.free
+        self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth, free)
         self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
         self._inferred: tuple[Event, ...] = ()
         self._inference_facts = Facts(

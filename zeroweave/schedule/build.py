@@ -19,6 +19,7 @@ from zeroweave.schedule.instructions import (
     End,
     Entered,
     Event,
+    Free,
     Instruction,
     Left,
     Micro,
@@ -53,6 +54,7 @@ class Facts:
     prefetch: how many calls ahead gathers are issued, at least 0 (see passes/prefetch.py).
     update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
     optimizer needs nothing global (no clipping, no overflow check).
+    free: let go of unused activations before the optimizer (see passes/free.py).
     """
 
     buckets: tuple[BucketFacts, ...]
@@ -60,6 +62,7 @@ class Facts:
     depth: int
     prefetch: int
     update_by_bucket: bool
+    free: bool = False
 
     def __post_init__(self) -> None:
         if len(self.by_id) != len(self.buckets):
@@ -94,6 +97,8 @@ class Schedule:
                 return f"Run {call.name} {call.phase}{values}"
             case End(call):
                 return f"End {call.name} {call.phase}"
+            case Free():
+                return "Free"
             case _:
                 return f"{type(instruction).__name__} {name(instruction.bucket)}"
 
@@ -128,7 +133,7 @@ class Schedule:
                 if inside(instruction.call.name):
                     return True
                 return isinstance(instruction, Run) and any(inside(self.facts.name(b)) for b in instruction.uses)
-            return inside(self.facts.name(instruction.bucket))
+            return not isinstance(instruction, Free) and inside(self.facts.name(instruction.bucket))
 
         return tuple(self._spell(line) for line in self._lines if any(map(touches, line)))
 
@@ -168,7 +173,7 @@ class Schedule:
         facts = self.facts
         words = [f"{kind} {bucket}" for kind, bucket in self.collectives()]
         words += [f"{b.id} {b.name!r} {b.nbytes} {b.trainable}" for b in facts.buckets]
-        words += [f"{sorted(facts.keep)} {facts.depth} {facts.prefetch} {facts.update_by_bucket}"]
+        words += [f"{sorted(facts.keep)} {facts.depth} {facts.prefetch} {facts.update_by_bucket} {facts.free}"]
         return xxhash.xxh3_64_intdigest("\n".join(words).encode()) or 1
 
 

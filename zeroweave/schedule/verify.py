@@ -9,6 +9,7 @@ from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import (
     Call,
     End,
+    Free,
     Instruction,
     Reduce,
     Reshard,
@@ -29,7 +30,8 @@ def verify(schedule: Schedule) -> None:
     kept bucket is gathered exactly once. Gradients: only trainable buckets are reduced, each at least once;
     every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight; every trainable bucket is updated exactly once, and after the first update nothing is gathered,
-    run or reduced. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
+    run or reduced. Activations: freed once at most, after the last call, and nothing is gathered, run or reduced
+    after that. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
@@ -67,14 +69,15 @@ class _State:
         self.reduced: set[int] = set()
         self.in_flight: set[int] = set()
         self.updated: set[int] = set()
+        self.freed = False
 
     def step(self, index: int, instruction: Instruction) -> str | None:
         """Apply one instruction; the reason why it is wrong, or None."""
         buckets = self._buckets(instruction)
         if unknown := [bucket for bucket in buckets if bucket not in self.facts.by_id]:
             return f"unknown bucket {unknown[0]}"
-        if self.updated and not isinstance(instruction, Settle | Update | Reshard):
-            return "the step is over: an Update has come before it"
+        if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard):
+            return f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it"
         match instruction:
             case Unshard(bucket):
                 return self._unshard(bucket)
@@ -99,13 +102,17 @@ class _State:
                 self.in_flight.remove(bucket)
             case Update(bucket):
                 return self._update(bucket)
+            case Free():
+                if any(self.open_calls.values()):
+                    return "a call is still running"
+                self.freed = True
         return None
 
     @staticmethod
     def _buckets(instruction: Instruction) -> tuple[int, ...]:
         if isinstance(instruction, Run):
             return instruction.uses
-        return () if isinstance(instruction, End) else (instruction.bucket,)
+        return () if isinstance(instruction, End | Free) else (instruction.bucket,)
 
     def _unshard(self, bucket: int) -> str | None:
         if not self.holds[bucket]:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Final
 
 from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.passes.free import free
 from zeroweave.schedule.passes.insert import insert
 from zeroweave.schedule.passes.prefetch import prefetch
 
 # insert once more at the end: prefetch may carry a bucket's Unshard up to its own Reshard.
-PASSES: Final[tuple[Callable[[Schedule], Schedule], ...]] = (insert, prefetch, insert)
+PASSES: Final[tuple[Callable[[Schedule], Schedule], ...]] = (insert, prefetch, insert, free)
 
-__all__ = ["PASSES", "insert", "prefetch"]
+__all__ = ["PASSES", "free", "insert", "prefetch"]

@@ -1,0 +1,63 @@
+"""A transport that moves nothing and remembers what it was asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroweave.comm.transport import Parts, ReduceOp, Spread
+from zeroweave.layout import BucketLayout, Slot
+
+
+def layout(world: int, numel: int) -> BucketLayout:
+    """One bucket of one float32 parameter [numel]."""
+    return BucketLayout(
+        id=0,
+        name="bucket",
+        dtype="float32",
+        itemsize=4,
+        requires_grad=True,
+        group="world",
+        world=world,
+        slots=(Slot("parameter", 0, numel, (numel,)),),
+        numel=numel,
+    )
+
+
+class RecordedPending:
+    """Notes in `calls` that it was waited for."""
+
+    def __init__(self, kind: str, calls: list[tuple[str, str]]) -> None:
+        self._kind, self._calls = kind, calls
+
+    def wait(self) -> None:
+        self._calls.append((self._kind, "wait"))
+
+
+class RecordingTransport:
+    """`calls`: (kind, "issue" or "wait"), in order."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.calls: list[tuple[str, str]] = []
+
+    def _issue(self, kind: str) -> RecordedPending:
+        self.calls.append((kind, "issue"))
+        return RecordedPending(kind, self.calls)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> RecordedPending:
+        return self._issue("all_gather")
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
+        return self._issue("reduce_scatter")
+
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
+        return self._issue("all_reduce")
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        self._issue("broadcast")
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        self._issue("all_reduce_sum")

@@ -1,0 +1,75 @@
+"""The debug switches that make collectives wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.comm.recording import RecordingTransport, layout
+from zeroweave.comm.fence import Fenced, fenced
+from zeroweave.comm.transport import Pending, Transport
+from zeroweave.config import Config, DebugConfig, RuntimeConfig
+
+CPU = torch.device("cpu")
+LAYOUT = layout(world=2, numel=6)
+PARTS = {0: torch.ones(6)}
+SYNC = ["sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather"]
+
+
+def issue(transport: Transport) -> list[Pending]:
+    return [
+        transport.all_gather(torch.empty(6), torch.ones(3), LAYOUT),
+        transport.reduce_scatter(torch.empty(3), PARTS, LAYOUT, "average"),
+        transport.all_reduce(torch.empty(6), PARTS, LAYOUT, "average"),
+    ]
+
+
+@pytest.mark.parametrize("switches", [DebugConfig(), DebugConfig(check_every_step=True), RuntimeConfig()])
+def test_without_a_switch_there_is_no_fence(switches: DebugConfig) -> None:
+    inner = RecordingTransport(0, 2)
+    assert fenced(inner, CPU, switches) is inner
+
+
+@pytest.mark.parametrize("switch", SYNC)
+@pytest.mark.parametrize("kind", [DebugConfig, RuntimeConfig])
+def test_each_switch_makes_a_fence(switch: str, kind: type[DebugConfig]) -> None:
+    assert isinstance(fenced(RecordingTransport(0, 2), CPU, kind(**{switch: True})), Fenced)
+
+
+@pytest.mark.parametrize(
+    ("switch", "waited"),
+    [
+        ("sync_after_allgather", ["all_gather"]),
+        ("sync_after_reduce", ["reduce_scatter", "all_reduce"]),
+        ("sync_before_allgather", []),  # a CPU has nothing under way
+        ("sync_before_reduce", []),
+    ],
+)
+def test_after_a_collective_it_is_waited_for_at_once_and_only_once(switch: str, waited: list[str]) -> None:
+    inner = RecordingTransport(0, 2)
+    pendings = issue(fenced(inner, CPU, DebugConfig(**{switch: True})))
+    expected = []
+    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+        expected += [(kind, "issue"), *([(kind, "wait")] if kind in waited else [])]
+    assert inner.calls == expected
+    for pending in pendings:
+        pending.wait()
+    assert sorted(call for call in inner.calls if call[1] == "wait") == sorted(
+        (kind, "wait") for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    )
+    if waited:
+        with pytest.raises(RuntimeError, match="twice"):
+            pendings[0 if "all_gather" in waited else 1].wait()
+
+
+def test_the_rest_is_handed_on() -> None:
+    inner = RecordingTransport(1, 2)
+    transport = fenced(inner, CPU, DebugConfig(**dict.fromkeys(SYNC, True)))
+    assert (transport.rank, transport.world, transport.empty(5, torch.float32).numel()) == (1, 2, 5)
+    transport.broadcast(torch.ones(1))
+    transport.all_reduce_sum(torch.ones(1))
+    assert inner.calls == [("broadcast", "issue"), ("all_reduce_sum", "issue")]
+
+
+def test_the_engine_takes_the_switches_from_its_debug_section() -> None:
+    assert Config.load({"debug": {"sync_after_reduce": True}}).debug.sync_after_reduce

@@ -1,0 +1,79 @@
+"""What an engine agrees on with the other ranks, and when it asks nobody."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from zeroweave.comm.alarm import Alarm
+from zeroweave.comm.control import Agreement, Control, Decision
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.process_group import LocalTransport
+from zeroweave.comm.skip import Skipping
+from zeroweave.errors import AgreementError
+from zeroweave.guard import Agreements, Progress
+
+
+class Others:
+    """Stands in for the control group and the alarm; `told` is what this rank told the others."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.differ = False
+
+    def agree(self, mine: Agreement, place: str = "agreement") -> Decision:
+        self.told.append((place, mine))
+        if self.differ:
+            raise AgreementError("the ranks issued different collectives")
+        return Decision(mine.had_gradient, adopt=False)
+
+    def post_counts(self, step: int, count: int) -> None:
+        self.told.append(("counts", step, count))
+
+
+def agreements() -> tuple[Agreements, Others, Skipping, Ledger]:
+    others, ledger, device = Others(), Ledger(2, 0), torch.device("cpu")
+    transport = Skipping(LocalTransport(device), device)
+    made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4))
+    return made, others, transport, ledger
+
+
+def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
+    made, others, _, ledger = agreements()
+    ledger.record("all_gather", 0, "float32", 64)
+    made.backward()
+    first = Agreement(4, 1, ledger.hash, b"")
+    ledger.record("reduce_scatter", 0, "float32", 64)
+    made.backward()
+    second = Agreement(4, 2, ledger.hash, b"")
+    assert first.hash != second.hash
+    assert others.told == [("the check after backward 1", first), ("the check after backward 2", second)]
+    others.told.clear()
+    decision = made.step(b"\1", candidate=7)
+    assert decision == Decision(b"\1", adopt=False)
+    assert others.told == [("counts", 4, 2), ("agreement", Agreement(4, 2, ledger.hash, b"\1", 7))]
+    made.backward()
+    assert others.told[-1][0] == "the check after backward 1"
+
+
+def test_an_error_says_after_which_backward_it_was_found() -> None:
+    made, others, _, _ = agreements()
+    made.backward()
+    others.differ = True
+    with pytest.raises(AgreementError) as caught:
+        made.backward()
+    assert caught.value.__notes__ == ["found in the check after backward 2 of step 4"]
+
+
+def test_while_communication_is_skipped_nobody_is_asked() -> None:
+    made, others, transport, _ = agreements()
+    transport.skip(True)
+    made.backward()
+    assert made.step(b"\1\0", candidate=7) == Decision(b"\1\0", adopt=True)
+    assert made.step(b"\0", candidate=0) == Decision(b"\0", adopt=False)
+    assert others.told == []
+    transport.skip(False)
+    made.backward()
+    assert [place for place, _ in others.told] == ["the check after backward 1"]

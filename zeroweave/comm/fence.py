@@ -1,0 +1,81 @@
+"""Collectives that wait, for debugging: whatever goes wrong is then found where it happens."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.config import DebugConfig
+from zeroweave.layout import BucketLayout
+
+
+class _Finished:
+    """A collective that was waited for when it was issued."""
+
+    __slots__ = ("_waited",)
+
+    def __init__(self) -> None:
+        self._waited = False
+
+    def wait(self) -> None:
+        if self._waited:
+            raise RuntimeError("a collective was waited for twice")
+        self._waited = True
+
+
+class Fenced:
+    """A transport that waits before it issues a collective or until it has finished, as the switches say.
+
+    Before: everything that was issued to the device has finished; on a CPU it always has. After: the collective has
+    finished, on the device too, before the call returns. `all_reduce_sum` counts as a reduction; a broadcast has no
+    switch.
+    """
+
+    def __init__(self, inner: Transport, device: torch.device, switches: DebugConfig) -> None:
+        self._inner, self._device, self._switches = inner, device, switches
+        self.rank, self.world = inner.rank, inner.world
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._inner.empty(numel, dtype)
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        self._synchronize(self._switches.sync_before_allgather)
+        return self._finish(self._inner.all_gather(flat, shard, layout), self._switches.sync_after_allgather)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        self._synchronize(self._switches.sync_before_reduce)
+        return self._finish(self._inner.reduce_scatter(out, parts, layout, op), self._switches.sync_after_reduce)
+
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        self._synchronize(self._switches.sync_before_reduce)
+        return self._finish(self._inner.all_reduce(out, parts, layout, op), self._switches.sync_after_reduce)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        self._inner.broadcast(tensor, source)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        self._synchronize(self._switches.sync_before_reduce)
+        self._inner.all_reduce_sum(tensor)
+        self._synchronize(self._switches.sync_after_reduce)
+
+    def _finish(self, pending: Pending, now: bool) -> Pending:
+        if not now:
+            return pending
+        pending.wait()
+        self._synchronize(True)
+        return _Finished()
+
+    def _synchronize(self, now: bool) -> None:
+        if now and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def fenced(transport: Transport, device: torch.device, switches: DebugConfig) -> Transport:
+    """`transport`, with fences if any of the switches asks for them."""
+    wanted = (
+        switches.sync_before_reduce,
+        switches.sync_after_reduce,
+        switches.sync_before_allgather,
+        switches.sync_after_allgather,
+    )
+    return Fenced(transport, device, switches) if any(wanted) else transport

@@ -1,0 +1,111 @@
+"""Communication that can be switched off: what does a step cost without it, and what would it have sent?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.layout import BucketLayout
+
+
+class _Filled:
+    """Buffers that are being filled on another stream (None: that are full), and what they are filled from."""
+
+    __slots__ = ("_alive", "_event", "_waited")
+
+    def __init__(self, event: torch.cuda.Event | None, *alive: torch.Tensor) -> None:
+        self._event, self._alive = event, alive
+        self._waited = False
+
+    def wait(self) -> None:
+        if self._waited:
+            raise RuntimeError("a skipped collective was waited for twice")
+        self._waited = True
+        if self._event is not None:
+            self._event.wait()
+        self._alive = ()
+
+
+class Skipping:
+    """A transport that hands everything on to `inner`, or, while it `skips`, issues nothing at all.
+
+    Skipped gathers fill the flat with copies of this rank's shard: real numbers, because processors draw less power
+    on zeros, and are slow on denormals. Skipped reductions give zeros; a skipped broadcast or `all_reduce_sum`
+    leaves its tensor as it is. All are asynchronous as real ones are. `planned` counts what would have been sent
+    since the last switch to skipping; nothing in a world of 1.
+    """
+
+    def __init__(self, inner: Transport, device: torch.device) -> None:
+        self._inner = inner
+        self.rank, self.world = inner.rank, inner.world
+        self.skips = False
+        self.planned = Ledger(self.world, self.rank)
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def skip(self, on: bool) -> None:
+        """Skips from now on, with a new `planned`, or no more. Equally on all ranks, while nothing is under way."""
+        if on:
+            self.planned = Ledger(self.world, self.rank)
+        self.skips = on
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._inner.empty(numel, dtype)
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        if not self.skips:
+            return self._inner.all_gather(flat, shard, layout)
+        self._plan("all_gather", flat.dtype, flat.numel(), layout.id)
+        with self._beside():
+            flat.view(self.world, -1).copy_(shard)
+        return self._filled(flat, shard)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        if not self.skips:
+            return self._inner.reduce_scatter(out, parts, layout, op)
+        return self._zeros("reduce_scatter", out, layout)
+
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        if not self.skips:
+            return self._inner.all_reduce(out, parts, layout, op)
+        return self._zeros("all_reduce", out, layout)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        if not self.skips:
+            return self._inner.broadcast(tensor, source)
+        self._plan("broadcast", tensor.dtype, tensor.numel(), -1)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        if not self.skips:
+            return self._inner.all_reduce_sum(tensor)
+        self._plan("all_reduce", tensor.dtype, tensor.numel(), -1)
+
+    def _zeros(self, kind: str, out: torch.Tensor, layout: Spread) -> Pending:
+        self._plan(kind, out.dtype, layout.numel, layout.id)
+        with self._beside():
+            out.zero_()
+        return self._filled(out)
+
+    def _plan(self, kind: str, dtype: torch.dtype, numel: int, bucket: int) -> None:
+        if self.world > 1:
+            self.planned.record(kind, bucket, str(dtype).removeprefix("torch."), numel * dtype.itemsize)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a stream beside the computation, after everything that was issued so far; without gradients."""
+        if self._device.type != "cuda":
+            with torch.no_grad():
+                yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            yield
+
+    def _filled(self, *alive: torch.Tensor) -> Pending:
+        return _Filled(None if self._stream is None else self._stream.record_event(), *alive)

@@ -1,0 +1,107 @@
+"""A flat at run time: storage that exists while somebody holds it.
+
+resharded   the flat's storage has 0 bytes; the shard is all there is
+gathering   storage is full size, the all-gather is under way (`unshard` of the first hold)
+usable      the current stream has waited for the gather (`wait`)
+lingering   no hold is left, but some tensor still views the flat; freed by a later `free`
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zeroweave._torch import storage_use_count
+from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.transport import Pending, Transport
+from zeroweave.layout import BucketLayout
+
+
+class Flat:
+    """The flat [numel] of a shard [numel / world], gathered in `dtype`. Costs numel elements while not resharded.
+
+    Nothing is gathered where there are no elements.
+    `gauge` counts the bytes of its storage.
+    """
+
+    def __init__(
+        self, layout: BucketLayout, shard: torch.Tensor, dtype: torch.dtype, transport: Transport, gauge: Gauge
+    ) -> None:
+        self.layout, self.shard, self.dtype = layout, shard, dtype
+        self._transport, self._gauge = transport, gauge
+        self.flat = torch.empty(layout.numel, dtype=dtype, device=shard.device)
+        self.storage = self.flat.untyped_storage()
+        # `.data` has a version counter of its own: a gather is no write to the parameters.
+        self._target = self.flat.data
+        self.storage.resize_(0)
+        self.holds = 0
+        self._pending: Pending | None = None
+        self._references = storage_use_count(self.storage)
+
+    @property
+    def resident(self) -> bool:
+        """Is the storage full size (gathering, usable or lingering)?"""
+        return self.storage.nbytes() > 0
+
+    @property
+    def usable(self) -> bool:
+        return self.resident and self._pending is None
+
+    @property
+    def viewed(self) -> bool:
+        """Does some tensor other than its own view the flat?"""
+        return self._views() > 0
+
+    def _views(self) -> int:
+        return storage_use_count(self.storage) - self._references
+
+    def kept(self, handed_in: int) -> bool:
+        """Could somebody still read the storage, other than through `handed_in` views?"""
+        return self._views() > handed_in
+
+    def unshard(self) -> None:
+        """Takes a hold; the first one starts the all-gather.
+
+        A lingering flat is gathered again: how long a view lives depends on garbage collection and may
+        differ between ranks, but all ranks must issue the same collectives. Its values stay the same.
+        """
+        self.holds += 1
+        if self.holds == 1 and self.layout.numel:
+            if not self.resident:
+                self.storage.resize_(self.layout.nbytes)
+                self._gauge.add(self.layout.nbytes)
+            self._pending = self._transport.all_gather(self._target, self.shard, self.layout)
+
+    def wait(self) -> None:
+        """Makes the flat usable on the current stream."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.wait()
+
+    def reshard(self, handed_in: int = 0) -> bool:
+        """Drops a hold. The last one frees the storage in stream order; False if it is kept."""
+        self.holds -= 1
+        return self.holds > 0 or self.free(handed_in)
+
+    def free(self, handed_in: int = 0) -> bool:
+        """Frees the storage of a flat without holds unless somebody could still read it; False if so.
+
+        `handed_in`: views that the caller knows of and promises not to read.
+        """
+        if not self.resident:
+            return True
+        self.wait()
+        self.check_unchanged()
+        if self.kept(handed_in):
+            return False
+        self.storage.resize_(0)
+        self._gauge.add(-self.layout.nbytes)
+        return True
+
+    def check_unchanged(self) -> None:
+        """Called before the storage goes: raises where a value in it would be lost."""
+
+    def drop(self) -> None:
+        """Drops every hold."""
+        while self.holds:
+            self.reshard()
+        self.free()
