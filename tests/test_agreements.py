@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from tests.schedule.cases import stack, stack_facts
 from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.control import Agreement, Control, Decision
 from zeroweave.comm.ledger import Ledger
@@ -14,6 +15,9 @@ from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.skip import Skipping
 from zeroweave.errors import AgreementError
 from zeroweave.guard import Agreements, Progress
+from zeroweave.schedule import compile_schedule
+
+SCHEDULE = compile_schedule(stack(2, 1, 1), stack_facts(2, 1))
 
 
 class Others:
@@ -51,9 +55,10 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     assert first.hash != second.hash
     assert others.told == [("the check after backward 1", first), ("the check after backward 2", second)]
     others.told.clear()
-    decision = made.step(b"\1", candidate=7)
+    decision = made.step(b"\1", SCHEDULE)
     assert decision == Decision(b"\1", adopt=False)
-    assert others.told == [("counts", 4, 2), ("agreement", Agreement(4, 2, ledger.hash, b"\1", 7))]
+    mine = Agreement(4, 2, ledger.hash, b"\1", SCHEDULE.fingerprint, SCHEDULE.shape)
+    assert others.told == [("counts", 4, 2), ("agreement", mine)]
     made.backward()
     assert others.told[-1][0] == "the check after backward 1"
 
@@ -71,8 +76,7 @@ def test_while_communication_is_skipped_nobody_is_asked() -> None:
     made, others, transport, _ = agreements()
     transport.skip(True)
     made.backward()
-    assert made.step(b"\1\0", candidate=7) == Decision(b"\1\0", adopt=True)
-    assert made.step(b"\0", candidate=0) == Decision(b"\0", adopt=False)
+    assert made.step(b"\1\0", SCHEDULE) == Decision(b"\1\0", adopt=True)
     assert others.told == []
     transport.skip(False)
     made.backward()

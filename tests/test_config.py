@@ -42,7 +42,14 @@ def test_defaults() -> None:
         "enabled": True,
         "regions": "auto",
         "lower": "inductor",
-        "prefetch": 1,
+        "recompile_limit": 16,
+        "activation_budget": 1.0,
+        "prefetch": "auto",
+        "keep": "auto",
+        "memory_budget": None,
+        "fuse": True,
+        "record_steps": 3,
+        "passes": (),
         "dynamic": None,
     }
     assert config.activations.model_dump() == {"free_threshold_bytes": None}
@@ -63,7 +70,14 @@ EVERYTHING: dict[str, Any] = {
         "enabled": True,
         "regions": ["layers.*", "head"],
         "lower": "aot_eager",
+        "recompile_limit": 4,
+        "activation_budget": 0.5,
         "prefetch": 0,
+        "keep": ["layers.0"],
+        "memory_budget": 1 << 30,
+        "fuse": False,
+        "record_steps": 0,
+        "passes": ["json:loads"],
         "dynamic": False,
     },
     "activations": {"free_threshold_bytes": 1 << 20},
@@ -85,7 +99,14 @@ activations = { free_threshold_bytes = 1048576 }
 enabled = true
 regions = ["layers.*", "head"]
 lower = "aot_eager"
+recompile_limit = 4
+activation_budget = 0.5
 prefetch = 0
+keep = ["layers.0"]
+memory_budget = 1073741824
+fuse = false
+record_steps = 0
+passes = ["json:loads"]
 dynamic = false
 
 [debug]
@@ -180,7 +201,17 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
         ({"bucket": {"bytes": 0}}, "bucket.bytes must be at least 1, not 0"),
         ({"debug": {"check_every_step": 1}}, "debug.check_every_step must be true or false, not 1"),
         ({"reduce": {"op": "sum"}}, "reduce.op must be 'average' or 'presum', not 'sum'"),
-        ({"compile": {"prefetch": -1}}, "compile.prefetch must be at least 0, not -1"),
+        ({"compile": {"recompile_limit": 0}}, "compile.recompile_limit must be at least 1, not 0"),
+        ({"compile": {"recompile_limit": 257}}, "compile.recompile_limit must be at most 256, not 257"),
+        ({"compile": {"activation_budget": 1.5}}, "compile.activation_budget must be at most 1, not 1.5"),
+        ({"compile": {"activation_budget": -0.1}}, "compile.activation_budget must be at least 0, not -0.1"),
+        ({"compile": {"prefetch": -1}}, "compile.prefetch must be 'auto' or a whole number of at least 0, not -1"),
+        ({"compile": {"prefetch": True}}, "compile.prefetch must be 'auto' or a whole number of at least 0, not True"),
+        (
+            {"compile": {"keep": "some"}},
+            "compile.keep must be 'auto', 'none', 'all' or a list of bucket names, not 'some'",
+        ),
+        ({"compile": {"memory_budget": -1}}, "compile.memory_budget must be at least 0, not -1"),
         (
             {"compile": {"regions": "layers.*"}},
             "compile.regions must be 'auto' or a list of module-name patterns, not 'layers.*'",

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import inspect
 import sys
 import types
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 
@@ -117,9 +120,25 @@ def dynamo_entries(code: types.CodeType) -> int:
     return len(_debug_get_cache_entry_list(code))
 
 
-def dynamo_limit() -> int:
-    """How many variants of a code object Dynamo compiles. Why: `torch._dynamo` is the only place of the option."""
-    return int(torch._dynamo.config.recompile_limit)
+def compile_with_limit(function: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
+    """`torch.compile(function, **options)`, of which Dynamo compiles at most `limit` variants of a code object.
+
+    Why: `torch.compile` takes a limit since 2.13. Before, it is in `torch._dynamo.config` only, where it is
+    everybody's; it is set there while a call lasts, because Dynamo reads it whenever it meets a new variant.
+    """
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        options["recompile_limit"] = limit
+        return torch.compile(function, **options)
+    compiled = torch.compile(function, **options)
+    scope = torch._dynamo.config.patch(recompile_limit=limit)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._dynamo.config.recompile_limit == limit:  # also where one call is inside another
+            return compiled(*args, **kwargs)
+        with scope:
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def dynamo_attempts() -> list[Any]:
@@ -137,6 +156,16 @@ def dynamo_graph_breaks() -> dict[str, int]:
     from torch._dynamo.utils import counters
 
     return dict(counters["graph_break"])
+
+
+def dynamo_frame_seconds() -> list[float]:
+    """How long each frame took Dynamo so far in this process, backends included. To be read, not kept.
+
+    Why: Dynamo goes on after its backend has returned (guards, bytecode), before it runs what it compiled.
+    """
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return compilation_time_metrics.get("_compile.compile_inner", [])
 
 
 def aot_position(desc: Any) -> int | None:
@@ -184,22 +213,71 @@ def aot_metadata() -> Any:
 
 
 def aot_partition(
-    joint: torch.fx.GraphModule, inputs: Any, **options: Any
+    joint: torch.fx.GraphModule, inputs: Any, budget: float = 1.0, **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """AOTAutograd's min-cut partitioner, which leaves operators as they are."""
+    """AOTAutograd's min-cut partitioner, which leaves operators as they are.
+
+    `budget`: the share of the activation bytes which it would save by itself that it may save. Why the rest: the
+    budget is an option of the process. Below 1 the partitioner also recomputes what it takes for too costly
+    otherwise, random numbers among it, which then are others, unless they must be saved; at 0 it does not look.
+    Where nothing else is left to choose, it saves the very tuple of an operator with several outputs, which cannot
+    be; recomputing all that it may is the same choice.
+    """
+    import torch._functorch.config as config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(joint, inputs, **options)
+    if budget == 1:
+        with config.patch(activation_memory_budget=1.0):
+            return min_cut_rematerialization_partition(joint, inputs, **options)
+    keep_random_numbers(joint.graph)
+    with config.patch(activation_memory_budget=max(budget, 1e-6)):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+    (values,) = forward.graph.output_node().args
+    assert isinstance(values, (tuple, list))
+    if any(isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), tuple) for value in values):
+        with config.patch(activation_memory_budget=1.0, aggressive_recomputation=True):
+            return min_cut_rematerialization_partition(joint, inputs, **options)
+    return forward, backward
+
+
+def keep_random_numbers(graph: torch.fx.Graph) -> None:
+    """Tags what draws random numbers to be saved, but for what a user's checkpoint recomputes.
+
+    Attention draws none where its dropout is 0, though its operators count as random.
+    """
+    for node in graph.nodes:
+        schema = operator_schema(node.target)
+        if schema is None or torch.Tag.nondeterministic_seeded not in node.target.tags:
+            continue
+        names = [argument.name for argument in schema.arguments]
+        values = {argument.name: argument.default_value for argument in schema.arguments}
+        values |= {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if values.get("dropout_p") != 0:
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 def inductor_partition(
-    joint: torch.fx.GraphModule, inputs: Any, **options: Any
+    joint: torch.fx.GraphModule, inputs: Any, budget: float = 1.0, **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """Inductor's joint passes and partitioner, with the fake mode that its random-operator passes need."""
+    """Inductor's joint passes and partitioner, with the fake mode that its random-operator passes need.
+
+    `budget` as in `aot_partition`. Why its own partitioner then: random operators are to be found after the joint
+    passes, which replace them.
+    """
+    from torch._inductor import config
     from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
     from torch._inductor.virtualized import V
 
-    with V.set_fake_mode(_fake_mode(joint)):
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **more: Any) -> Any:
+            return aot_partition(gm, joint_inputs, budget, **more)
+
+        def uuid(self) -> str:
+            return f"zeroweave {budget}"
+
+    partitioner = config.custom_partitioner_fn if budget == 1 else Partitioner()
+    with V.set_fake_mode(_fake_mode(joint)), config.patch(custom_partitioner_fn=partitioner):
         return partition_fn(joint, inputs, **options)
 
 
@@ -263,6 +341,31 @@ def inductor_reads_first(operators: Sequence[Any]) -> None:
     for operator in operators:
         if operator not in lowerings:
             register_lowering(operator, type_promotion_kind=None)(after_reads(operator))
+
+
+def inductor_cache_hits() -> int:
+    """How many graphs Inductor has found in its cache so far in this process. Why: it tells nobody else."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_hit"])
+
+
+def inductor_lock_folder() -> Path | None:
+    """Where Inductor keeps its file locks, beside its cache; None where the cache is switched off.
+
+    Why: ranks that share the cache share this folder.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import get_lock_dir
+
+    return Path(get_lock_dir()) if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def inductor_settings() -> str:
+    """PyTorch's version and a hash of Inductor's options. Why: they decide on the code, and on the cache's keys."""
+    from torch._inductor import config
+
+    return f"{torch.__version__} {config.get_hash().hex()}"
 
 
 def pin_output_strides(graph: torch.fx.GraphModule) -> None:
@@ -555,3 +658,13 @@ def new_process_group(
     )
     c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
     return cast(torch.distributed.ProcessGroup, group)
+
+
+def coalescing(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+    """A scope whose all-gathers are launched together at its end; `works` of what it yields are then under way.
+
+    Why: there is no public way to put several collectives into one launch.
+    """
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    return _coalescing_manager(group=group, device=device, async_ops=True)

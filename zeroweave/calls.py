@@ -57,7 +57,8 @@ class Calls:
         self.regions = len(regions)
         self.templates: Templates | None = None
         if config.compile.enabled:
-            self.templates = Templates(runtime, {r.module: r.name for r in regions}, config.compile.lower)
+            c, names = config.compile, {r.module: r.name for r in regions}
+            self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget)
 
         place = {s.name: (b.id, i) for b in runtime.buckets.values() for i, s in enumerate(b.layout.slots)}
         place_of = {id(p): place[name] for name, p in model.named_parameters()}

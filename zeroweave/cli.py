@@ -1,4 +1,4 @@
-"""The command line: `zeroweave demo`, `zeroweave run` and `zeroweave doctor`."""
+"""The command line: `zeroweave demo`, `zeroweave run`, `zeroweave schedule` and `zeroweave doctor`."""
 
 from __future__ import annotations
 
@@ -79,6 +79,56 @@ def run(
     from zeroweave.report.launch import launch
 
     raise typer.Exit(launch(arguments))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def schedule(
+    source: Annotated[Path, typer.Argument(metavar="SCRIPT_OR_SAVED.json", exists=True, dir_okay=False)],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[SCRIPT ARGS]...", help="of the script", show_default=False)
+    ] = None,
+    rank: Annotated[int, typer.Option(min=0, help="whose measured step")] = 0,
+    ranks: Annotated[int, typer.Option(min=1, help="processes that run the script")] = 2,
+    steps: Annotated[int, typer.Option(min=2, help="optimizer steps after which the script is ended")] = 10,
+    trace: Annotated[Path | None, typer.Option(help="also write a trace for Perfetto or chrome://tracing")] = None,
+) -> None:
+    """Print a schedule with the times of its instructions.
+
+    Of a file that was saved (*.json): what is predicted, as far as anything was measured. Of a training script: it
+    runs, its engine is timed, and what was measured stands beside what is predicted. The options above are this
+    command's wherever they stand; what follows `--` is the script's in any case.
+    """
+    import json
+
+    from zeroweave.errors import ScheduleError
+    from zeroweave.report.course import Shown
+    from zeroweave.report.schedule import of_script, report
+    from zeroweave.report.trace import trace as traced
+
+    saved = source.suffix == ".json"
+    if saved and arguments:
+        raise typer.BadParameter(f"a saved schedule takes no arguments: {' '.join(arguments)}")
+    if not saved and rank >= ranks:
+        raise typer.BadParameter(f"there is no rank {rank} among {ranks} ranks", param_hint="--rank")
+    try:
+        shown = Shown.load(source) if saved else of_script(source, arguments or (), ranks, rank, steps)
+    except ScheduleError as error:
+        raise typer.BadParameter(str(error)) from None
+    except FileNotFoundError:
+        print(
+            f"zeroweave: {source} took no whole step that followed a schedule; that takes two optimizer steps",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1) from None
+    if isinstance(shown, int):
+        raise typer.Exit(shown)
+    for line in report(shown):
+        print(line)
+    if trace is not None:
+        if not shown.courses:
+            raise typer.BadParameter(f"{source} has no times to trace", param_hint="--trace")
+        trace.write_text(json.dumps(traced(shown.schedule, shown.courses)))
+        print(f"wrote {trace}")
 
 
 @app.command()

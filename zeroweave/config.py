@@ -88,8 +88,29 @@ class CompileConfig(BaseModel):
     lower: Literal["inductor", "aot_eager"] = "inductor"
     """What turns a traced graph into code: Inductor, or PyTorch's own eager kernels."""
 
-    prefetch: Annotated[int, Field(ge=0)] = 1
-    """How many runs ahead of its use a bucket's gather is issued (stage 3)."""
+    recompile_limit: Annotated[int, Field(ge=1, le=256)] = 16
+    """Most variants that are compiled of regions with equal code; further ones run eagerly and are reported."""
+
+    activation_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of activation bytes that a compiled forward may save; the rest is computed again in the backward."""
+
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """How many calls ahead of its use a bucket's gather is issued; "auto": as far as measured times ask."""
+
+    keep: Literal["auto", "none", "all"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
+    """Stage 3: buckets that stay gathered from one use to the next; "auto": as many as `memory_budget` has room for."""
+
+    memory_budget: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of device memory that "auto" may fill; none: gathers one bucket more ahead, keeps none."""
+
+    fuse: bool = True
+    """Issue the gathers of neighbouring small buckets in one launch."""
+
+    record_steps: Annotated[int, Field(ge=0)] = 3
+    """How many steps are timed before "auto" decides; 0: it never does."""
+
+    passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Passes of your own behind the built-in ones, each as "module:function"."""
 
     dynamic: bool | None = None
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
@@ -292,10 +313,16 @@ def _allowed(key: str, details: ErrorDetails) -> str:
     match details["type"]:
         case _ if key == "compile.regions":
             return "'auto' or a list of module-name patterns"
+        case _ if key == "compile.prefetch":
+            return "'auto' or a whole number of at least 0"
+        case _ if key == "compile.keep":
+            return "'auto', 'none', 'all' or a list of bucket names"
         case "literal_error":
             return str(context["expected"])
         case "greater_than_equal":
-            return f"at least {context['ge']}"
+            return f"at least {context['ge']:g}"
+        case "less_than_equal":
+            return f"at most {context['le']:g}"
         case "greater_than":
             return f"greater than {context['gt']:g}"
         case "int_type":

@@ -21,13 +21,15 @@ from zeroweave.guard import Agreements, Guard, Progress
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.clip import clip_
 from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.schedule import Instruction, Schedule, compile_schedule
+from zeroweave.samples import Samples
+from zeroweave.scheduler import scheduler_of
+from zeroweave.scheduling import Scheduling
 from zeroweave.snapshot import Snapshot
 from zeroweave.state import Opened, Parts
 from zeroweave.stats import Stats
 
 
-class Engine:
+class Engine(Scheduling):
     """Trains one model, sharded over the ranks of a process group. Made by `zeroweave.initialize`.
 
     Every method that computes or communicates is collective: all ranks call it in the same order. An engine that is
@@ -49,7 +51,9 @@ class Engine:
         self._sync = True
         self._boundary: bool | None = None
         self._norm: torch.Tensor | None = None
-        self._executed: tuple[Instruction, ...] = ()
+        self._executed = ()
+        self._scheduler = scheduler_of(parts, self._agreements)
+        self._samples = Samples.asked_for(self._scheduler, self.rank)
         self._calls = Calls(parts.model, parts.runtime, parts.config, self._session)
         self._shown = Shown(parts.places, self._calls.access)
         self._opened = Opened(parts.runtime, self._shown, parts.status)
@@ -78,19 +82,10 @@ class Engine:
         return tuple(b.layout for b in self._runtime.buckets.values())
 
     @property
-    def schedule(self) -> Schedule | None:
-        """The schedule that the next step follows; None before the first step has been recorded."""
-        return self._runtime.replay.schedule
-
-    @property
-    def executed(self) -> tuple[Instruction, ...]:
-        """The instructions that the last optimizer step executed."""
-        return self._executed
-
-    @property
     def stats(self) -> Stats:
         """Counters of this rank at this moment."""
-        return Stats.read(self._runtime, self._parts.ledger, self._calls, self._parts.optimizer, self._traffic)
+        parts, seconds = self._parts, self._scheduler.seconds
+        return Stats.read(self._runtime, parts.ledger, self._calls, parts.optimizer, self._traffic, seconds)
 
     # ------------------------------------------------------------------ forward and backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,6 +190,8 @@ class Engine:
                 self._applied = True
             self.micro_steps += 1
             self._window_steps = 0 if boundary else self._window_steps + 1
+        if boundary and self._samples is not None:
+            self._samples.step_ended(self.global_steps, self.stats)
 
     def _apply(self, optimizer: ShardedOptimizer) -> None:
         runtime, gradients, replay = self._runtime, self._runtime.gradients, self._runtime.replay
@@ -203,9 +200,8 @@ class Engine:
         followed = replay.arrive()
         self._opened.close()
         replay.refuse_views()
-        candidate = replay.schedule if followed else compile_schedule(tuple(replay.record), self._parts.facts)
-        assert candidate is not None
-        decision = self._agreements.step(gradients.had_gradient(), candidate.fingerprint)
+        candidate = self._scheduler.candidate(followed)
+        decision = self._agreements.step(gradients.had_gradient(), candidate)
         absent = gradients.absent(decision.had_gradient)
         if self.config.gradient_clipping is not None:
             self.clip_grad_norm_(self.config.gradient_clipping)
@@ -213,7 +209,7 @@ class Engine:
         for bucket_id in absent:
             runtime.buckets[bucket_id].renew()
         self._executed = tuple(replay.executed)
-        runtime.next_window(candidate if decision.adopt else None)
+        runtime.next_window(self._scheduler.next(candidate, decision.adopt))
         runtime.release_kept()
         self._parts.status.gradients_pending = False
         self._progress.step += 1
@@ -393,6 +389,7 @@ class Engine:
         self._guard.dirty, schedule = True, self._runtime.replay.schedule
         self._runtime.abort()
         self._runtime.next_window(schedule)
+        self._scheduler.abandon()
         self._shown.reset()
         self._parts.status.gradients_pending = False
         self._backwards = self._window_steps = 0

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Final
 
 from zeroweave.comm.alarm import Alarm
-from zeroweave.comm.control import Agreement, Control, Decision, decide
+from zeroweave.comm.compare import compare, first_difference
+from zeroweave.comm.control import Agreement, Control, Decision, Diverged, decide
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.skip import Skipping
 from zeroweave.errors import AgreementError, EngineError, RankFailure
+from zeroweave.schedule import Costs, Schedule
+
+SCHEDULE_SECONDS: Final = 30.0
+"""How long a rank waits for the others to make the same schedule, where `deadline_seconds` is not less."""
 
 
 @dataclass
@@ -36,17 +42,23 @@ class Agreements:
     def __init__(self, control: Control, transport: Skipping, alarm: Alarm, progress: Progress) -> None:
         self._control, self._transport = control, transport
         self._alarm, self._progress = alarm, progress
-        self._backwards = 0
+        self._backwards = self._changes = self._agreed = 0
 
-    def step(self, had_gradient: bytes, candidate: int) -> Decision:
-        """The agreement of an optimizer step; see `comm.control.Agreement`."""
+    def step(self, had_gradient: bytes, candidate: Schedule) -> Decision:
+        """The agreement of an optimizer step; see `comm.control.Agreement`.
+
+        Raises `AgreementError` where the ranks would follow different schedules although they compute the same.
+        """
         self._backwards = 0
         step, count = self._progress()
-        mine = Agreement(step, count, self._progress.ledger.hash, had_gradient, candidate)
+        mine = Agreement(step, count, self._progress.ledger.hash, had_gradient, candidate.fingerprint, candidate.shape)
         if self._transport.skips:
             return decide([mine])
         self._alarm.post_counts(step, count)
-        return self._control.agree(mine)
+        decision = self._agree(mine, "agreement")
+        if decision.differ:
+            self.schedule(candidate)
+        return decision
 
     def backward(self) -> None:
         """Raises `AgreementError` unless all ranks have issued the same collectives up to this end of a backward."""
@@ -56,10 +68,46 @@ class Agreements:
         step, count = self._progress()
         place = f"the check after backward {self._backwards}"
         try:
-            self._control.agree(Agreement(step, count, self._progress.ledger.hash, b""), place)
+            self._agree(Agreement(step, count, self._progress.ledger.hash, b""), place)
         except AgreementError as error:
             error.add_note(f"found in {place} of step {step}")
             raise
+
+    def _agree(self, mine: Agreement, place: str) -> Decision:
+        """As `Control.agree`; an error about different collectives says which one was the first."""
+        try:
+            decision = self._control.agree(mine, place)
+        except Diverged as error:
+            board = self._control.board
+            assert board is not None
+            self._changes += 1
+            texts = self._progress.ledger.texts(self._agreed)
+            found = first_difference(board, self._changes, texts, error.rank, self._seconds)
+            raise AgreementError(f"{error}. Behind the {self._agreed} on which they agreed: {found}") from None
+        self._agreed = mine.count
+        return decision
+
+    @property
+    def _seconds(self) -> float:
+        return min(SCHEDULE_SECONDS, self._control.deadline_seconds)
+
+    def costs(self, schedule: Schedule | None, mine: Costs | None) -> Costs | None:
+        """The costs that all ranks decide by; None where a rank has none, or computes other things. Collective.
+
+        `schedule`: what they were measured on.
+        """
+        if self._transport.skips:
+            return None
+        step, _ = self._progress()
+        here = None if schedule is None else schedule.shape
+        ranks = self._control.all_gather_object((here, mine), f"the costs at step {step}")
+        costs = [theirs for shape, theirs in ranks if theirs is not None and shape == here]
+        return Costs.merge(costs) if len(costs) == len(ranks) else None
+
+    def schedule(self, schedule: Schedule) -> None:
+        """Raises `AgreementError` on all ranks unless all would follow this schedule. Collective."""
+        self._changes += 1
+        compare(self._control.board, self._changes, schedule.fingerprint, schedule.words, self._seconds)
 
 
 class Guard:

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroweave.comm.clock import clock_of
 from zeroweave.comm.control import Control
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import device_of, make_transport
 from zeroweave.comm.skip import Skipping
+from zeroweave.comm.timed import Timed
 from zeroweave.compile.regions import find_blocks
 from zeroweave.config import Config
 from zeroweave.engine import Engine
@@ -28,6 +30,7 @@ from zeroweave.runtime.rest import rest
 from zeroweave.runtime.runtime import Policy, Runtime
 from zeroweave.runtime.stub import Status
 from zeroweave.schedule import BucketFacts, Facts
+from zeroweave.scheduler import passes_of, settings_of
 from zeroweave.state import Parts, share
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -55,6 +58,7 @@ def initialize(
     settings = Config.load(config)
     if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
+    passes_of(settings)
     check(model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()))
@@ -122,8 +126,13 @@ def _specs(model: nn.Module, parameters: Mapping[str, _Parameter]) -> list[Param
 
 def _agree_on_model(control: Control, model: nn.Module, specs: list[ParameterSpec], settings: Config) -> None:
     buffers = [f"buffer {name!r} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    mine = (specs, buffers, settings.model_dump())
+    mine = (specs, buffers, settings.model_dump(), torch.__version__)
     for rank, theirs in enumerate(control.all_gather_object(mine)):
+        if mine[3] != theirs[3]:
+            raise EngineError(
+                f"the ranks run different versions of PyTorch: {mine[3]} on rank {control.rank}, {theirs[3]} on rank "
+                f"{rank}; install the same one on all machines"
+            )
         for kind, ours, others in (("parameters", specs, theirs[0]), ("buffers", buffers, theirs[1])):
             for a, b in zip(ours, others, strict=False):
                 if a != b:
@@ -167,7 +176,6 @@ def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
     return Policy(
         keep=frozenset() if settings.stage == 3 else frozenset(b.id for b in layouts),
         depth=settings.reduce.depth,
-        prefetch=settings.compile.prefetch,
         op=settings.reduce.op,
         reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
         accumulate_dtype=getattr(torch, precision.accumulate),
@@ -184,7 +192,7 @@ def _facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
         keep=policy.keep,
         depth=policy.depth,
-        prefetch=policy.prefetch,
+        prefetch=1,
         update_by_bucket=by_bucket,
         free=policy.free_threshold is not None,
     )
@@ -204,10 +212,13 @@ def _assemble(
     specs = _specs(model, parameters)
     _agree_on_model(control, model, specs, settings)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block)
-    ledger = Ledger(control.world, control.rank)
-    transport = Skipping(fenced(make_transport(group, device, ledger), device, settings.debug), device)
+    policy = _policy(settings, layouts)
+    settings_of(settings).facts(_facts(settings, layouts, policy, None), None, None)  # do its names fit the layout?
+    ledger = Ledger(control.world, control.rank, {b.id: b.name for b in layouts})
+    timed = Timed(fenced(make_transport(group, device, ledger), device, settings.debug), clock_of(device))
+    transport = Skipping(timed, device)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
-    runtime = Runtime(layouts, dtypes, transport, _policy(settings, layouts))
+    runtime = Runtime(layouts, dtypes, transport, policy)
     _fill(runtime, parameters)
     _share_buffers(model, device, runtime)
 
@@ -227,6 +238,7 @@ def _assemble(
             runtime=runtime,
             ledger=ledger,
             transport=transport,
+            timed=timed,
             control=control,
             places=places,
             status=status,

@@ -15,6 +15,7 @@ from torch import nn
 from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.skip import Skipping
+from zeroweave.comm.timed import Timed
 from zeroweave.config import Config
 from zeroweave.eager.access import Shown
 from zeroweave.eager.hooks import delivery
@@ -37,6 +38,8 @@ class Parts:
     ledger: Ledger
     transport: Skipping
     """the runtime's"""
+    timed: Timed
+    """what it hands on to"""
     control: Control
     places: Places
     status: Status

@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 from zeroweave import cli
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["run", "--help"], ["doctor", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["run", "--help"], ["schedule", "--help"], ["doctor", "--help"]]
+)
 def test_every_command_explains_itself(arguments: list[str]) -> None:
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0 and "Usage" in result.output

@@ -40,11 +40,14 @@ def test_the_model_learns_and_equals_ddp(run: tuple[str, dict[str, Any], int]) -
 def test_collectives_are_the_schedules_and_the_profilers(run: tuple[str, dict[str, Any], int]) -> None:
     _, figures, stage = run
     # Six buckets: embedding, four blocks, head. Stage 3 gathers the blocks twice, except that the embedding's
-    # backward needs no value and the head is used at the end of the forward and the start of the backward.
-    expected = {"all_gather": 10 if stage == 3 else 6, "reduce_scatter": 6}
+    # backward needs no value and the head is used at the end of the forward and the start of the backward. Where
+    # measured times ask for gathers two calls ahead, up to two blocks before the head stay gathered at the turn.
+    gathers = range(8, 11) if stage == 3 else (6,)
     payload = 4 * 869_504
     for source in ("measured", "schedule", "independent"):
-        assert figures["collectives"][source] == expected
+        counts = figures["collectives"][source]
+        assert counts == {"all_gather": counts["all_gather"], "reduce_scatter": 6} and counts["all_gather"] in gathers
+        assert counts == figures["collectives"]["schedule"]
         assert figures["bytes"][source]["reduce_scatter"] == pytest.approx(payload, rel=0.01)
     assert figures["bytes"]["measured"] == figures["bytes"]["schedule"] == figures["bytes"]["independent"]
 

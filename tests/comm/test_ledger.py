@@ -91,3 +91,17 @@ def test_the_trail_tells_the_hash_after_each_collective() -> None:
     assert ledger.hash_at(1) == other.hash_at(1)
     assert ledger.hash_at(2) != other.hash_at(2)
     assert ledger.hash_at(4) is None and ledger.hash_at(-1) is None
+
+
+def test_collectives_are_told_in_words_by_the_names_of_buckets() -> None:
+    ledger = Ledger(2, 0, {0: "blocks.0"})
+    ledger.record("all_gather", 0, "float32", 64)
+    ledger.record("reduce_scatter", 1, "bfloat16", 32)
+    ledger.record("broadcast", -1, "uint8", 1)
+    texts = ["all_gather blocks.0, 64 bytes of float32", "reduce_scatter bucket 1, 32 bytes of bfloat16"]
+    texts += ["broadcast, 1 bytes of uint8"]
+    assert ledger.texts(0) == texts and ledger.texts(2) == texts[2:] and ledger.texts(3) == []
+    assert [ledger.text_at(count) for count in range(5)] == ["", *texts, ""]
+    other = Ledger(2, 1)
+    other.record("all_gather", 0, "float32", 64)
+    assert ledger.hash_at(1) == other.hash_at(1)  # names are for people only

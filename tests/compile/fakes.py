@@ -52,11 +52,15 @@ class Flat:
 
 
 class FakeHost:
-    """The host protocol, and what an engine does around it: regions installed on a model, hooks for the rest."""
+    """The host protocol, and what an engine does around it: regions installed on a model, hooks for the rest.
+
+    `options`: `patterns` of regions, `dynamic`, and what `Templates` takes.
+    """
 
     def __init__(self, model: nn.Module, lower: str = "aot_eager", **options: Any) -> None:
         self.model = model
         self.regions = find_regions(model, options.pop("patterns", "auto"), max_bytes=1 << 30)
+        dynamic = options.pop("dynamic", None)
         self.flats: list[Flat] = []
         self.gradients: dict[Place, Tensor] = {}
         self.expected: Counter[Place] = Counter()
@@ -67,10 +71,11 @@ class FakeHost:
         self.seen_by_hooks: list[Tensor] = []
         self.activations: list[Tensor] = []
         self._split(model)
-        self.templates = Templates(self, {r.module: r.name for r in self.regions}, lower)  # type: ignore[arg-type]
+        names = {r.module: r.name for r in self.regions}
+        self.templates = Templates(self, names, lower, **options)  # type: ignore[arg-type]
         self.place_of_name = {name: self.find(p) for name, p in model.named_parameters(remove_duplicate=False)}
         for region in self.regions:
-            compiled = self.templates.compile(region_key(region.module), **options)
+            compiled = self.templates.compile(region_key(region.module), dynamic)
             region.module._compiled_call_impl = self._entry(region, compiled)
 
     def _split(self, model: nn.Module) -> None:

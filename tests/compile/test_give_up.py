@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.compile.fakes import FakeHost
 from zeroweave.compile import region_key
+from zeroweave.compile.give_up import differences
 
 pytestmark = pytest.mark.oldest
 
@@ -71,12 +72,12 @@ class BrokenIndexed(Layer):
         return x + self.two(h)
 
 
-def run(make: Any, count: int) -> tuple[FakeHost, list[int], list[str]]:
+def run(make: Any, count: int, limit: int = 8) -> tuple[FakeHost, list[int], list[str]]:
     """The templates that ran in each block's forward, and the reasons of those that ran none."""
     torch.manual_seed(0)
     model = nn.ModuleList([make(i) for i in range(count)])
     reference = copy.deepcopy(model)
-    host = FakeHost(model)
+    host = FakeHost(model, recompile_limit=limit)
     x = torch.randn(2, 3, 8)
     y, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
     calls, reasons = [], []
@@ -99,8 +100,18 @@ def run(make: Any, count: int) -> tuple[FakeHost, list[int], list[str]]:
 def test_more_variants_than_the_limit() -> None:
     host, calls, reasons = run(Indexed, 10)
     assert calls == [1] * 8 + [0] * 2 and host.templates.graphs == 8
-    assert len(reasons) == 2 and "module.layer_idx == 6" in reasons[0]
-    assert "recompile_limit" in reasons[0] and "use_cache=False" in reasons[0]
+    assert len(reasons) == 2 and "compile.recompile_limit" in reasons[0] and "use_cache=False" in reasons[0]
+    assert "What differs between the copies: module.layer_idx (0, 1, 2, 3, …)." in reasons[0]
+    assert run(Indexed, 4, limit=2)[1] == [1, 1, 0, 0]
+    assert run(Indexed, 10, limit=10)[1] == [1] * 10
+
+
+def test_what_differs_is_told_once_with_its_values() -> None:
+    size = "tensor 'x' size mismatch at index 1. expected 16, actual 24"
+    reasons = [f"0/{i}: module.layer_idx == {i}   # return x (HINT: none)\nUser stack trace:\n  run" for i in range(6)]
+    reasons += [f"0/0: {size}", f"0/1: {size}", "0/1: module.way == 'sum'  # code"]
+    assert differences(reasons) == ["module.layer_idx (0, 1, 2, 3, …)", size, "module.way ('sum')"]
+    assert differences([]) == []
 
 
 def test_the_limit_counts_within_one_engine() -> None:

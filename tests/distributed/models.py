@@ -93,6 +93,22 @@ class TokenDropoutBlock(DecoderBlock):
         return F.dropout(super().forward(x), 0.25, self.training)
 
 
+class CheckpointingBlock(DecoderBlock):
+    """Recomputes a part of itself, dropout included; `way` names a form of checkpointing."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.reentrant = way == "reentrant"
+
+    def forward(self, x: Tensor) -> Tensor:
+        def mlp(x: Tensor) -> Tensor:
+            h = self.mlp_norm(x)
+            return F.dropout(self.down(F.silu(self.gate(h)) * self.up(h)), 0.25, self.training)
+
+        x = x + self.attention(self.attention_norm(x))
+        return x + checkpoint(mlp, x, use_reentrant=self.reentrant)
+
+
 class BatchNormBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -236,6 +252,8 @@ PLAIN_MODELS = (
     Entry("attention_module", stack_of(MixingBlock), sequences, regression),
     Entry("checkpoint", lambda: Decoder(TokenDropoutBlock, way="plain"), tokens, next_token),
     Entry("checkpoint_reentrant", lambda: Decoder(TokenDropoutBlock, way="reentrant"), tokens, next_token),
+    Entry("checkpoint_inside", lambda: Decoder(lambda: CheckpointingBlock("plain")), tokens, next_token),
+    Entry("checkpoint_inside_reentrant", lambda: Decoder(lambda: CheckpointingBlock("reentrant")), tokens, next_token),
     Entry("no_grad_between", stack_of(DropoutBlock), rows, evaluate_then_train),
     Entry("uneven_lengths", Decoder, uneven_tokens, next_token),
 )

@@ -114,8 +114,9 @@ class IndexedBlock(Block):
         return x + self.mlp(self.norm(x)) * (1 + self.index / 16)
 
 
-BEYOND_LIMIT = frozenset(f"blocks.{index}" for index in range(8, 12))
-"""Blocks of `layer_index` past Dynamo's default limit of eight variants of one code object."""
+LIMIT = 8
+BEYOND_LIMIT = frozenset(f"blocks.{index}" for index in range(LIMIT, 12))
+"""Blocks of `layer_index` past its limit of variants of one code object."""
 
 
 class DisabledMLP(MLP):
@@ -353,7 +354,14 @@ ODD_MODELS = (
     Entry("branch_on_one_rank", Branching, detour_rows, detour_regression, stages=(1, 2), steady=False),
     Entry("small_parameters", Small, offset_rows, regression, lr=0.005),
     Entry("graph_break", stack_of(BreakingBlock), rows, regression),
-    Entry("layer_index", lambda: Stack(IndexedBlock, 12), rows, regression, eager_regions=BEYOND_LIMIT),
+    Entry(
+        "layer_index",
+        lambda: Stack(IndexedBlock, 12),
+        rows,
+        regression,
+        eager_regions=BEYOND_LIMIT,
+        config={"compile": {"recompile_limit": LIMIT}},
+    ),
     Entry("disabled_mlp", stack_of(DisabledBlock), rows, regression),
     Entry("repeated_layer", lambda: Repeated(lambda index: Block(), 2), rows, regression),
     Entry("two_heads", stack_of(TwoHeadsBlock), rows, regression),

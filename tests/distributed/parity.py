@@ -43,12 +43,13 @@ class Case:
 
     def config(self) -> dict[str, Any]:
         compile_ = {"enabled": False} if self.mode == "eager" else {"lower": self.mode}
+        more = find(self.model).config
         return {
             "stage": self.stage,
             "gradient_accumulation_steps": self.gas,
-            "compile": compile_,
             "deadline_seconds": 60.0,
-            **find(self.model).config,
+            **more,
+            "compile": {**compile_, **more.get("compile", {})},
         }
 
 

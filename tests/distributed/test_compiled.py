@@ -21,13 +21,14 @@ from tests.distributed.zoo import Entry, huggingface, tokens
 Pools = Callable[[int], Pool]
 
 
-def trained(model: Entry, steps: int = 3) -> tuple[Any, list[str]]:
-    """The stats after some compiled steps, and the messages of warnings."""
+def trained(model: Entry, steps: int = 3, **more: Any) -> tuple[Any, list[str]]:
+    """The stats after some compiled steps, and the messages of warnings. `more` are keys of `compile`."""
+    config = {"compile": {"lower": "aot_eager", **model.config.get("compile", {}), **more}}
     module = build(model)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with zw.initialize(module, optimizer, {"compile": {"lower": "aot_eager"}}) as engine:
+        with zw.initialize(module, optimizer, config) as engine:
             for index in range(steps):
                 model.micro(engine, engine.module, model.batch(dist.get_rank(), index), engine.backward)
                 engine.step()
@@ -43,7 +44,18 @@ def test_blocks_beyond_the_recompile_limit_are_counted_and_reported_once(pools: 
     for regions, messages, compiled in pools(2).run(beyond_the_limit):
         assert regions.keys() == BEYOND_LIMIT and all("limit" in reason for reason in regions.values())
         assert len(messages) == 1 and "blocks.8" in messages[0], messages
+        assert "What differs between the copies: module.index (0, 1, 2, 3, …)." in messages[0]
         assert compiled == 3 * 2 * (12 - len(BEYOND_LIMIT))
+
+
+def within_the_limit() -> tuple[dict[str, str], int]:
+    stats, _ = trained(entry("layer_index"), recompile_limit=12)
+    return stats.eager_regions, stats.graphs
+
+
+def test_a_higher_limit_lets_them_all_be_compiled(pools: Pools) -> None:
+    for regions, graphs in pools(2).run(within_the_limit):
+        assert not regions and graphs == 12
 
 
 def llama_of(layers: int) -> nn.Module:

@@ -13,6 +13,7 @@ from zeroweave.schedule import (
     End,
     Entered,
     Event,
+    Fuse,
     Instruction,
     Left,
     Phase,
@@ -77,7 +78,7 @@ class Replay:
 
     def trailing(self) -> None:
         while self.cursor < len(self.instructions):
-            if not isinstance(self.instructions[self.cursor], Unshard | Reshard | Settle):
+            if not isinstance(self.instructions[self.cursor], Unshard | Reshard | Fuse):
                 break
             self.execute()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
+    PASSES,
     BucketFacts,
     Call,
     End,
@@ -15,6 +17,7 @@ from zeroweave.schedule import (
     Event,
     Facts,
     Free,
+    Fuse,
     Instruction,
     Left,
     Ready,
@@ -26,6 +29,7 @@ from zeroweave.schedule import (
     Unshard,
     Update,
     Wait,
+    compile_schedule,
     verify,
 )
 
@@ -40,11 +44,12 @@ def schedule(
     keep: Iterable[int] = (),
     buckets: Iterable[int] = (A,),
     depth: int = 1,
+    free: bool = True,
 ) -> Schedule:
     facts = tuple(BucketFacts(b, "abz"[b], 1, b != FROZEN) for b in buckets)
     if record is None:
         record = recorded(instructions)
-    return Schedule(instructions, tuple(record), Facts(facts, frozenset(keep), depth, 1, False))
+    return Schedule(instructions, tuple(record), Facts(facts, frozenset(keep), depth, 1, False, free))
 
 
 def recorded(instructions: Iterable[Instruction]) -> list[Event]:
@@ -83,6 +88,11 @@ LEGAL = {
         *(Reduce(A), Reduce(B), Settle(B), Settle(A), Update(A), Update(B)), depth=2, buckets=(A, B)
     ),
     "activations freed": schedule(*use(A), Reduce(A), Settle(A), Free(), Update(A)),
+    "fused": schedule(
+        *(Fuse(2), Unshard(A), Unshard(B), Wait(A), Wait(B), Run(F, (A, B)), Reshard(A), Reshard(B)),
+        *(*gradient(A)[:2], *gradient(B), Update(A)),
+        buckets=(A, B),
+    ),
     "frozen": schedule(*use(FROZEN), *gradient(A), buckets=(A, FROZEN)),
 }
 
@@ -104,6 +114,34 @@ ILLEGAL = {
     "activations freed twice": (
         schedule(*use(A), Reduce(A), Settle(A), Free(), Free(), Update(A)),
         "instruction 7, Free: the step is over: a Free has come before it",
+    ),
+    "activations freed although nothing asks for it": (
+        schedule(*use(A), Reduce(A), Settle(A), Free(), Update(A), free=False),
+        "instruction 6, Free: nothing asks for activations to be freed",
+    ),
+    "one gather fused": (
+        schedule(Fuse(1), *use(A), *gradient(A)),
+        "instruction 0, Fuse 1: it takes two gathers to be fused",
+    ),
+    "fewer gathers than fused": (
+        schedule(Fuse(2), *use(A), *gradient(A)),
+        "instruction 2, Wait a: a Fuse before it asks for 1 more gathers",
+    ),
+    "a second hold fused": (
+        schedule(Fuse(2), Unshard(A), *use(A), Reshard(A), *gradient(A)),
+        "instruction 2, Unshard a: a Fuse before it asks for gathers, and this bucket has been gathered",
+    ),
+    "fused at the end": (
+        schedule(*gradient(A)[:1], Fuse(2)),
+        "instruction 2, end of the schedule: a Fuse asks for 2 more gathers",
+    ),
+    "fused inside a launch": (
+        schedule(Fuse(2), Fuse(2), *use(A), *gradient(A)),
+        "instruction 1, Fuse 2: a Fuse before it asks for 2 more gathers",
+    ),
+    "fused after an update": (
+        schedule(*use(A), *gradient(A), Fuse(2)),
+        "instruction 7, Fuse 2: the step is over",
     ),
     "use before wait": (
         schedule(Unshard(A), Run(F, (A,)), Wait(A), Reshard(A), *gradient(A)),
@@ -266,3 +304,38 @@ def test_illegal(name: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         verify(wrong)
     assert message in str(caught.value)
+
+
+def drop_the_waits(given: Schedule) -> Schedule:
+    return replace(given, instructions=tuple(i for i in given.instructions if not isinstance(i, Wait)))
+
+
+def forget_the_record(given: Schedule) -> Schedule:
+    return replace(given, record=())
+
+
+def take_more_depth(given: Schedule) -> Schedule:
+    return replace(given, facts=replace(given.facts, depth=99))
+
+
+def give_nothing(given: Schedule) -> None:
+    return None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (drop_the_waits, "pass 'drop_the_waits': instruction 1, Run f forward [a]: a is used before it was waited for"),
+        (
+            forget_the_record,
+            "pass 'forget_the_record' changes the record or the facts: it may change instructions only",
+        ),
+        (take_more_depth, "pass 'take_more_depth' changes the record or the facts: it may change instructions only"),
+        (give_nothing, "pass 'give_nothing' returned NoneType, not a Schedule"),
+    ],
+)
+def test_a_pass_that_breaks_the_schedule_is_named(wrong: Callable[[Schedule], Schedule], message: str) -> None:
+    record = (*recorded(use(A)), Ready(A))
+    with pytest.raises(ScheduleError) as caught:
+        compile_schedule(record, LEGAL["plain"].facts, (*PASSES, wrong))
+    assert str(caught.value) == message

@@ -67,7 +67,7 @@ class Alarm:
     ) -> None:
         self.rank, self.world = control.rank, control.world
         self.fatal: str | None = None
-        self._control, self._progress = control, progress
+        self._control, self._progress, self._trail = control, progress, trail
         self._shared: str | None = None  # the last error that all ranks had
         self._process = os.getpid()
         self._line: Line | None = None
@@ -111,8 +111,13 @@ class Alarm:
             line.epoch += 1
             return True
         known = known or [f"no other rank did within {GRACE_SECONDS:g} s"]
-        self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}", *known])
+        self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}{self._latest()}", *known])
         return False
+
+    def _latest(self) -> str:
+        """The last collective of this rank, in words: another rank may have issued something else with it."""
+        text = "" if self._trail is None else self._trail.text_at(self._trail.mark[0])
+        return f" behind its '{text}'" if text else ""
 
     def post_counts(self, step: int, count: int) -> None:
         """Tells that this rank has issued all its collectives before the agreement of `step`.

@@ -30,8 +30,8 @@ _FRAME = 4096
 _HEADER = struct.Struct("<Q64s")
 """Bytes of the payload, and the label of the operation."""
 _INLINE = _FRAME - _HEADER.size
-_FIELDS = struct.Struct("<qQQQ")
-"""Step, count, hash and candidate of an agreement; the bits follow."""
+_FIELDS = struct.Struct("<qQQQQ")
+"""Step, count, hash, candidate and record of an agreement; the bits follow."""
 _SETTLE_SECONDS = 0.3
 """How long the news of who gave up takes to reach every rank."""
 
@@ -41,8 +41,8 @@ class Agreement:
     """What one rank brings to the agreement of a step.
 
     `count` and `hash` are the ledger's; `had_gradient` has one bit or byte per parameter, of the same length
-    on all ranks; `candidate` is the hash of the schedule that this rank would adopt, 0 for none. 64 bits
-    each.
+    on all ranks; `candidate` is the hash of the schedule that this rank would adopt, 0 for none, and `record`
+    that of the computation that it was made for. 64 bits each.
     """
 
     step: int
@@ -50,14 +50,27 @@ class Agreement:
     hash: int
     had_gradient: bytes
     candidate: int = 0
+    record: int = 0
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks take away: where any had a gradient, and whether all would adopt one schedule."""
+    """What all ranks take away: where any had a gradient, and whether all would adopt one schedule.
+
+    `differ`: they would not, although all compute the same: something other than the step made the difference.
+    """
 
     had_gradient: bytes
     adopt: bool
+    differ: bool = False
+
+
+class Diverged(AgreementError):
+    """The ranks issued different collectives. `rank`: the first whose collectives are not those of rank 0."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Gathers(Protocol):
@@ -121,7 +134,7 @@ class Control:
         Raises `AgreementError` on all ranks if they issued different collectives or are at different steps.
         Costs one all-gather and no device synchronisation.
         """
-        packed = _FIELDS.pack(mine.step, mine.count, mine.hash, mine.candidate) + mine.had_gradient
+        packed = _FIELDS.pack(mine.step, mine.count, mine.hash, mine.candidate, mine.record) + mine.had_gradient
         return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"{place} of step {mine.step}")])
 
     def barrier(self, label: str = "barrier") -> None:
@@ -246,22 +259,25 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
                 f"rank {rank} of {len(other.had_gradient)}: their models differ"
             )
         if (other.count, other.hash) != (first.count, first.hash):
-            raise AgreementError(
+            raise Diverged(
                 f"step {first.step}: the ranks issued different collectives, so no gradient can be trusted; "
                 f"nothing has been written. Rank 0 issued {first.count} (hash {first.hash:016x}), "
                 f"rank {rank} issued {other.count} (hash {other.hash:016x})"
-                + ("" if other.count != first.count else ": equally many, but others or in another order")
+                + ("" if other.count != first.count else ": equally many, but others or in another order"),
+                rank,
             )
     bits = 0
     for each in all_ranks:
         bits |= int.from_bytes(each.had_gradient, "little")
-    candidates = {each.candidate for each in all_ranks}
-    return Decision(bits.to_bytes(len(first.had_gradient), "little"), len(candidates) == 1 and 0 not in candidates)
+    candidates, records = {each.candidate for each in all_ranks}, {each.record for each in all_ranks}
+    adopt = len(candidates) == 1 and 0 not in candidates
+    differ = len(candidates) > 1 and len(records) == 1
+    return Decision(bits.to_bytes(len(first.had_gradient), "little"), adopt, differ)
 
 
 def _unpack(data: bytes) -> Agreement:
-    step, count, digest, candidate = _FIELDS.unpack_from(data)
-    return Agreement(step, count, digest, data[_FIELDS.size :], candidate)
+    step, count, digest, candidate, record = _FIELDS.unpack_from(data)
+    return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record)
 
 
 def _same_place(labels: list[str]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
+from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.config import DebugConfig
 from zeroweave.layout import BucketLayout
@@ -22,6 +25,9 @@ class _Finished:
             raise RuntimeError("a collective was waited for twice")
         self._waited = True
 
+    def over(self, clock: Clock) -> Mark:
+        return clock.mark()
+
 
 class Fenced:
     """A transport that waits before it issues a collective or until it has finished, as the switches say.
@@ -37,6 +43,9 @@ class Fenced:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._switches.sync_after_allgather else self._inner.together()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._synchronize(self._switches.sync_before_allgather)

@@ -9,6 +9,7 @@ numbers without an error.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import xxhash
@@ -49,18 +50,23 @@ class Gauge:
         self.now += nbytes
         self.peak = max(self.peak, self.now)
 
+    def restart(self) -> None:
+        """From here on `peak` is measured anew."""
+        self.peak = self.now
+
 
 class Ledger:
-    """Counts the collectives that this rank issues."""
+    """Counts the collectives that this rank issues. `names`: of buckets, by id, for people."""
 
-    def __init__(self, world: int, rank: int) -> None:
+    def __init__(self, world: int, rank: int, names: Mapping[int, str] | None = None) -> None:
         self.world, self.rank = world, rank
+        self._names = names or {}
         self._totals: dict[str, Traffic] = {}
         self._at_begin: dict[str, Traffic] = {}
         self._gauges: dict[str, Gauge] = {}
         self._count = 0
         self._hash = xxhash.xxh3_64()
-        self._marks: deque[tuple[int, int]] = deque([(0, self._hash.intdigest())], maxlen=_REMEMBERED)
+        self._marks: deque[tuple[int, int, str]] = deque([(0, self._hash.intdigest(), "")], maxlen=_REMEMBERED)
 
     def record(self, kind: str, bucket: int, dtype: str, payload: int, group: str = "world") -> None:
         """Notes one collective when it is issued.
@@ -72,7 +78,9 @@ class Ledger:
         self._totals[kind] = self._totals.get(kind, Traffic()) + Traffic(1, payload, wire)
         self._count += 1
         self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
-        self._marks.append((self._count, self._hash.intdigest()))
+        name = self._names.get(bucket, "" if bucket < 0 else f"bucket {bucket}")
+        spelled = f"{kind} {name}, {payload} bytes of {dtype}".replace(" ,", ",")
+        self._marks.append((self._count, self._hash.intdigest(), spelled))
 
     def gauge(self, name: str) -> Gauge:
         """The memory account of this name; made when it is first asked for."""
@@ -91,13 +99,26 @@ class Ledger:
     @property
     def mark(self) -> tuple[int, int]:
         """Count and hash that belong together. Read by the alarm's thread, too."""
-        return self._marks[-1]
+        return self._marks[-1][:2]
 
     def hash_at(self, count: int) -> int | None:
         """The hash after the first `count` collectives; None where it is too long ago or not yet."""
-        last, _ = marks[-1] if (marks := tuple(self._marks)) else (0, 0)
+        mark = self._mark_at(count)
+        return None if mark is None else mark[1]
+
+    def text_at(self, count: int) -> str:
+        """Collective number `count`, from 1, in words; "" where that is too long ago or not yet."""
+        mark = self._mark_at(count)
+        return "" if mark is None else mark[2]
+
+    def texts(self, after: int) -> list[str]:
+        """The collectives behind the first `after`, in words, as far back as they are remembered."""
+        return [text for count, _, text in self._marks if count > after]
+
+    def _mark_at(self, count: int) -> tuple[int, int, str] | None:
+        last = (marks := tuple(self._marks))[-1][0]
         index = count - last - 1
-        return marks[index][1] if -len(marks) <= index < 0 else None
+        return marks[index] if -len(marks) <= index < 0 else None
 
     def totals(self) -> dict[str, Traffic]:
         """Traffic per kind since the ledger was made; only the kinds that occurred."""

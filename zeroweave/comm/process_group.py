@@ -5,14 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch import foreach_copy_, new_process_group
+from zeroweave._torch import coalescing, foreach_copy_, new_process_group
+from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
@@ -26,11 +27,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class _Work:
     """A collective of the process group, and what must stay alive until it has been waited for."""
 
-    __slots__ = ("_alive", "_work")
+    __slots__ = ("_alive", "_waited", "_work")
 
-    def __init__(self, work: dist.Work, *alive: torch.Tensor) -> None:
-        self._work: dist.Work | None = work
+    def __init__(self, work: dist.Work | _Launch, *alive: torch.Tensor) -> None:
+        self._work: dist.Work | _Launch | None = work
         self._alive: tuple[torch.Tensor, ...] = alive
+        self._waited: Callable[[], None] | None = None
 
     def wait(self) -> None:
         # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
@@ -38,6 +40,30 @@ class _Work:
             raise RuntimeError("a collective was waited for twice")
         self._work.wait()
         self._work, self._alive = None, ()
+        if self._waited is not None:
+            self._waited()
+
+    def over(self, clock: Clock) -> Mark:
+        assert self._work is not None
+        return clock.after(self._work.wait, self._tell)
+
+    def _tell(self, stamp: Callable[[], None]) -> None:
+        assert isinstance(self._work, dist.Work)
+        try:
+            self._work.get_future().add_done_callback(lambda _: stamp())
+        except RuntimeError:  # gloo's reduce-scatter does its last part in `wait`, and tells nobody before
+            self._waited = stamp
+
+
+class _Launch:
+    """Gathers that are issued together, when the scope in which they were asked for ends."""
+
+    def __init__(self) -> None:
+        self.works: Sequence[dist.Work] = ()
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class _Done:
@@ -47,6 +73,9 @@ class _Done:
 
     def wait(self) -> None:
         return None
+
+    def over(self, clock: Clock) -> Mark:
+        return clock.mark()
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,6 +121,7 @@ class ProcessGroupTransport:
         self.group, self.device, self.ledger = group, device, ledger
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._launch: _Launch | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -106,6 +136,19 @@ class ProcessGroupTransport:
         with torch.cuda.stream(self._stream):
             yield
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        if "nccl" not in str(dist.get_backend(self.group)):
+            yield  # gloo has no launch to save
+            return
+        launch = self._launch = _Launch()
+        try:
+            with self._beside(), coalescing(self.group, self.device) as together:
+                yield
+            launch.works = tuple(together.works)
+        finally:
+            self._launch = None
+
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.ledger.record(kind, bucket, dtype, tensor.numel() * tensor.element_size())
@@ -119,7 +162,7 @@ class ProcessGroupTransport:
             with self._beside():
                 start, stop = layout.shard_range(self.rank)
                 work = _all_gather(target, target[start:stop].copy_(shard), group=self.group, async_op=True)
-        return _Work(work, flat, shard)
+        return _Work(self._launch or work, flat, shard)
 
     def _stage(self, flat: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> dist.ReduceOp.RedOpType:
         """Lays the parts out for a reduction; returns what the collective has to do."""
@@ -171,6 +214,9 @@ class LocalTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         flat.copy_(shard)

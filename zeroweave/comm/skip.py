@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import BucketLayout
@@ -28,6 +29,9 @@ class _Filled:
         if self._event is not None:
             self._event.wait()
         self._alive = ()
+
+    def over(self, clock: Clock) -> Mark:
+        return clock.mark() if self._event is None else clock.after(self._event.wait)
 
 
 class Skipping:
@@ -55,6 +59,9 @@ class Skipping:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.skips else self._inner.together()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         if not self.skips:

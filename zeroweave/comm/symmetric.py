@@ -8,12 +8,14 @@ runs on a stream of its own; the two waits are small kernels, the copies need no
 from __future__ import annotations
 
 import socket
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zeroweave._torch import symmetric_empty, symmetric_rendezvous
+from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Gauge, Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
@@ -61,6 +63,9 @@ class _Recorded:
     def wait(self) -> None:
         self._event.wait()
         self._alive = ()
+
+    def over(self, clock: Clock) -> Mark:
+        return clock.after(self._event.wait)
 
 
 class SymmetricGathers:
@@ -120,6 +125,9 @@ class SymmetricGathers:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()  # copies have no launch to share
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self._inner.reduce_scatter(out, parts, layout, op)

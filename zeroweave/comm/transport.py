@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import torch
 
+from zeroweave.comm.clock import Clock, Mark
 from zeroweave.layout import BucketLayout, Piece
 
 ReduceOp = Literal["average", "presum"]
@@ -39,6 +41,9 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Makes the current stream (on CPU: the caller) wait for the result. To be called exactly once."""
 
+    def over(self, clock: Clock) -> Mark:
+        """When the result is there, by `clock`. To be asked for before `wait`; nobody waits for it."""
+
 
 class Transport(Protocol):
     """Asynchronous collectives over one group of ranks.
@@ -52,6 +57,9 @@ class Transport(Protocol):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new 1-D tensor for a shard; from here so that a transport can choose the kind of memory."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside, gathers are issued in one launch where the backend can; nothing else may be issued there."""
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order, cast to its dtype."""

@@ -54,7 +54,8 @@ class Failure:
 class Status:
     """A rank's line on the board.
 
-    `issued`, `trail`: how many collectives it had issued when it last showed that it lives, and their hash.
+    `issued`, `trail`, `latest`: how many collectives it had issued when it last showed that it lives, their hash,
+    and the last of them in words.
     `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number
     since the beginning; once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
     there. `parted`: it knows that rank 0 has left.
@@ -63,6 +64,7 @@ class Status:
     beat: int = 0
     issued: int = 0
     trail: int | None = None
+    latest: str = ""
     step: int = -1
     count: int = 0
     left: str = ""
@@ -104,6 +106,7 @@ class Trail(Protocol):
     @property
     def mark(self) -> tuple[int, int]: ...
     def hash_at(self, count: int) -> int | None: ...
+    def text_at(self, count: int) -> str: ...
 
 
 class Watcher:
@@ -176,7 +179,11 @@ class Watcher:
             if self._trail is not None and status.trail is not None:
                 ours = self._trail.hash_at(status.issued)
                 if ours is not None and ours != status.trail:
-                    return f"it and rank {rank} issued different collectives among their first {status.issued}; {here}"
+                    latest = (
+                        f"the last of them was '{status.latest}' there, '{self._trail.text_at(status.issued)}' here"
+                    )
+                    told = f"different collectives among their first {status.issued}"
+                    return f"it and rank {rank} issued {told}; {latest}; {here}"
             if status.left and count > status.count:
                 return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
             if status.step > finished and count > status.count:
@@ -195,7 +202,8 @@ class Watcher:
         if timed:
             self._looked = now
             issued, trail = (0, None) if self._trail is None else self._trail.mark
-            self._line.post(beat=self._line.status.beat + 1, issued=issued, trail=trail)
+            latest = "" if self._trail is None else self._trail.text_at(issued)
+            self._line.post(beat=self._line.status.beat + 1, issued=issued, trail=trail, latest=latest)
         if timed or rung != self._rung:
             self._rung = rung
             self._statuses = read(self._board)

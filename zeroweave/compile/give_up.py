@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import CodeType
 
 from torch import nn
 
 from zeroweave import _torch
+
+SHOWN = 4  # values of one guard that a report lists
 
 UNKNOWN = (
     "Dynamo found nothing to compile: the forward runs no tensor operations that it can see, or compilation is "
@@ -23,16 +25,14 @@ UNKNOWN = (
 )
 
 
-def explain(runner: CodeType, module: nn.Module, graph_breaks: Sequence[str]) -> str:
+def explain(runner: CodeType, module: nn.Module, graph_breaks: Sequence[str], limit: int) -> str:
     """Sentences for a user. `runner` is the code object that calls regions like `module`; `graph_breaks` are
-    the reasons that Dynamo counted while it first saw one."""
-    attempts = [attempt for attempt in reversed(_torch.dynamo_attempts()) if attempt.co_name is not None]
-    limit = _torch.dynamo_limit()
+    the reasons that Dynamo counted while it first saw one; `limit` is `compile.recompile_limit`."""
+    attempts = [attempt for attempt in _torch.dynamo_attempts() if attempt.co_name is not None]
     for code in (runner, *_forwards(module)):
         if (variants := _torch.dynamo_entries(code)) >= limit:
-            reasons = (a.recompile_reason for a in attempts if _is_attempt(a, code) and a.recompile_reason)
-            return _limit(module, variants, next(reasons, None))
-    for attempt in attempts:
+            return _limit(module, variants, [a.recompile_reason for a in attempts if _is_attempt(a, code)])
+    for attempt in reversed(attempts):
         if attempt.fail_reason and any(_is_attempt(attempt, code) for code in (runner, *_forwards(module))):
             return _sentence(attempt.fail_reason)
     return _sentence(graph_breaks[-1]) if graph_breaks else UNKNOWN
@@ -53,18 +53,35 @@ def _is_attempt(attempt: object, code: CodeType) -> bool:
     return all(getattr(attempt, field) == getattr(code, field) for field in fields)
 
 
-def _limit(module: nn.Module, variants: int, reason: str | None) -> str:
+def _limit(module: nn.Module, variants: int, reasons: Sequence[str | None]) -> str:
     text = (
-        f"Dynamo has compiled {variants} variants of {type(module).__name__}, its limit "
-        "(torch._dynamo.config.recompile_limit), and runs further ones eagerly."
+        f"Dynamo has compiled {variants} variants of {type(module).__name__}, as many as compile.recompile_limit "
+        "allows, and runs further ones eagerly."
     )
-    if reason:
-        # "0/7: module.layer_idx == 7   # source line (HINT: ...)" or "0/3: tensor 'x' size mismatch ..."
-        guard = reason.splitlines()[0].split("#")[0].partition(": ")[2].strip()
-        text += f" The last one was compiled because this did not hold: {guard}."
-        if "layer_idx" in guard:
+    if differing := differences(reason for reason in reasons if reason):
+        text += f" What differs between the copies: {'; '.join(differing)}."
+        if any("layer_idx" in difference for difference in differing):
             text += " Layers read their index to use a key-value cache: pass use_cache=False in training."
     return text + " Make the regions equal in what their forward reads, or raise the limit."
+
+
+def differences(reasons: Iterable[str]) -> list[str]:
+    """What the guards that failed compare, each once: `module.layer_idx (0, 1, 2)`, `tensor 'x' size mismatch …`.
+
+    Each reason is Dynamo's for one recompilation: "0/7: module.layer_idx == 7   # source line (HINT: ...)".
+    """
+    values: dict[str, dict[str, None]] = {}  # an ordered set of values for each expression
+    for reason in reasons:
+        guard = reason.splitlines()[0].split("#")[0].partition(": ")[2].strip().rstrip(".")
+        expression, _, value = guard.partition(" == ")
+        if guard:
+            values.setdefault(expression, {})[value] = None
+    return [_with_values(expression, [v for v in found if v]) for expression, found in values.items()]
+
+
+def _with_values(expression: str, values: Sequence[str]) -> str:
+    shown = [*values[:SHOWN], "…"] if len(values) > SHOWN else values
+    return f"{expression} ({', '.join(shown)})" if values else expression
 
 
 def _sentence(reason: str) -> str:

@@ -14,6 +14,7 @@ The partition guarantees what the templates rely on:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zeroweave import _torch
 from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of, graph_outputs
+from zeroweave.compile.once import graph_key, one_at_a_time
+from zeroweave.compile.phases import Phases
 from zeroweave.errors import ParameterError
 
 Lower = Literal["inductor", "aot_eager"]
@@ -32,23 +35,34 @@ def decompositions(lower: Lower) -> dict[Any, Callable[..., Any]]:
     return _torch.inductor_decompositions() if lower == "inductor" else {}
 
 
-def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind) -> Boxed:
-    """Code for one graph; its outputs have the shapes and strides of the graph's outputs."""
-    if lower == "inductor":
-        return _torch.inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference")
-    return _torch.boxed(graph)
+def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind, phases: Phases) -> Boxed:
+    """Code for one graph; its outputs have the shapes and strides of the graph's outputs.
+
+    Under Inductor a graph that another rank of this machine is compiling is waited for, and found in the cache.
+    """
+    with phases("lower"):
+        if lower == "aot_eager":
+            return _torch.boxed(graph)
+        folder = _torch.inductor_lock_folder()
+        key = graph_key(graph, inputs, f"{kind} {_torch.inductor_settings()}")
+        with one_at_a_time(folder, key, phases) if folder else nullcontext():
+            return _torch.inductor_compile(
+                graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference"
+            )
 
 
 def partition(
-    lower: Lower, roles: Roles, joint: fx.GraphModule, inputs: Any, **options: Any
+    lower: Lower, roles: Roles, activation_budget: float, joint: fx.GraphModule, inputs: Any, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule, Split]:
     """Splits a joint graph; `options` are AOTAutograd's, among them `num_fwd_outputs`.
+
+    `activation_budget`: the share of activation bytes that may be saved, 0 to 1; the rest is recomputed.
 
     Raises ParameterError if a parameter enters the graph in another form than itself.
     """
     tag_recomputed(joint.graph, roles)
     split = _torch.inductor_partition if lower == "inductor" else _torch.aot_partition
-    forward, backward = split(joint, inputs, **options)
+    forward, backward = split(joint, inputs, activation_budget, **options)
     save_parameters(forward, backward, roles, options["num_fwd_outputs"])
     make_gradients_contiguous(backward, roles)
     argument = {roles.position(node): i for i, node in enumerate(_placeholders(forward.graph))}

@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-import torch
 from torch import fx, nn
 
 from zeroweave import _torch
@@ -21,6 +20,7 @@ from zeroweave.compile import lower as lowering
 from zeroweave.compile.bind import Boxed, Host, Roles, Split, backward_binder, forward_binder, roles_of
 from zeroweave.compile.give_up import explain
 from zeroweave.compile.lower import Kind, Lower
+from zeroweave.compile.phases import Phases
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 
 
@@ -30,17 +30,29 @@ class Templates:
     Dynamo keeps backends, and what they compiled, where the garbage collector cannot look: they refer to this
     weakly, or an engine that is dropped without `destroy` would live for ever.
 
-    `names` maps each region's module to its qualified name, which becomes the name of its calls. Counters:
-    `graphs` captured by Dynamo, `templates` lowered, `calls` of templates so far.
+    `names` maps each region's module to its qualified name, which becomes the name of its calls. Dynamo compiles
+    at most `recompile_limit` variants of all regions that share a callable (see `compile`). `activation_budget` is
+    the share of activation bytes that forwards may save. Counters: `graphs` captured by Dynamo, `templates` lowered,
+    `found` of them in Inductor's cache, `calls` of templates so far; `phases` tells where the time went.
     """
 
-    def __init__(self, host: Host, names: Mapping[nn.Module, str], lower: Lower = "inductor") -> None:
+    def __init__(
+        self,
+        host: Host,
+        names: Mapping[nn.Module, str],
+        lower: Lower = "inductor",
+        recompile_limit: int = 16,
+        activation_budget: float = 1.0,
+    ) -> None:
         self.graphs = 0
         self.templates = 0
+        self.found = 0
         self.calls = 0
+        self.phases = Phases()
         self._host: Host | None = host
         self._names = dict(names)
         self._lower = lower
+        self._limit, self._budget = recompile_limit, activation_budget
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._codes: dict[Hashable, types.CodeType] = {}
         self._breaks: dict[Hashable, list[str]] = {}
@@ -67,7 +79,9 @@ class Templates:
             run = _torch.module_runner(f"region_{uuid4().hex[:12]}")
             self._codes[key] = run.__code__
             me = weakref.proxy(self)
-            compiled = torch.compile(run, backend=lambda graph, inputs: me._backend(graph, inputs), dynamic=dynamic)
+            compiled = _torch.compile_with_limit(
+                run, self._limit, backend=lambda graph, inputs: me._backend(graph, inputs), dynamic=dynamic
+            )
             self._compiled[key] = self._guarded(key, compiled)
         return self._compiled[key]
 
@@ -79,6 +93,7 @@ class Templates:
                 found = (self.host.find(p) for p in module.parameters())
                 self._own[module] = frozenset(place[0] for place in found if place is not None)
             before = _torch.dynamo_graph_breaks() if key not in self._breaks else None
+            frames, backends = len(_torch.dynamo_frame_seconds()), self.phases.total
             self._running.append(module)
             try:
                 return compiled(module, *args, **kwargs)
@@ -97,6 +112,8 @@ class Templates:
                 ) from error
             finally:
                 self._running.pop()
+                if seconds := sum(_torch.dynamo_frame_seconds()[frames:]):
+                    self.phases.add("dynamo", seconds - (self.phases.total - backends))
                 if before is not None:
                     after = _torch.dynamo_graph_breaks()
                     self._breaks[key] = [reason for reason, n in after.items() if n > before.get(reason, 0)]
@@ -107,15 +124,16 @@ class Templates:
         self.graphs += 1
         module = self._running[-1] if self._running else None
         roles = roles_of(graph.graph, self.host, module, self._names.get(module, "") if module else "")
-        compilation = _Compilation(weakref.proxy(self), self._lower, roles)
-        return _torch.dynamo_backend(
-            fw_compiler=compilation.forward,
-            bw_compiler=compilation.backward,
-            inference_compiler=compilation.inference,
-            partition_fn=compilation.partition,
-            decompositions=lowering.decompositions(self._lower),
-            keep_inference_input_mutations=True,
-        )(graph, inputs)
+        compilation = _Compilation(weakref.proxy(self), self._lower, self._budget, roles)
+        with self.phases("aot"):
+            return _torch.dynamo_backend(
+                fw_compiler=compilation.forward,
+                bw_compiler=compilation.backward,
+                inference_compiler=compilation.inference,
+                partition_fn=compilation.partition,
+                decompositions=lowering.decompositions(self._lower),
+                keep_inference_input_mutations=True,
+            )(graph, inputs)
 
     def region(self) -> tuple[str, frozenset[int]]:
         """The name of the region that is running, and the buckets that its caller holds."""
@@ -134,7 +152,7 @@ class Templates:
 
         To be asked right after that call: Dynamo tells no more than what it did last.
         """
-        return explain(self._codes[key], module, self._breaks.get(key, []))
+        return explain(self._codes[key], module, self._breaks.get(key, []), self._limit)
 
     def close(self) -> None:
         """Forgets the engine: nothing that Dynamo still keeps leads to the host or to a module."""
@@ -146,14 +164,18 @@ class Templates:
 class _Compilation:
     """The compilers of one Dynamo graph. The backward comes last, perhaps only when it is first needed."""
 
-    def __init__(self, templates: Templates, lower: Lower, roles: Roles) -> None:
+    def __init__(self, templates: Templates, lower: Lower, activation_budget: float, roles: Roles) -> None:
         self._templates = templates
         self._lower = lower
+        self._budget = activation_budget
         self._roles = roles
         self._split = Split()
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        forward, backward, self._split = lowering.partition(self._lower, self._roles, joint, inputs, **options)
+        with self._templates.phases("partition"):
+            forward, backward, self._split = lowering.partition(
+                self._lower, self._roles, self._budget, joint, inputs, **options
+            )
         return forward, backward
 
     def forward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -174,6 +196,8 @@ class _Compilation:
         return bind(self._compile(graph, inputs, "backward"))
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind) -> Boxed:
-        run = lowering.compile_graph(self._lower, graph, inputs, kind)
+        hits = _torch.inductor_cache_hits()
+        run = lowering.compile_graph(self._lower, graph, inputs, kind, self._templates.phases)
         self._templates.templates += 1
+        self._templates.found += _torch.inductor_cache_hits() - hits
         return run

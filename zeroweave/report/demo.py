@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from zeroweave.comm.ledger import Traffic
+from zeroweave.config import Config
 from zeroweave.report import measure
 from zeroweave.report.show import Profile, Result, show
 
@@ -146,9 +147,7 @@ class Demo:
             stats, schedule = engine.stats, engine.schedule
             assert schedule is not None  # recorded and agreed in the first step
             config = engine.config
-            bound = measure.state_bound(
-                engine.buckets, self.rank, settings.stage, config.compile.prefetch, config.reduce.depth
-            )
+            bound = measure.state_bound(engine.buckets, self.rank, settings.stage, _ahead(config), config.reduce.depth)
             formula = measure.state_scheduled(bound, schedule, engine.buckets)
             mine = {
                 "measured": measure.total(
@@ -228,3 +227,8 @@ def main(
         print(line, flush=True)
     if problems:
         raise SystemExit(1)
+
+
+def _ahead(config: Config) -> int:
+    """Most buckets that are gathered ahead of the one in use."""
+    return 2 if config.compile.prefetch == "auto" else config.compile.prefetch

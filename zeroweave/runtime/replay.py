@@ -10,10 +10,13 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from zeroweave.errors import ParameterError
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import (
     Call,
@@ -21,6 +24,7 @@ from zeroweave.schedule.instructions import (
     Entered,
     Event,
     Free,
+    Fuse,
     Instruction,
     Left,
     Micro,
@@ -35,13 +39,21 @@ from zeroweave.schedule.instructions import (
 )
 
 _EVENTS = (Run, End, Reduce, Update)
+_AT_ONCE = (Unshard, Reshard, Fuse)
+
+
+class _OpenCall(NamedTuple):
+    call: Call
+    uses: tuple[int, ...]
+    lasts: bool
+    """does the schedule have an `End` for it?"""
 
 
 class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
-    `keep`: the buckets that stay unsharded until the window's end. `free`: what `Free` does; None: there is none.
-    Counters are kept over windows.
+    `keep`: the buckets that stay unsharded until the window's end. `together`: the scope in which gathers are issued
+    in one launch. `free`: what `Free` does; None: there is none. Counters are kept over windows.
     """
 
     def __init__(
@@ -50,10 +62,13 @@ class Replay:
         gradients: Gradients,
         keep: frozenset[int],
         depth: int,
+        together: Callable[[], AbstractContextManager[None]],
         free: Callable[[], None] | None = None,
     ) -> None:
         self._buckets, self._gradients, self._depth = buckets, gradients, depth
-        self.keep, self._free = keep, free
+        self.keep, self._together, self._free = keep, together, free
+        self.timeline: Timeline | None = None
+        """where the times of instructions are noted"""
         self.schedule: Schedule | None = None
         self.departures = 0
         self.on_demand = 0
@@ -69,7 +84,7 @@ class Replay:
         self.reducing = False
         """does a backward run whose gradients are reduced?"""
         self._cursor = 0
-        self._open: list[tuple[Call, tuple[int, ...]]] = []
+        self._open: list[_OpenCall] = []
         self._holds: Counter[int] = Counter()
 
     # ------------------------------------------------------------------ events
@@ -78,26 +93,34 @@ class Replay:
         self.sweep()
         self._reduce_overdue(Run(call, uses))
         self.record.append(Entered(call, uses))
-        if not self._advance(Run(call, uses)):
+        lasts = False
+        if self._advance(Run(call, uses)):
+            assert self.schedule is not None
+            lasts = self._cursor - 1 in self.schedule.lasting
+        else:
             self._depart()
             for bucket in uses:
                 self._acquire(bucket)
             self.executed.append(Run(call, uses))
-        self._open.append((call, uses))
+        self._open.append(_OpenCall(call, uses, lasts))
         self._reduce_due()
 
     def left(self, call: Call) -> None:
         """A call ends: drops the holds that it does not need any more."""
-        self._reduce_overdue(End(call))
+        index = next(i for i in reversed(range(len(self._open))) if self._open[i].call == call)
+        ended = self._open[index]
+        if ended.lasts:
+            self._reduce_overdue(End(call))
         self.record.append(Left(call))
-        index = next(i for i in reversed(range(len(self._open))) if self._open[i][0] == call)
-        _, uses = self._open.pop(index)
+        del self._open[index]
         if self.following:
-            self._advance(End(call))
-            self._trail()
-            self._reduce_due()
+            if ended.lasts and not self._advance(End(call)):
+                self._depart()
+            else:
+                self._trail()
+                self._reduce_due()
         else:
-            for bucket in uses:
+            for bucket in ended.uses:
                 if bucket not in self.keep:
                     self._execute(Reshard(bucket))
         self.sweep()
@@ -156,8 +179,8 @@ class Replay:
         self._update = update
         if self.arrive():
             assert self.schedule is not None
-            for instruction in self.schedule.instructions[self._cursor :]:
-                self._execute(instruction)
+            while self._cursor < len(self.schedule.instructions):
+                self._execute_next()
         else:
             if self._free is not None:
                 self._execute(Free())
@@ -187,6 +210,11 @@ class Replay:
     def following(self) -> bool:
         return self.schedule is not None and not self.departed
 
+    @property
+    def _outlasted(self) -> bool:
+        """Is a call open that is over by the schedule? What comes behind it may drop what the call still reads."""
+        return any(not each.lasts for each in self._open)
+
     def _next_event(self) -> int:
         assert self.schedule is not None
         instructions = self.schedule.instructions
@@ -201,8 +229,8 @@ class Replay:
         return index == len(self.schedule.instructions) or isinstance(self.schedule.instructions[index], Update)
 
     def _next_reduction(self) -> int | None:
-        """The bucket of the schedule's next event, if that is a reduction."""
-        if self.following:
+        """The bucket of the schedule's next event, if that is a reduction whose turn has come."""
+        if self.following and not self._outlasted:
             assert self.schedule is not None
             match self.schedule.instructions[self._next_event() :][:1]:
                 case (Reduce(bucket),):
@@ -229,7 +257,7 @@ class Replay:
 
     def _advance(self, event: Instruction) -> bool:
         """Executes up to and including `event` if it is the schedule's next event."""
-        if not self.following:
+        if not self.following or self._outlasted:
             return False
         assert self.schedule is not None
         index = self._next_event()
@@ -237,19 +265,29 @@ class Replay:
         if index == len(instructions) or instructions[index] != event:
             return False
         while self._cursor <= index:
-            self._cursor += 1
-            self._execute(instructions[self._cursor - 1])
+            self._execute_next()
         return True
 
     def _trail(self) -> None:
-        """Executes what follows at once: everything up to the next wait or event."""
+        """Executes what follows at once, because it waits for nothing: everything up to the next wait or event.
+
+        A `Settle` waits for its reduction, so it comes when the next event does.
+        """
         assert self.schedule is not None
         instructions = self.schedule.instructions
-        while self._cursor < len(instructions) and isinstance(instructions[self._cursor], (Unshard, Reshard, Settle)):
-            if isinstance(instructions[self._cursor], Settle) and self._next_is_tail():
-                return  # the last reductions are settled by the optimizer step
-            self._cursor += 1
-            self._execute(instructions[self._cursor - 1])
+        while self._cursor < len(instructions) and isinstance(instructions[self._cursor], _AT_ONCE):
+            self._execute_next()
+
+    def _execute_next(self) -> None:
+        """Executes the instruction at the cursor; of a `Fuse`, all that belong to it."""
+        assert self.schedule is not None
+        instruction = self.schedule.instructions[self._cursor]
+        self._cursor += 1
+        self._execute(instruction)
+        if isinstance(instruction, Fuse):
+            with self._together():
+                for _ in range(instruction.count):
+                    self._execute_next()
 
     def _depart(self) -> None:
         """Leaves the schedule for the rest of the window; drops what it gathered ahead."""
@@ -259,7 +297,7 @@ class Replay:
         self.departures += 1
         # what was complete early has waited for its turn without a word in the record
         self.record += [Ready(b) for b in self._gradients.unissued() if self._gradients.awaits_turn(b)]
-        needed = Counter(b for _, uses in self._open for b in uses)
+        needed = Counter(b for each in self._open for b in each.uses)
         for bucket, held in list(self._holds.items()):
             if bucket in self.keep:
                 continue
@@ -305,6 +343,14 @@ class Replay:
     # ------------------------------------------------------------------ instructions
     def _execute(self, instruction: Instruction) -> None:
         self.executed.append(instruction)
+        if self.timeline is None:
+            self._do(instruction)
+        else:
+            before = self.timeline.mark()
+            self._do(instruction)
+            self.timeline.add(instruction, before)
+
+    def _do(self, instruction: Instruction) -> None:
         match instruction:
             case Unshard(bucket):
                 self._buckets[bucket].unshard()
@@ -325,7 +371,7 @@ class Replay:
             case Free():
                 assert self._free is not None
                 self._free()
-            case Run() | End():
+            case Run() | End() | Fuse():
                 pass
 
     def sweep(self) -> None:

@@ -53,7 +53,6 @@ class Policy:
     keep: frozenset[int]
     """buckets that stay unsharded until the optimizer step"""
     depth: int
-    prefetch: int
     op: ReduceOp
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype
@@ -102,14 +101,14 @@ class Runtime:
         self.activations = Activations(policy.free_threshold)
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         free = None if policy.free_threshold is None else self.activations.free
-        self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth, free)
-        self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth)
+        self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth, transport.together, free)
+        self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth, transport.together)
         self._inferred: tuple[Event, ...] = ()
         self._inference_facts = Facts(
             tuple(BucketFacts(b.id, b.name, b.nbytes, trainable=False) for b in layouts),
             keep=frozenset(),
             depth=policy.depth,
-            prefetch=policy.prefetch,
+            prefetch=1,
             update_by_bucket=False,
         )
         self.counts = Counts()
@@ -365,6 +364,12 @@ class Runtime:
         self.gradients.reset()
         self.gradients.set_order(None if schedule is None else schedule.reduce_order())
         self.replay.next_window(schedule)
+
+    def restart_peaks(self) -> None:
+        """The peaks of memory are measured anew: the schedule has changed."""
+        self.flats.restart()
+        self.gradients.staging.restart()
+        self.gradients.shards_peak = sum(shard.nbytes for shard in self.gradients.shards())
 
     def release_kept(self) -> None:
         """Drops what inference kept unsharded: the shards have changed."""

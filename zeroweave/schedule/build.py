@@ -6,6 +6,7 @@ drops it when it is left. The passes improve it; ``verify`` checks the result.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from functools import cached_property
 import xxhash
 
 from zeroweave.errors import ScheduleError
+from zeroweave.schedule.facts import Costs, Facts
 from zeroweave.schedule.instructions import (
     Call,
     End,
     Entered,
     Event,
     Free,
+    Fuse,
     Instruction,
     Left,
     Micro,
@@ -32,52 +35,10 @@ from zeroweave.schedule.instructions import (
     Update,
     Wait,
     ends,
+    project,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class BucketFacts:
-    """What a schedule needs to know of a bucket; ``nbytes`` is the full flat's, padding included."""
-
-    id: int
-    name: str
-    nbytes: int
-    trainable: bool
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What decides the schedule of a given record.
-
-    keep: buckets that stay unsharded from their first use to the end of the step (stages 1 and 2: all).
-    depth: reductions in flight at most, at least 1.
-    prefetch: how many calls ahead gathers are issued, at least 0 (see passes/prefetch.py).
-    update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
-    optimizer needs nothing global (no clipping, no overflow check).
-    free: let go of unused activations before the optimizer (see passes/free.py).
-    """
-
-    buckets: tuple[BucketFacts, ...]
-    keep: frozenset[int]
-    depth: int
-    prefetch: int
-    update_by_bucket: bool
-    free: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.by_id) != len(self.buckets):
-            raise ScheduleError("two buckets have the same id")
-        if unknown := sorted(self.keep - self.by_id.keys()):
-            raise ScheduleError(f"keep names unknown buckets: {unknown}")
-        if self.depth < 1 or self.prefetch < 0:
-            raise ScheduleError(f"depth must be at least 1 and prefetch at least 0, not {self.depth}, {self.prefetch}")
-
-    @cached_property
-    def by_id(self) -> dict[int, BucketFacts]:
-        return {bucket.id: bucket for bucket in self.buckets}
-
-    def name(self, bucket: int) -> str:
-        return self.by_id[bucket].name if bucket in self.by_id else f"<unknown bucket {bucket}>"
+from zeroweave.schedule.save import read, write
+from zeroweave.schedule.verify import verify
 
 
 @dataclass(frozen=True)
@@ -87,6 +48,25 @@ class Schedule:
     instructions: tuple[Instruction, ...]
     record: tuple[Event, ...]
     facts: Facts
+
+    @cached_property
+    def costs(self) -> Costs | None:
+        """The measured costs of this record; None where nothing was measured, or another record."""
+        costs = self.facts.costs
+        events = sum(isinstance(i, Run | End | Reduce) for i in self.instructions)
+        return costs if costs is not None and len(costs.compute) == events else None
+
+    @cached_property
+    def lasting(self) -> frozenset[int]:
+        """Indices of the Runs whose calls last until an End; an End closes the last open Run of its call."""
+        found: set[int] = set()
+        unmatched: dict[Call, list[int]] = {}
+        for index, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Run):
+                unmatched.setdefault(instruction.call, []).append(index)
+            elif isinstance(instruction, End) and unmatched.get(instruction.call):
+                found.add(unmatched[instruction.call].pop())
+        return frozenset(found)
 
     def describe(self, instruction: Instruction) -> str:
         """One instruction in words, buckets by name: ``Run layers.0 forward [layers.0]``."""
@@ -99,6 +79,8 @@ class Schedule:
                 return f"End {call.name} {call.phase}"
             case Free():
                 return "Free"
+            case Fuse(count):
+                return f"Fuse {count}"
             case _:
                 return f"{type(instruction).__name__} {name(instruction.bucket)}"
 
@@ -133,7 +115,7 @@ class Schedule:
                 if inside(instruction.call.name):
                     return True
                 return isinstance(instruction, Run) and any(inside(self.facts.name(b)) for b in instruction.uses)
-            return not isinstance(instruction, Free) and inside(self.facts.name(instruction.bucket))
+            return not isinstance(instruction, Free | Fuse) and inside(self.facts.name(instruction.bucket))
 
         return tuple(self._spell(line) for line in self._lines if any(map(touches, line)))
 
@@ -170,11 +152,41 @@ class Schedule:
     @cached_property
     def fingerprint(self) -> int:
         """64 bits, never 0, equal on ranks whose collectives (kind, bucket, order) and facts are equal."""
+        return xxhash.xxh3_64_intdigest("\n".join(self.words()).encode()) or 1
+
+    @cached_property
+    def shape(self) -> int:
+        """64 bits that are equal where the events of the records are, whatever is sent between them."""
+        return xxhash.xxh3_64_intdigest("\n".join(map(self.describe, project(self.record))).encode())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it to a JSON file, with its record, its facts and what was measured."""
+        write(path, self.instructions, self.record, self.facts)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schedule:
+        """A schedule that was saved, equal to it and verified.
+
+        Raises ScheduleError, naming the file and what is wrong in it, for a file of another version, one that is
+        none, and a schedule that is not right.
+        """
+        file = read(path)
+        schedule = cls(file.instructions, file.record, file.facts)
+        try:
+            verify(schedule)
+        except ScheduleError as error:
+            raise ScheduleError(f"{os.fspath(path)}: {error}") from None
+        return schedule
+
+    def words(self) -> list[str]:
+        """What all ranks must have in common: collectives in order, launches, buckets, settings."""
         facts = self.facts
-        words = [f"{kind} {bucket}" for kind, bucket in self.collectives()]
+        words = [f"{kind} {facts.name(bucket)}" for kind, bucket in self.collectives()]
+        words += [f"{i.count} gathers in one launch" for i in self.instructions if isinstance(i, Fuse)]
         words += [f"{b.id} {b.name!r} {b.nbytes} {b.trainable}" for b in facts.buckets]
         words += [f"{sorted(facts.keep)} {facts.depth} {facts.prefetch} {facts.update_by_bucket} {facts.free}"]
-        return xxhash.xxh3_64_intdigest("\n".join(words).encode()) or 1
+        words += [f"{facts.retain if facts.retain == 'auto' else sorted(facts.retain)} {facts.fuse} {facts.memory}"]
+        return words
 
 
 def build(record: tuple[Event, ...], facts: Facts) -> Schedule:

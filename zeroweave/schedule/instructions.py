@@ -7,7 +7,8 @@ Instructions
     values usable. ``Run`` starts a call, which reads the buckets in ``uses`` until it ends. ``Reshard`` drops
     a hold; the storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients,
     ``Settle`` copies or adds its result into the gradient shard, ``Update`` runs the optimizer on the
-    bucket's fragments. ``Free`` lets go of the activations that no backward has used up.
+    bucket's fragments. ``Free`` lets go of the activations that no backward has used up. ``Fuse``
+    issues the gathers of the next ``count`` instructions, which are all ``Unshard``, in one launch.
 
 Ends of calls
     ``Run`` marks a call's start and, where nothing happens inside the call, also its end. ``End`` is there
@@ -84,7 +85,12 @@ class Free:
     pass
 
 
-Instruction: TypeAlias = Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free
+@dataclass(frozen=True, slots=True)
+class Fuse:
+    count: int
+
+
+Instruction: TypeAlias = Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Fuse
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import Protocol
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.facts import Facts
 from zeroweave.schedule.instructions import (
     Call,
     End,
+    Event,
     Free,
+    Fuse,
     Instruction,
     Reduce,
     Reshard,
@@ -22,7 +25,25 @@ from zeroweave.schedule.instructions import (
 )
 
 
-def verify(schedule: Schedule) -> None:
+class Listing(Protocol):
+    """What is verified: a `Schedule`, which is not imported because it verifies what it loads."""
+
+    @property
+    def instructions(self) -> tuple[Instruction, ...]: ...
+
+    @property
+    def record(self) -> tuple[Event, ...]: ...
+
+    @property
+    def facts(self) -> Facts: ...
+
+    @property
+    def lasting(self) -> frozenset[int]: ...
+
+    def describe(self, instruction: Instruction) -> str: ...
+
+
+def verify(schedule: Listing) -> None:
     """Raise ScheduleError, naming index and instruction, unless the schedule is right; linear in its length.
 
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped
@@ -30,8 +51,9 @@ def verify(schedule: Schedule) -> None:
     kept bucket is gathered exactly once. Gradients: only trainable buckets are reduced, each at least once;
     every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight; every trainable bucket is updated exactly once, and after the first update nothing is gathered,
-    run or reduced. Activations: freed once at most, after the last call, and nothing is gathered, run or reduced
-    after that. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
+    run or reduced. Activations: freed once at most, where ``free`` asks for it, after the last call, and nothing
+    is gathered, run or reduced after that. A ``Fuse`` is followed by as many gathers as it says. Calls:
+    ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
@@ -42,7 +64,7 @@ def verify(schedule: Schedule) -> None:
     _match_record(schedule)
 
 
-def _match_record(schedule: Schedule) -> None:
+def _match_record(schedule: Listing) -> None:
     done = [(n, i) for n, i in enumerate(schedule.instructions) if isinstance(i, Run | End | Reduce)]
     for found, expected in zip_longest(done, project(schedule.record)):
         if found is None:
@@ -58,9 +80,9 @@ def _match_record(schedule: Schedule) -> None:
 class _State:
     """What is known of every bucket and call after some instructions."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Listing) -> None:
         self.facts = schedule.facts
-        self.runs_with_end = _runs_with_end(schedule.instructions)
+        self.lasting = schedule.lasting
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.holds = dict.fromkeys(self.facts.by_id, 0)
         self.readers = dict.fromkeys(self.facts.by_id, 0)  # open calls that use the bucket
@@ -70,6 +92,7 @@ class _State:
         self.in_flight: set[int] = set()
         self.updated: set[int] = set()
         self.freed = False
+        self.fused = 0  # gathers that the last Fuse still asks for
 
     def step(self, index: int, instruction: Instruction) -> str | None:
         """Apply one instruction; the reason why it is wrong, or None."""
@@ -78,15 +101,21 @@ class _State:
             return f"unknown bucket {unknown[0]}"
         if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard):
             return f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it"
+        if self.fused and not isinstance(instruction, Unshard):
+            return f"a Fuse before it asks for {self.fused} more gathers"
         match instruction:
             case Unshard(bucket):
                 return self._unshard(bucket)
+            case Fuse(count):
+                if count < 2:
+                    return "it takes two gathers to be fused"
+                self.fused = count
             case Wait(bucket):
                 if not self.holds[bucket]:
                     return "nobody has unsharded the bucket"
                 self.waited.add(bucket)
             case Run(call, uses):
-                return self._run(call, uses, has_end=index in self.runs_with_end)
+                return self._run(call, uses, lasts=index in self.lasting)
             case End(call):
                 if not self.open_calls.get(call):
                     return "the call is not running"
@@ -103,6 +132,8 @@ class _State:
             case Update(bucket):
                 return self._update(bucket)
             case Free():
+                if not self.facts.free:
+                    return "nothing asks for activations to be freed"
                 if any(self.open_calls.values()):
                     return "a call is still running"
                 self.freed = True
@@ -112,7 +143,7 @@ class _State:
     def _buckets(instruction: Instruction) -> tuple[int, ...]:
         if isinstance(instruction, Run):
             return instruction.uses
-        return () if isinstance(instruction, End | Free) else (instruction.bucket,)
+        return () if isinstance(instruction, End | Free | Fuse) else (instruction.bucket,)
 
     def _unshard(self, bucket: int) -> str | None:
         if not self.holds[bucket]:
@@ -120,16 +151,19 @@ class _State:
                 return "the bucket is kept and must be gathered once"
             self.gathers[bucket] += 1
             self.waited.discard(bucket)
+        elif self.fused:
+            return "a Fuse before it asks for gathers, and this bucket has been gathered"
+        self.fused = max(0, self.fused - 1)
         self.holds[bucket] += 1
         return None
 
-    def _run(self, call: Call, uses: tuple[int, ...], has_end: bool) -> str | None:
+    def _run(self, call: Call, uses: tuple[int, ...], lasts: bool) -> str | None:
         for bucket in uses:
             if not self.holds[bucket]:
                 return f"{self.facts.name(bucket)} is used but not unsharded"
             if bucket not in self.waited:
                 return f"{self.facts.name(bucket)} is used before it was waited for"
-        if has_end:
+        if lasts:
             self.open_calls.setdefault(call, []).append(uses)
             for bucket in uses:
                 self.readers[bucket] += 1
@@ -169,6 +203,8 @@ class _State:
 
     def finish(self) -> str | None:
         """What is missing at the end, or None."""
+        if self.fused:
+            return f"a Fuse asks for {self.fused} more gathers"
         for bucket in self.facts.buckets:
             if self.holds[bucket.id]:
                 return f"{bucket.name} is still unsharded"
@@ -181,15 +217,3 @@ class _State:
             if bucket.id in self.facts.keep and not self.gathers[bucket.id]:
                 return f"{bucket.name} is kept but was never gathered"
         return None
-
-
-def _runs_with_end(instructions: tuple[Instruction, ...]) -> frozenset[int]:
-    """Indices of the Runs whose calls last until an End; an End closes the last open Run of its call."""
-    result: set[int] = set()
-    unmatched: dict[Call, list[int]] = {}
-    for index, instruction in enumerate(instructions):
-        if isinstance(instruction, Run):
-            unmatched.setdefault(instruction.call, []).append(index)
-        elif isinstance(instruction, End) and unmatched.get(instruction.call):
-            result.add(unmatched[instruction.call].pop())
-    return frozenset(result)

@@ -8,14 +8,19 @@ not apply.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeAlias
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.passes.free import free
+from zeroweave.schedule.passes.fuse import fuse
 from zeroweave.schedule.passes.insert import insert
+from zeroweave.schedule.passes.keep import keep
 from zeroweave.schedule.passes.prefetch import prefetch
+from zeroweave.schedule.passes.settle import settle
 
-# insert once more at the end: prefetch may carry a bucket's Unshard up to its own Reshard.
-PASSES: Final[tuple[Callable[[Schedule], Schedule], ...]] = (insert, prefetch, insert, free)
+Pass: TypeAlias = Callable[[Schedule], Schedule]
 
-__all__ = ["PASSES", "free", "insert", "prefetch"]
+# insert once more after prefetch, which may carry a bucket's Unshard up to its own Reshard.
+PASSES: Final[tuple[Pass, ...]] = (insert, keep, prefetch, insert, fuse, settle, free)
+
+__all__ = ["PASSES", "Pass", "free", "fuse", "insert", "keep", "prefetch", "settle"]

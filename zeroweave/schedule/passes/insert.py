@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import Instruction, Reshard, Run, Unshard, Wait
+from zeroweave.schedule.passes.room import within
 
 
 def insert(schedule: Schedule) -> Schedule:
@@ -15,9 +16,9 @@ def insert(schedule: Schedule) -> Schedule:
     After:   Run head forward · Run head backward · Reshard head
 
     The same for calls on one bucket that follow each other: a block run in pieces, a layer called several
-    times. Calls that use no bucket do not count: beside them b is alone. So the peak does not grow. Holds are
-    counts, and the hold that ``Reshard b`` would have dropped becomes the one that ``Unshard b`` would have
-    taken.
+    times. Calls that use no bucket do not count: beside them b is alone. Holds are counts, and the hold that
+    ``Reshard b`` would have dropped becomes the one that ``Unshard b`` would have taken. Changes nothing where
+    only that stays within ``facts.memory``.
     """
     dropped: set[int] = set()
     candidates: dict[int, list[int]] = {}  # bucket -> its Reshards since the last call on other buckets only
@@ -37,4 +38,4 @@ def insert(schedule: Schedule) -> Schedule:
     if not dropped:
         return schedule
     kept: tuple[Instruction, ...] = tuple(i for n, i in enumerate(schedule.instructions) if n not in dropped)
-    return replace(schedule, instructions=kept)
+    return within(schedule, replace(schedule, instructions=kept))

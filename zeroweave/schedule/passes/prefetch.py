@@ -2,17 +2,137 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import accumulate
+from typing import Final
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.instructions import Instruction, Phase, Reshard, Run, Unshard, Update, Wait
+from zeroweave.schedule.cost import is_event
+from zeroweave.schedule.facts import Costs
+from zeroweave.schedule.instructions import Instruction, Phase, Reduce, Reshard, Run, Unshard, Update, Wait
+from zeroweave.schedule.passes.room import Events, predict
+
+_MARGIN: Final = 1.25
+"""Of a gather's measured time: being late costs more than being early."""
+_EQUAL: Final = 1e-3
+"""Predictions that differ by less than this share are equal, and the one with the smaller peak is taken."""
 
 
 def prefetch(schedule: Schedule) -> Schedule:
-    """Move each ``Unshard`` that starts a gather ``facts.prefetch`` calls ahead, in front of its ``Wait``.
+    """Move each ``Unshard`` that starts a gather ahead of its ``Wait``: some calls, or as far as time asks.
 
     Before:  Unshard 0 · Wait 0 · Run 0 · Reshard 0 · Unshard 1 · Wait 1 · Run 1 · Reshard 1 · Unshard 2 · …
     After:   Unshard 0 · Unshard 1 · Wait 0 · Run 0 · Reshard 0 · Unshard 2 · Wait 1 · Run 1 · Reshard 1 · …
+
+    ``facts.prefetch`` is a number of calls, or "auto": each gather is then issued as late as its measured time
+    allows it to be over when it is needed, behind the gathers before it and between the reductions, and no
+    earlier than the memory has room for; one call ahead where nothing was measured, or where that is predicted
+    to be as fast. Never above the same bucket's previous ``Reshard``, an ``Update``, or the start of the step.
+    """
+    ahead, costs = schedule.facts.prefetch, schedule.costs
+    if ahead != "auto":
+        return _calls_ahead(schedule, ahead)
+    if costs is None:
+        return _calls_ahead(schedule, 1)
+    most = limit(schedule, costs)
+    choices = [schedule, _calls_ahead(schedule, 1), _in_time(schedule, costs, most)]
+    predictions = [predict(choice, costs) for choice in choices]
+    fitting = [n for n, p in enumerate(predictions) if p.peak <= most] or [0]
+    fastest = min(predictions[n].seconds for n in fitting)
+    best = min(
+        (n for n in fitting if predictions[n].seconds <= fastest * (1 + _EQUAL)), key=lambda n: predictions[n].peak
+    )
+    return choices[best]
+
+
+def limit(schedule: Schedule, costs: Costs) -> int:
+    """Bytes of flats, gradient flats and activations that "auto" may reach; see `Facts.memory`."""
+    if schedule.facts.memory is not None:
+        return schedule.facts.memory
+    largest = max((bucket.nbytes for bucket in schedule.facts.buckets), default=0)
+    return predict(_calls_ahead(schedule, 1), costs).peak + largest
+
+
+def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
+    """Each gather as late as it is in time, from the last to the first."""
+    instructions = schedule.instructions
+    events = Events(schedule, costs)
+    begins = [0.0, *accumulate(costs.compute)]  # of each event, if nothing waited
+    lane = _reductions_end(schedule, costs, begins)
+    moved: dict[int, list[Instruction]] = {}
+    taken: set[int] = set()
+    later = float("inf")  # when the gather behind must start at the latest
+    for index, bucket, floor, need in reversed(_gathers(instructions, events)):
+        nbytes = schedule.facts.by_id[bucket].nbytes
+        seconds = costs.seconds("all_gather", bucket, nbytes) * _MARGIN
+        over = min(begins[need], later)
+        event = here = events.before[index]
+        while event > floor and max(begins[event], lane[event]) + seconds > over:
+            if not events.fits(nbytes, event - 1, event, most):
+                break
+            event -= 1
+        events.take(nbytes, event, here)
+        later = max(begins[event], over - seconds)
+        if event < here:
+            moved.setdefault(events.slots[event], []).insert(0, instructions[index])
+            taken.add(index)
+    return _move(schedule, moved, taken)
+
+
+def _gathers(instructions: tuple[Instruction, ...], events: Events) -> list[tuple[int, int, int, int]]:
+    """(index, bucket, first event it may precede, event that needs it) of each Unshard that starts a gather."""
+    found: list[tuple[int, int, int, int]] = []
+    holds: dict[int, int] = {}
+    floor: dict[int, int] = {}
+    waiting: dict[int, tuple[int, int]] = {}
+    barrier = 0
+    for index, instruction in enumerate(instructions):
+        match instruction:
+            case Update():
+                barrier = events.before[index]
+            case Reshard(bucket):
+                holds[bucket] = holds.get(bucket, 0) - 1
+                floor[bucket] = events.before[index]
+            case Unshard(bucket):
+                holds[bucket] = holds.get(bucket, 0) + 1
+                if holds[bucket] == 1:
+                    waiting[bucket] = (index, max(floor.get(bucket, 0), barrier))
+            case Wait(bucket) if bucket in waiting:
+                at, first = waiting.pop(bucket)
+                found.append((at, bucket, first, events.before[index]))
+    return sorted(found)
+
+
+def _reductions_end(schedule: Schedule, costs: Costs, begins: list[float]) -> list[float]:
+    """For each event, and the end: when the reductions issued before it are over, if nothing else is sent."""
+    ends, free, event = [0.0], 0.0, 0
+    for instruction in schedule.instructions:
+        if not is_event(instruction):
+            continue
+        if isinstance(instruction, Reduce):
+            nbytes = schedule.facts.by_id[instruction.bucket].nbytes
+            seconds = costs.seconds("reduce_scatter", instruction.bucket, nbytes)
+            free = max(free, begins[event]) + seconds
+        ends.append(free)
+        event += 1
+    return ends
+
+
+def _move(schedule: Schedule, moved: Mapping[int, list[Instruction]], taken: set[int]) -> Schedule:
+    """The schedule without the instructions at the indices ``taken``, and with ``moved[i]`` in front of index i."""
+    if not taken:
+        return schedule
+    out: list[Instruction] = []
+    for index, instruction in enumerate(schedule.instructions):
+        out.extend(moved.get(index, ()))
+        if index not in taken:
+            out.append(instruction)
+    return replace(schedule, instructions=tuple(out))
+
+
+def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
+    """Every gather ``ahead`` calls in front of its ``Wait``.
 
     Calls that follow each other in one phase on the same buckets count as one stretch, together with calls
     between and after them that use no bucket: an eager block of twenty modules is fetched while the block
@@ -25,12 +145,10 @@ def prefetch(schedule: Schedule) -> Schedule:
     buckets adds nothing: 1 + prefetch buckets where calls use one bucket each and do not nest. Prefetch 0
     changes nothing, nor does a second application.
     """
-    ahead = schedule.facts.prefetch
     instructions = schedule.instructions
     stretches = _Stretches(instructions)
     if not ahead or not stretches.slots:
         return schedule
-
     next_use = _next_use(instructions, stretches)
     moved: dict[int, list[Instruction]] = {}  # index -> Unshards to issue in front of it
     taken: set[int] = set()
@@ -55,14 +173,7 @@ def prefetch(schedule: Schedule) -> Schedule:
                 if target < run or (target == run and run < len(stretches.slots) and stretches.slots[run] < index):
                     moved.setdefault(stretches.slots[target], []).append(instruction)
                     taken.add(index)
-    if not taken:
-        return schedule
-    out: list[Instruction] = []
-    for index, instruction in enumerate(instructions):
-        out.extend(moved.get(index, ()))
-        if index not in taken:
-            out.append(instruction)
-    return replace(schedule, instructions=tuple(out))
+    return _move(schedule, moved, taken)
 
 
 class _Stretches:

@@ -1,0 +1,98 @@
+"""Plays a record on the real replay, as a training program would, by a virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tests.comm.virtual import VirtualTransport
+from zeroweave.comm.timed import Timed
+from zeroweave.layout import BucketLayout, Slot
+from zeroweave.runtime.runtime import Policy, Runtime
+from zeroweave.runtime.timeline import Timeline
+from zeroweave.schedule import Costs, Entered, Event, Facts, Left, Micro, Ready, Schedule, Step
+from zeroweave.schedule.instructions import ends
+
+ITEM = 4
+
+
+def layouts(facts: Facts) -> list[BucketLayout]:
+    """One float32 parameter for each bucket, of the bucket's size."""
+    return [
+        BucketLayout(
+            id=bucket.id,
+            name=bucket.name,
+            dtype="float32",
+            itemsize=ITEM,
+            requires_grad=bucket.trainable,
+            group="world",
+            world=1,
+            slots=(Slot(f"{bucket.name}.weight", 0, bucket.nbytes // ITEM, (bucket.nbytes // ITEM,)),),
+            numel=bucket.nbytes // ITEM,
+        )
+        for bucket in facts.buckets
+    ]
+
+
+class Player:
+    """A runtime of these buckets by a virtual clock. Calls, collectives and updates take what `costs` say."""
+
+    def __init__(self, facts: Facts, costs: Costs) -> None:
+        self.facts, self.costs = facts, costs
+        self.transport = VirtualTransport(costs)
+        self.clock = self.transport.clock
+        self.timed = Timed(self.transport, self.clock)
+        policy = Policy(
+            keep=facts.keep,
+            depth=facts.depth,
+            op="average",
+            reduce_dtype=None,
+            accumulate_dtype=torch.float32,
+            free_threshold=0 if facts.free else None,
+        )
+        self.runtime = Runtime(layouts(facts), {"float32": torch.float32}, self.timed, policy)
+        self.updated: list[int] = []
+
+    def play(self, record: Iterable[Event], schedule: Schedule | None) -> Step | None:
+        """One step that follows `schedule` (None: on demand); as it was timed, if it did."""
+        runtime, replay = self.runtime, self.runtime.replay
+        runtime.next_window(schedule)
+        timeline = Timeline(self.clock)
+        replay.timeline, self.timed.log = timeline, timeline.collectives
+        seconds = iter(self.costs.compute)
+        record = tuple(record)
+        marked = ends(record)
+        reduces = False
+        for index, event in enumerate(record):
+            match event:
+                case Entered(call, uses):
+                    replay.reducing = call.phase == "backward"
+                    replay.entered(call, uses)
+                    self.clock.now += next(seconds, 0.0)
+                case Left(call):
+                    replay.left(call)
+                    self.clock.now += next(seconds, 0.0) if index in marked else 0.0
+                case Ready(bucket):
+                    replay.reducing = reduces = True
+                    self.deliver(bucket)
+                    self.clock.now += next(seconds, 0.0)
+                case Micro():
+                    replay.reducing = reduces
+                    replay.backward_ended(reduces)
+                    runtime.gradients.end_backward()
+                    replay.reducing = reduces = False
+        replay.finish(self._update, frozenset())
+        followed = schedule is not None and not replay.departed
+        return timeline.step(schedule) if schedule is not None and followed else None
+
+    def deliver(self, bucket: int) -> None:
+        """The gradient of a bucket is complete."""
+        real = self.runtime.buckets[bucket].real[0]
+        self.runtime.gradients.announce([(bucket, 0)])
+        self.runtime.gradients.deliver([(bucket, 0)], [(bucket, 0, torch.zeros(real.shape))])
+
+    def _update(self, bucket: int) -> None:
+        self.runtime.gradients.take(bucket)
+        self.updated.append(bucket)
+        self.clock.now += self.costs.update.get(bucket, 0.0)

@@ -1,0 +1,63 @@
+"""What follows from the marks of a measured step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.schedule.cases import random_case
+from tests.schedule.measured import as_predicted, with_costs
+from zeroweave.report.course import measured, predicted
+from zeroweave.schedule import Schedule, Span, compile_schedule, costs_of
+
+SEEDS = range(40)
+
+
+def schedule_of(seed: int) -> Schedule:
+    record, facts = random_case(seed)
+    return with_costs(compile_schedule(record, facts), seed)
+
+
+def busy(spans: tuple[Span, ...]) -> dict[tuple[str, int], float]:
+    """Seconds of each instruction on each lane."""
+    seconds: dict[tuple[str, int], float] = {}
+    for span in spans:
+        assert span.start <= span.stop
+        seconds[span.lane, span.index] = seconds.get((span.lane, span.index), 0.0) + span.stop - span.start
+    return seconds
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_step_that_goes_as_predicted_is_shown_as_predicted(seed: int) -> None:
+    schedule = schedule_of(seed)
+    assert schedule.costs is not None
+    found, expected = measured(as_predicted(schedule, before=5000)), predicted(schedule, schedule.costs)
+    assert found.seconds == pytest.approx(expected.seconds)
+    assert found.starts == pytest.approx(expected.starts)
+    assert found.waits == pytest.approx(expected.waits)
+    assert busy(found.spans) == pytest.approx(busy(expected.spans), abs=1e-12)
+    assert found.takes == pytest.approx(expected.takes, abs=1e-12)
+    assert found.memory == expected.memory and found.peak == expected.peak
+    assert measured(as_predicted(schedule)).memory is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_costs_of_such_steps_are_what_predicted_them(seed: int) -> None:
+    schedule = schedule_of(seed)
+    costs = schedule.costs
+    assert costs is not None
+    step = as_predicted(schedule).step
+    found = costs_of([step, step, step])
+    assert found.compute == pytest.approx(costs.compute, abs=1e-12)
+    gathered = {operation.bucket for operation in step.operations if operation.kind == "all_gather"}
+    sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
+    assert found.gathers == pytest.approx({b: costs.seconds("all_gather", b, sizes[b]) for b in gathered})
+    assert found.update == pytest.approx({b: costs.update[b] for b in found.update})
+    assert sum(step.waits.values()) == pytest.approx(step.exposed)
+
+
+def test_no_collectives_were_timed() -> None:
+    schedule = schedule_of(0)
+    step = replace(as_predicted(schedule).step, operations=())
+    assert step.waits == {} and {span.lane for span in step.spans} == {"compute"}

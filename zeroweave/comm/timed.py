@@ -1,0 +1,79 @@
+"""Collectives whose times are taken, while somebody records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from zeroweave.comm.clock import Clock, Mark
+from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.layout import BucketLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One collective: when the stream that needs it came to its issue, and when it was over."""
+
+    kind: str
+    bucket: int
+    issued: Mark
+    over: Mark
+
+
+class Timed:
+    """A transport that hands everything on to `inner` and notes gathers and reduce-scatters in `log`, if any.
+
+    `inner` may be wrapped, to try out another speed.
+    """
+
+    def __init__(self, inner: Transport, clock: Clock) -> None:
+        self.inner = inner
+        self.rank, self.world = inner.rank, inner.world
+        self.clock = clock
+        self.log: list[Timing] | None = None
+        """where collectives are noted, in the order of their issue"""
+        self._asked: list[tuple[str, int, Mark, Pending]] | None = None
+
+    def _note(self, kind: str, bucket: int, issued: Mark, pending: Pending) -> Pending:
+        if self._asked is not None:
+            self._asked.append((kind, bucket, issued, pending))
+        elif self.log is not None:
+            self.log.append(Timing(kind, bucket, issued, pending.over(self.clock)))
+        return pending
+
+    def _mark(self) -> Mark:
+        return None if self.log is None else self.clock.mark()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.inner.empty(numel, dtype)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        asked = self._asked = []
+        try:
+            with self.inner.together():
+                yield
+        finally:
+            self._asked = None
+        for each in asked:  # nothing was under way before
+            self._note(*each)
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        issued = self._mark()
+        return self._note("all_gather", layout.id, issued, self.inner.all_gather(flat, shard, layout))
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        issued = self._mark()
+        return self._note("reduce_scatter", layout.id, issued, self.inner.reduce_scatter(out, parts, layout, op))
+
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        return self.inner.all_reduce(out, parts, layout, op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        self.inner.broadcast(tensor, source)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        self.inner.all_reduce_sum(tensor)

@@ -1,0 +1,94 @@
+"""How a step of a schedule goes, measured or predicted, in one form."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from zeroweave.schedule import Costs, Measured, Schedule, Span, dependencies, simulate
+
+
+@dataclass(frozen=True)
+class Course:
+    """Seconds from the start of the step, by the instructions' indices.
+
+    starts: when the compute stream comes to each instruction. waits: how long it waits there for a collective.
+    spans: what occupied the lanes. memory: bytes of flats, gradient flats and activations after each instruction;
+    None where nobody counts.
+    """
+
+    name: str
+    seconds: float
+    starts: tuple[float, ...]
+    waits: Mapping[int, float]
+    spans: tuple[Span, ...]
+    memory: tuple[int, ...] | None
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the compute stream waits for collectives."""
+        return sum(self.waits.values())
+
+    @property
+    def peak(self) -> int | None:
+        """Bytes at most."""
+        return None if self.memory is None else max(self.memory, default=0)
+
+    @cached_property
+    def takes(self) -> dict[int, float]:
+        """How long each instruction occupies its lane: a gather or a reduction the collectives', others compute."""
+        compute: dict[int, float] = {}
+        collectives: dict[int, float] = {}
+        for span in self.spans:
+            lane = compute if span.lane == "compute" else collectives
+            lane[span.index] = lane.get(span.index, 0.0) + span.stop - span.start
+        return compute | collectives
+
+
+def predicted(schedule: Schedule, costs: Costs) -> Course:
+    """What the simulator expects."""
+    found = simulate(schedule, costs)
+    return Course("predicted", found.seconds, found.starts, found.waits, found.spans, found.memory)
+
+
+def measured(found: Measured) -> Course:
+    """What one rank did. Memory is counted from the start of the step, as in the prediction."""
+    step = found.step
+    starts = tuple(moment.start for moment in step.moments)
+    allocated = [moment.allocated for moment in step.moments]
+    memory = None
+    if any(allocated):
+        before = allocated[0] - simulate(step.schedule, found.costs).memory[0]
+        memory = tuple(each - before for each in allocated)
+    return Course("measured", step.seconds, starts, step.waits, step.spans, memory)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A schedule and how its step goes, as far as that is known: measured first.
+
+    longest: seconds of the critical path. seconds: of making templates and the schedule, by phase. agreed: was the
+    prediction made from costs that the ranks agreed on before, or else from the measured steps themselves?
+    """
+
+    schedule: Schedule
+    courses: tuple[Course, ...]
+    longest: float
+    seconds: Mapping[str, float]
+    agreed: bool
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Shown:
+        """From what `Schedule.save` wrote, or an engine that was asked for a measured step. Raises ScheduleError."""
+        found = Measured.load(path)
+        schedule = found.step.schedule if found else Schedule.load(path)
+        costs = schedule.costs or (found.costs if found else None)
+        if costs is None:
+            return cls(schedule, (), 0.0, {}, False)
+        courses = (predicted(schedule, costs),)
+        longest, _ = dependencies(schedule).critical_path(costs)
+        if found is None:
+            return cls(schedule, courses, longest, {}, True)
+        return cls(schedule, (measured(found), *courses), longest, found.seconds, schedule.costs is not None)

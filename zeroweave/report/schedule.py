@@ -1,0 +1,68 @@
+"""`zeroweave schedule`: a schedule with the times of its instructions, of a file or of a script's engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from zeroweave.report.course import Course, Shown
+from zeroweave.report.launch import launch
+from zeroweave.report.tables import size, table
+from zeroweave.samples import FOLDER, STEPS
+
+
+def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, steps: int) -> Shown | int:
+    """Runs a script on `ranks` processes for `steps` optimizer steps; what `rank` measured, or the script's exit code
+    where it failed. FileNotFoundError where no step of it followed a schedule.
+    """
+    with TemporaryDirectory() as folder:
+        os.environ[FOLDER], os.environ[STEPS] = folder, str(steps)
+        if code := launch(["--nproc-per-node", str(ranks), str(script), *arguments]):
+            return code
+        return Shown.load(Path(folder, f"rank{rank}.json").resolve(strict=True))
+
+
+def report(shown: Shown) -> Iterator[str]:
+    """The lines of the report; times in milliseconds."""
+    schedule, courses = shown.schedule, shown.courses
+    yield f"{len(schedule.instructions)} instructions, {len(schedule.collectives())} collectives"
+    head = ["instruction"]
+    for course in courses:
+        head += [f"{course.name}: start", "takes", "exposed"]
+    width = len(str(len(schedule.instructions)))
+    rows = [
+        [
+            f"{index:{width}}  {schedule.describe(instruction)}",
+            *(cell for course in courses for cell in _row(course, index)),
+        ]
+        for index, instruction in enumerate(schedule.instructions)
+    ]
+    yield from table(head, rows)
+    yield ""
+    if not courses:
+        yield "no times: nothing was measured when this schedule was made"
+        return
+    yield from table(("", *(course.name for course in courses)), list(_totals(shown)))
+    yield "times in ms; takes: of the collective for Unshard and Reduce, of computation for the others"
+    if len(courses) > 1 and not shown.agreed:
+        yield "predicted from the measured steps themselves: the schedule was made before anything was measured"
+    if shown.seconds:
+        yield "making templates and the schedule took: " + ", ".join(f"{k} {v:.3f} s" for k, v in shown.seconds.items())
+
+
+def _row(course: Course, index: int) -> tuple[str, str, str]:
+    return _ms(course.starts[index]), _ms(course.takes.get(index)), _ms(course.waits.get(index))
+
+
+def _totals(shown: Shown) -> Iterator[tuple[str, ...]]:
+    yield "step", *(_ms(course.seconds) for course in shown.courses)
+    yield "exposed communication", *(_ms(course.exposed) for course in shown.courses)
+    yield "critical path", *("" if course.name == "measured" else _ms(shown.longest) for course in shown.courses)
+    peaks = [course.peak for course in shown.courses]
+    yield "peak of flats, gradients in flight, activations", *("not known" if p is None else size(p) for p in peaks)
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.3f}"

@@ -1,0 +1,164 @@
+"""What a schedule costs: measured times and memory of a record, and the simulator that applies them to a schedule.
+
+All schedules of one record have the same sequence of ``Run``, ``End`` and ``Reduce``, its *events*. Times of
+computation are kept between them: ``compute[i]`` is what the compute stream did from event i to event i + 1,
+waiting for communication left out. Whatever a pass moves, these stay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from zeroweave.errors import ScheduleError
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.facts import Costs
+from zeroweave.schedule.instructions import (
+    End,
+    Fuse,
+    Instruction,
+    Reduce,
+    Reshard,
+    Run,
+    Settle,
+    Unshard,
+    Update,
+    Wait,
+)
+
+Lane: TypeAlias = Literal["compute", "all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that occupied a lane from ``start`` to ``stop``, seconds from the start of the step.
+
+    ``index`` is that of the instruction in the schedule.
+    """
+
+    lane: Lane
+    index: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator expects of a schedule.
+
+    seconds: of the step. starts: when the compute stream comes to each instruction. waits: how long it waits for
+    communication, for each instruction that waits at all, by index. memory: bytes of flats, gradient flats and
+    activations after each instruction.
+    """
+
+    seconds: float
+    starts: tuple[float, ...]
+    waits: dict[int, float]
+    memory: tuple[int, ...]
+    spans: tuple[Span, ...]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that no computation hides."""
+        return sum(self.waits.values())
+
+    @cached_property
+    def peak(self) -> int:
+        """Bytes of flats, gradient flats and activations at most."""
+        return max(self.memory, default=0)
+
+    def busy(self, *lanes: Lane) -> float:
+        """Seconds in which the lanes work."""
+        return sum(span.stop - span.start for span in self.spans if span.lane in lanes)
+
+
+def is_event(instruction: Instruction) -> bool:
+    """Does the instruction belong to the record?"""
+    return isinstance(instruction, Run | End | Reduce)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Prediction:
+    """Plays a schedule on two lanes, the compute stream and the collectives in the order of their issue.
+
+    A collective starts when everything issued to the compute stream before it is done (its storage may have
+    been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
+    until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
+    take no time: what the program computes behind them comes after the instructions that wait for nothing.
+    Gathers of one ``Fuse`` pay their start-up time once. Costs must be the record's.
+    """
+    _check(schedule, costs)
+    sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
+    now = free = 0.0  # of the compute lane, of the collectives' lane
+    event, together, launched = -1, 0, False  # gathers left of a Fuse; has one of them paid the start-up?
+    holds = dict.fromkeys(sizes, 0)
+    arrives: dict[int, float] = {}
+    flying: dict[int, deque[float]] = {}
+    flats = held = 0
+    waits: dict[int, float] = {}
+    memory: list[int] = []
+    starts: list[float] = []
+    spans: list[Span] = []
+    behind: tuple[int, float] | None = None  # what is computed behind an End or a Reduce: its index, seconds
+
+    def compute(index: int, seconds: float) -> float:
+        spans.append(Span("compute", index, now, now + seconds))
+        return now + seconds
+
+    for index, instruction in enumerate(schedule.instructions):
+        if behind is not None and not isinstance(instruction, Unshard | Reshard | Fuse):
+            now, behind = compute(*behind), None
+        starts.append(now)
+        match instruction:
+            case Unshard(bucket):
+                holds[bucket] += 1
+                if holds[bucket] == 1:
+                    start = max(now, free)
+                    seconds = costs.seconds("all_gather", bucket, sizes[bucket])
+                    free = start + max(0.0, seconds - costs.gather.alpha * (together > 0 and launched))
+                    launched = True
+                    arrives[bucket] = free
+                    flats += sizes[bucket]
+                    spans.append(Span("all_gather", index, start, free))
+                together = max(0, together - 1)
+            case Reshard(bucket):
+                holds[bucket] -= 1
+                if not holds[bucket]:
+                    flats -= sizes[bucket]
+            case Wait(bucket):
+                if (gap := arrives.get(bucket, 0.0) - now) > 0:
+                    waits[index] = gap
+                    now += gap
+            case Fuse(count):
+                together, launched = count, False
+            case Run() | End() | Reduce():
+                if isinstance(instruction, Reduce):
+                    bucket = instruction.bucket
+                    start = max(now, free)
+                    free = start + costs.seconds("reduce_scatter", bucket, sizes[bucket])
+                    flying.setdefault(bucket, deque()).append(free)
+                    held += sizes[bucket]
+                    spans.append(Span("reduce_scatter", index, start, free))
+                event += 1
+                if isinstance(instruction, Run):
+                    now = compute(index, costs.compute[event])
+                else:
+                    behind = index, costs.compute[event]
+            case Settle(bucket):
+                if (gap := flying[bucket].popleft() - now) > 0:
+                    waits[index] = gap
+                    now += gap
+                held -= sizes[bucket]
+            case Update(bucket):
+                now = compute(index, costs.update.get(bucket, 0.0))
+        memory.append(flats + held + (costs.activations[event] if event >= 0 else 0))
+    if behind is not None:
+        now = compute(*behind)
+    return Prediction(max(now, free), tuple(starts), waits, tuple(memory), tuple(spans))
+
+
+def _check(schedule: Schedule, costs: Costs) -> None:
+    events = sum(map(is_event, schedule.instructions))
+    if len(costs.compute) != events or len(costs.activations) != events:
+        raise ScheduleError(f"the costs tell of {len(costs.compute)} events, the schedule has {events}")

@@ -1,0 +1,150 @@
+"""What decides the schedule of a given record: the buckets, the settings, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+from zeroweave.errors import ScheduleError
+
+Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The α–β model of a collective: ``alpha`` seconds, and ``beta`` more for each byte of the full flat.
+
+    After Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994).
+    """
+
+    alpha: float = 0.0
+    beta: float = 0.0
+
+    def __call__(self, nbytes: int) -> float:
+        return self.alpha + self.beta * nbytes
+
+    @classmethod
+    def fit(cls, points: Iterable[tuple[int, float]]) -> Line:
+        """The least-squares line through (bytes, seconds) with neither term negative; zero without points."""
+        points = list(points)
+        if not points:
+            return cls()
+        count = len(points)
+        mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
+        spread = sum((x - mean_x) ** 2 for x, _ in points)
+        beta = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+        alpha = mean_y - beta * mean_x
+        if spread and beta >= 0.0 <= alpha:
+            return cls(alpha, beta)
+        if spread and beta < 0.0:
+            return cls(mean_y, 0.0)
+        squares = sum(x * x for x, _ in points)  # through the origin
+        return cls(0.0, sum(x * y for x, y in points) / squares) if squares else cls(mean_y, 0.0)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured costs of a record's events. Seconds and bytes.
+
+    compute[i]: from event i to the next, or to the end of the step. update: the optimizer on each bucket.
+    gathers, reductions: measured times by bucket; ``gather`` and ``reduce`` predict the others by size.
+    activations[i]: bytes beside the model's state and all flats while event i is the last, against the start
+    of the step. peak: bytes allocated at most while it was measured, by everything; 0 where nobody knows.
+    """
+
+    compute: tuple[float, ...]
+    update: dict[int, float]
+    gathers: dict[int, float]
+    reductions: dict[int, float]
+    gather: Line
+    reduce: Line
+    activations: tuple[int, ...]
+    peak: int = 0
+
+    @classmethod
+    def merge(cls, ranks: Sequence[Costs]) -> Costs:
+        """What all ranks decide by: the longest time and the most memory of any."""
+        first = ranks[0]
+        if any(len(other.compute) != len(first.compute) for other in ranks):
+            raise ScheduleError("costs of different records cannot be merged")
+
+        def most(parts: Sequence[dict[int, float]]) -> dict[int, float]:
+            return {b: max(part.get(b, 0.0) for part in parts) for b in sorted({b for part in parts for b in part})}
+
+        def line(lines: Sequence[Line]) -> Line:
+            return Line(max(one.alpha for one in lines), max(one.beta for one in lines))
+
+        return cls(
+            compute=tuple(map(max, *(r.compute for r in ranks))) if len(ranks) > 1 else first.compute,
+            update=most([r.update for r in ranks]),
+            gathers=most([r.gathers for r in ranks]),
+            reductions=most([r.reductions for r in ranks]),
+            gather=line([r.gather for r in ranks]),
+            reduce=line([r.reduce for r in ranks]),
+            activations=tuple(map(max, *(r.activations for r in ranks))) if len(ranks) > 1 else first.activations,
+            peak=max(r.peak for r in ranks),
+        )
+
+    def seconds(self, kind: Kind, bucket: int, nbytes: int) -> float:
+        """How long a collective takes once it runs."""
+        known, line = (self.gathers, self.gather) if kind == "all_gather" else (self.reductions, self.reduce)
+        return known[bucket] if bucket in known else line(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketFacts:
+    """What a schedule needs to know of a bucket; ``nbytes`` is the full flat's, padding included."""
+
+    id: int
+    name: str
+    nbytes: int
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What decides the schedule of a given record.
+
+    keep: buckets that stay unsharded from their first use to the end of the step (stages 1 and 2: all).
+    depth: reductions in flight at most, at least 1.
+    prefetch: how many calls ahead gathers are issued, at least 0; "auto": as far as measured times and memory
+    say, 1 where nothing was measured (see passes/prefetch.py).
+    update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
+    optimizer needs nothing global (no clipping, no overflow check).
+    free: let go of unused activations before the optimizer (see passes/free.py).
+    retain: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
+    passes/keep.py).
+    fuse: issue neighbouring gathers of small buckets in one launch (see passes/fuse.py).
+    memory: bytes of flats, gradient flats and activations that "auto" may reach; None: what the schedule with
+    prefetch 1 reaches, and the largest bucket more.
+    costs: what was measured; None before.
+    """
+
+    buckets: tuple[BucketFacts, ...]
+    keep: frozenset[int]
+    depth: int
+    prefetch: int | Literal["auto"]
+    update_by_bucket: bool
+    free: bool = False
+    retain: frozenset[int] | Literal["auto"] = frozenset()
+    fuse: bool = False
+    memory: int | None = None
+    costs: Costs | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.by_id) != len(self.buckets):
+            raise ScheduleError("two buckets have the same id")
+        for name, ids in (("keep", self.keep), ("retain", () if self.retain == "auto" else self.retain)):
+            if unknown := sorted(set(ids) - self.by_id.keys()):
+                raise ScheduleError(f"{name} names unknown buckets: {unknown}")
+        if self.depth < 1 or (self.prefetch != "auto" and self.prefetch < 0):
+            raise ScheduleError(f"depth must be at least 1 and prefetch at least 0, not {self.depth}, {self.prefetch}")
+
+    @cached_property
+    def by_id(self) -> dict[int, BucketFacts]:
+        return {bucket.id: bucket for bucket in self.buckets}
+
+    def name(self, bucket: int) -> str:
+        return self.by_id[bucket].name if bucket in self.by_id else f"<unknown bucket {bucket}>"

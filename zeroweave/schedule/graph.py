@@ -1,0 +1,156 @@
+"""The dependency graph of a schedule: which instruction cannot start before which other one is over, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from typing import Literal, TypeAlias
+
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.cost import is_event
+from zeroweave.schedule.facts import Costs
+from zeroweave.schedule.instructions import Call, End, Reduce, Reshard, Run, Settle, Unshard, Update, Wait
+
+Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]
+"""compute: the order of the record. values: a call needs its bucket gathered. gradient: a reduction needs the
+gradient, its settling the result, the update what has settled. storage: a gather needs what the drop before it
+freed, a drop the last call that reads. lane: collectives run in the order of their issue."""
+
+_End: TypeAlias = tuple[float, tuple[int, Reason] | None]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Edges between the indices of a schedule's instructions; each leads from lower to higher."""
+
+    schedule: Schedule
+    edges: tuple[tuple[int, int, Reason], ...]
+
+    @cached_property
+    def before(self) -> Mapping[int, tuple[tuple[int, Reason], ...]]:
+        """For each instruction: what must be over before it starts, and why."""
+        found: dict[int, list[tuple[int, Reason]]] = {}
+        for start, stop, reason in self.edges:
+            found.setdefault(stop, []).append((start, reason))
+        return {index: tuple(edges) for index, edges in found.items()}
+
+    def critical_path(self, costs: Costs) -> tuple[float, tuple[int, ...]]:
+        """The longest chain of instructions that wait for each other: its seconds, and their indices.
+
+        No schedule of this record with these gathers is faster, however its instructions are moved in time.
+        """
+        computing, sending = self._seconds(costs)
+        # For each instruction when the compute stream is past it, and when the collective that it starts is over
+        # (the former again, where it starts none); behind each which of these it waited for.
+        past: list[_End] = []
+        over: list[_End] = []
+        for index, (compute, send) in enumerate(zip(computing, sending, strict=True)):
+            arrived: _End = (0.0, None)  # the compute stream's turn
+            free: _End = (0.0, None)  # the lane's as well
+            for other, reason in self.before.get(index, ()):
+                end: _End = ((past if reason in ("compute", "storage") else over)[other][0], (other, reason))
+                if reason != "lane":  # the compute stream goes on while the collective before is under way
+                    arrived = max(arrived, end, key=itemgetter(0))
+                free = max(free, end, key=itemgetter(0))
+            past.append((arrived[0] + compute, arrived[1]))
+            over.append(past[-1] if send is None else (free[0] + send, free[1]))
+        ends = [max(pair, key=itemgetter(0)) for pair in zip(past, over, strict=True)]
+        if not ends:
+            return 0.0, ()
+        at = max(range(len(ends)), key=lambda index: ends[index][0])
+        (longest, source), path = ends[at], [at]
+        while source is not None:
+            at, reason = source
+            path.append(at)
+            source = (past if reason in ("compute", "storage") else over)[at][1]
+        return longest, tuple(reversed(path))
+
+    def _seconds(self, costs: Costs) -> tuple[list[float], list[float | None]]:
+        """Seconds of the compute stream for each instruction, and of the collective that it starts, if any."""
+        sizes = {bucket.id: bucket.nbytes for bucket in self.schedule.facts.buckets}
+        starts = set(_starts(self.schedule))
+        computing: list[float] = []
+        sending: list[float | None] = []
+        event = -1
+        for index, instruction in enumerate(self.schedule.instructions):
+            event += is_event(instruction)
+            computing.append(costs.compute[event] if is_event(instruction) else 0.0)
+            sending.append(None)
+            match instruction:
+                case Unshard(b) if index in starts:
+                    sending[index] = costs.seconds("all_gather", b, sizes[b])
+                case Reduce(b):
+                    sending[index] = costs.seconds("reduce_scatter", b, sizes[b])
+                case Update(b):
+                    computing[index] = costs.update.get(b, 0.0)
+        return computing, sending
+
+
+def _starts(schedule: Schedule) -> list[int]:
+    """The Unshards that start a gather."""
+    holds: dict[int, int] = {}
+    found = []
+    for index, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Unshard(bucket):
+                holds[bucket] = holds.get(bucket, 0) + 1
+                if holds[bucket] == 1:
+                    found.append(index)
+            case Reshard(bucket):
+                holds[bucket] = holds.get(bucket, 0) - 1
+    return found
+
+
+def dependencies(schedule: Schedule) -> Graph:
+    """The graph of a verified schedule."""
+    edges: list[tuple[int, int, Reason]] = []
+    starts = set(_starts(schedule))
+    event: int | None = None  # the last one
+    gather: dict[int, int] = {}  # bucket -> the gather that made it what it is
+    waited: dict[int, int] = {}
+    read: dict[int, int] = {}  # bucket -> the start or the end of the last call that reads it
+    begun: dict[Call, list[tuple[int, ...]]] = {}  # what calls use that may have an End
+    dropped: dict[int, int] = {}
+    reduced: dict[int, list[int]] = {}
+    settled: dict[int, int] = {}
+    collective: int | None = None
+
+    def edge(start: int | None, stop: int, reason: Reason) -> None:
+        if start is not None:
+            edges.append((start, stop, reason))
+
+    for index, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Unshard(bucket) if index in starts:
+                edge(dropped.get(bucket), index, "storage")
+                edge(collective, index, "lane")
+                gather[bucket] = collective = index
+            case Wait(bucket):
+                edge(gather.get(bucket), index, "values")
+                waited[bucket] = index
+            case Reshard(bucket):
+                edge(read.get(bucket, gather.get(bucket)), index, "storage")
+                dropped[bucket] = index
+            case Settle(bucket):
+                edge(reduced[bucket].pop(0), index, "gradient")
+                settled[bucket] = index
+            case Update(bucket):
+                edge(settled.get(bucket), index, "gradient")
+                edge(event, index, "compute")
+            case _ if is_event(instruction):
+                edge(event, index, "compute")
+                event = index
+                if isinstance(instruction, Run):
+                    for bucket in instruction.uses:
+                        edge(waited.get(bucket), index, "values")
+                        read[bucket] = index
+                    begun.setdefault(instruction.call, []).append(instruction.uses)
+                elif isinstance(instruction, End):
+                    read.update(dict.fromkeys(begun[instruction.call].pop(), index))
+                elif isinstance(instruction, Reduce):
+                    edge(collective, index, "lane")
+                    reduced.setdefault(instruction.bucket, []).append(index)
+                    collective = index
+    return Graph(schedule, tuple(edges))

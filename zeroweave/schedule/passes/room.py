@@ -1,0 +1,68 @@
+"""Room: how much memory a schedule's events leave, for passes that trade memory for time."""
+
+from __future__ import annotations
+
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.cost import Prediction, is_event, simulate
+from zeroweave.schedule.facts import Costs
+from zeroweave.schedule.instructions import Run, Wait
+from zeroweave.schedule.passes.settle import settle
+
+
+class Events:
+    """The events of a schedule, numbered from 0: where they stand and how much memory is in use while each lasts.
+
+    ``slots[e]``: index in front of event e and the Waits directly before it. ``before[i]``: how many events come
+    before instruction i. ``memory[e]``: bytes while event e is the last, reductions settled as soon as they
+    are over; a pass adds what it takes.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self.slots: list[int] = []
+        self.before: list[int] = []
+        self.memory = _by_event(schedule, costs)
+        instructions = schedule.instructions
+        for index, instruction in enumerate(instructions):
+            self.before.append(len(self.slots))
+            if is_event(instruction):
+                slot = index
+                while isinstance(instruction, Run) and slot and isinstance(instructions[slot - 1], Wait):
+                    slot -= 1
+                self.slots.append(slot)
+
+    def fits(self, nbytes: int, start: int, stop: int, limit: int) -> bool:
+        """Is there room for ``nbytes`` more during the events from start up to stop?"""
+        return all(self.memory[e] + nbytes <= limit for e in range(start, stop))
+
+    def take(self, nbytes: int, start: int, stop: int) -> None:
+        """Takes that room."""
+        for event in range(start, stop):
+            self.memory[event] += nbytes
+
+
+def _by_event(schedule: Schedule, costs: Costs) -> list[int]:
+    settled = settle(schedule)
+    memory: list[int] = []
+    for instruction, used in zip(settled.instructions, simulate(settled, costs).memory, strict=True):
+        if is_event(instruction):
+            memory.append(used)
+        elif memory:
+            memory[-1] = max(memory[-1], used)
+    return memory
+
+
+def predict(schedule: Schedule, costs: Costs) -> Prediction:
+    """What a schedule will cost when its reductions are settled as soon as they are over."""
+    return simulate(settle(schedule), costs)
+
+
+def within(before: Schedule, after: Schedule) -> Schedule:
+    """``after``, or ``before`` where only that stays within ``facts.memory``.
+
+    Even what moves no flat may cost memory: where less is waited for, reductions are over later in the record.
+    """
+    costs, most = before.costs, before.facts.memory
+    if after is before or costs is None or most is None:
+        return after
+    peak = predict(after, costs).peak
+    return after if peak <= most or peak <= predict(before, costs).peak else before

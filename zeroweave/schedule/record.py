@@ -1,0 +1,285 @@
+"""What was measured of a step: each instruction's time, each collective's, and the costs that follow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zeroweave.errors import ScheduleError
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.cost import Span, is_event
+from zeroweave.schedule.facts import Costs, Kind, Line
+from zeroweave.schedule.graph import Graph, dependencies
+from zeroweave.schedule.instructions import Instruction, Reduce, Reshard, Settle, Unshard, Update, Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An instruction, from when the compute stream came to it until it was past. Seconds from the step's start.
+
+    ``allocated``: bytes of device memory in use afterwards, 0 where nobody counts.
+    """
+
+    instruction: Instruction
+    start: float
+    stop: float
+    allocated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One collective of a recorded step. Seconds from the step's start; ``nbytes`` is the full flat's.
+
+    It was ``issued`` at the instruction ``index`` of the schedule, ``started`` when the collective before it was
+    over, and was ``over``. ``exposed``: how long the compute stream waited for it. ``after``: what it had to wait
+    for before it could start, in words.
+    """
+
+    kind: Kind
+    bucket: int
+    name: str
+    nbytes: int
+    index: int
+    issued: float
+    started: float
+    over: float
+    exposed: float
+    after: str
+
+    @property
+    def seconds(self) -> float:
+        """How long it took once it ran."""
+        return self.over - self.started
+
+
+@dataclass(frozen=True)
+class Step:
+    """One recorded step that followed ``schedule`` to the end."""
+
+    schedule: Schedule
+    moments: tuple[Moment, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first instruction to the end of the last one."""
+        return self.moments[-1].stop if self.moments else 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the compute stream waited for collectives."""
+        return sum(operation.exposed for operation in self.operations)
+
+    @cached_property
+    def waits(self) -> dict[int, float]:
+        """How long the compute stream waited for a collective, for each instruction that waited, by index."""
+        over = {operation.index: operation.over for operation in self.operations}
+        gathered: dict[int, float] = {}
+        flying: dict[int, deque[float]] = {}
+        waits: dict[int, float] = {}
+        for index, moment in enumerate(self.moments):
+            until = moment.start
+            match moment.instruction:
+                case Unshard(bucket) if index in over:
+                    gathered[bucket] = over[index]
+                case Reduce(bucket) if index in over:
+                    flying.setdefault(bucket, deque()).append(over[index])
+                case Wait(bucket):
+                    until = gathered.get(bucket, until)
+                case Settle(bucket) if flying.get(bucket):
+                    until = flying[bucket].popleft()
+            if (waited := min(moment.stop, until) - moment.start) > 0:
+                waits[index] = waited
+        return waits
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """What occupied each lane, and when. An event's computation lasts to the next one, in pieces where it waits."""
+        spans = [Span(each.kind, each.index, each.started, each.over) for each in self.operations]
+        event: int | None = None
+        begin = 0.0
+        for index, moment in enumerate(self.moments):
+            update = isinstance(moment.instruction, Update)
+            starts = is_event(moment.instruction)
+            if not (starts or update or index in self.waits):
+                continue
+            if event is not None:
+                spans.append(Span("compute", event, begin, max(begin, moment.start)))
+            if update:
+                spans.append(Span("compute", index, moment.start, moment.stop))
+                event = None
+            elif starts:
+                event = index
+            begin = moment.start + self.waits.get(index, 0.0)
+        if event is not None:
+            spans.append(Span("compute", event, begin, max(begin, self.seconds)))
+        return tuple(spans)
+
+    @classmethod
+    def of(
+        cls, schedule: Schedule, moments: Sequence[Moment], collectives: Sequence[tuple[str, int, float, float]]
+    ) -> Step:
+        """From the executed instructions and the collectives (kind, bucket, issued, over) in the order of issue.
+
+        Raises ScheduleError unless exactly the schedule's instructions were executed.
+        """
+        if tuple(moment.instruction for moment in moments) != schedule.instructions:
+            raise ScheduleError("the step did not follow its schedule")
+        gathers, reductions = _queues(collectives)
+        free, holds = 0.0, dict.fromkeys(schedule.facts.by_id, 0)
+        last = "the start of the step"
+        lane = ""
+        operations: list[Operation] = []
+        flying: dict[int, deque[int]] = {}  # bucket -> its reductions' places in operations
+        gathered: dict[int, int] = {}
+        for index, moment in enumerate(moments):
+            instruction = moment.instruction
+            started: tuple[Kind, tuple[float, float]] | None = None
+            match instruction:
+                case Unshard(bucket):
+                    holds[bucket] += 1
+                    if holds[bucket] == 1 and gathers.get(bucket):
+                        started = ("all_gather", gathers[bucket].popleft())
+                        gathered[bucket] = len(operations)
+                case Reshard(bucket):
+                    holds[bucket] -= 1
+                case Reduce(bucket) if reductions.get(bucket):
+                    started = ("reduce_scatter", reductions[bucket].popleft())
+                    flying.setdefault(bucket, deque()).append(len(operations))
+                case Wait(bucket) if bucket in gathered:
+                    _expose(operations, gathered[bucket], moment)
+                case Settle(bucket) if flying.get(bucket):
+                    _expose(operations, flying[bucket].popleft(), moment)
+            if started is not None:
+                kind, (issued, over) = started
+                facts = schedule.facts.by_id[instruction.bucket]  # type: ignore[union-attr]
+                # One that is over before its predecessor ran beside it, as gloo's may.
+                begin = free if issued < free < over else issued
+                after = f"{lane}, which ran before it" if begin > issued else last
+                free = max(over, free)
+                operations.append(
+                    Operation(kind, facts.id, facts.name, facts.nbytes, index, issued, begin, over, 0.0, after)
+                )
+                lane = f"the {kind} of {facts.name}"
+            if is_event(instruction):
+                last = schedule.describe(instruction)
+        return cls(schedule, tuple(moments), tuple(operations))
+
+
+def _queues(
+    collectives: Sequence[tuple[str, int, float, float]],
+) -> tuple[dict[int, deque[tuple[float, float]]], dict[int, deque[tuple[float, float]]]]:
+    gathers: dict[int, deque[tuple[float, float]]] = {}
+    reductions: dict[int, deque[tuple[float, float]]] = {}
+    for kind, bucket, issued, over in collectives:
+        queues = gathers if kind == "all_gather" else reductions
+        queues.setdefault(bucket, deque()).append((issued, over))
+    return gathers, reductions
+
+
+def _expose(operations: list[Operation], at: int, moment: Moment) -> None:
+    waited = min(moment.stop, max(moment.start, operations[at].over)) - moment.start
+    operations[at] = replace(operations[at], exposed=operations[at].exposed + waited)
+
+
+@dataclass(frozen=True)
+class Operations(Sequence[Operation]):
+    """The collectives of a recorded step, in order, with what is needed to make another schedule of its record."""
+
+    steps: tuple[Step, ...]
+    costs: Costs
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.steps[-1].schedule
+
+    def __len__(self) -> int:
+        return len(self.steps[-1].operations)
+
+    def __getitem__(self, index: int) -> Operation:  # type: ignore[override]
+        return self.steps[-1].operations[index]
+
+    def __iter__(self) -> Iterator[Operation]:
+        return iter(self.steps[-1].operations)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What depends on what in the recorded schedule."""
+        return dependencies(self.schedule)
+
+
+def costs_of(steps: Sequence[Step], peak: int = 0) -> Costs:
+    """The costs that steps of one schedule had: the median of each time, the most of each memory.
+
+    A collective counts with its shortest time, because it takes longer where ranks wait for each other in it.
+    ``peak``: bytes allocated at most meanwhile.
+    """
+    if not steps:
+        raise ScheduleError("no step was recorded")
+    computes = [_compute(step) for step in steps]
+    updates: dict[int, list[float]] = {}
+    times: dict[Kind, dict[int, list[float]]] = {"all_gather": {}, "reduce_scatter": {}}
+    for step in steps:
+        for moment in step.moments:
+            if isinstance(moment.instruction, Update):
+                updates.setdefault(moment.instruction.bucket, []).append(moment.stop - moment.start)
+        for operation in step.operations:
+            times[operation.kind].setdefault(operation.bucket, []).append(operation.seconds)
+    sizes = {bucket.id: bucket.nbytes for bucket in steps[0].schedule.facts.buckets}
+    gathers, reductions = (
+        {b: min(seconds) for b, seconds in sorted(times[kind].items())} for kind in ("all_gather", "reduce_scatter")
+    )
+    return Costs(
+        compute=tuple(_median(list(each)) for each in zip(*computes, strict=True)),
+        update={bucket: _median(seconds) for bucket, seconds in sorted(updates.items())},
+        gathers=gathers,
+        reductions=reductions,
+        gather=Line.fit((sizes[b], seconds) for b, seconds in gathers.items()),
+        reduce=Line.fit((sizes[b], seconds) for b, seconds in reductions.items()),
+        activations=tuple(max(each) for each in zip(*map(_activations, steps), strict=True)),
+        peak=peak,
+    )
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _compute(step: Step) -> list[float]:
+    """Seconds from each event to the next, without waiting."""
+    seconds = {index: 0.0 for index, moment in enumerate(step.moments) if is_event(moment.instruction)}
+    for span in step.spans:
+        if span.lane == "compute" and span.index in seconds:
+            seconds[span.index] += span.stop - span.start
+    return list(seconds.values())
+
+
+def _activations(step: Step) -> list[int]:
+    """Bytes in use at each event beside what was in use at the start, flats, and gradient flats."""
+    sizes = {bucket.id: bucket.nbytes for bucket in step.schedule.facts.buckets}
+    holds = dict.fromkeys(sizes, 0)
+    flats = 0
+    base: int | None = None
+    memory: list[int] = []
+    for moment in step.moments:
+        match moment.instruction:
+            case Unshard(bucket):
+                holds[bucket] += 1
+                flats += sizes[bucket] * (holds[bucket] == 1)
+            case Reshard(bucket):
+                holds[bucket] -= 1
+                flats -= sizes[bucket] * (holds[bucket] == 0)
+            case Reduce(bucket):
+                flats += sizes[bucket]
+            case Settle(bucket):
+                flats -= sizes[bucket]
+        beside = moment.allocated - flats
+        base = beside if base is None else base
+        used = max(0, beside - base) if moment.allocated else 0
+        if is_event(moment.instruction):
+            memory.append(used)
+        elif memory:
+            memory[-1] = max(memory[-1], used)
+    return memory
