@@ -63,6 +63,17 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     assert others.told[-1][0] == "the check after backward 1"
 
 
+def test_a_rank_waits_for_gradients_after_it_has_told_what_it_issued() -> None:
+    made, others, _, _ = agreements()
+
+    def look() -> bool:
+        assert others.told == [("counts", 4, 0)]
+        return True
+
+    made.step(b"", SCHEDULE, look)
+    assert others.told[-1][1].nonfinite
+
+
 def test_an_error_says_after_which_backward_it_was_found() -> None:
     made, others, _, _ = agreements()
     made.backward()
@@ -76,7 +87,7 @@ def test_while_communication_is_skipped_nobody_is_asked() -> None:
     made, others, transport, _ = agreements()
     transport.skip(True)
     made.backward()
-    assert made.step(b"\1\0", SCHEDULE) == Decision(b"\1\0", adopt=True)
+    assert made.step(b"\1\0", SCHEDULE, lambda: True) == Decision(b"\1\0", adopt=True, nonfinite=True)
     assert others.told == []
     transport.skip(False)
     made.backward()

@@ -35,7 +35,18 @@ def test_defaults() -> None:
     config = Config()
     assert (config.stage, config.gradient_accumulation_steps, config.gradient_clipping) == (3, 1, None)
     assert (config.gather_after_step, config.deadline_seconds) == (False, 600.0)
-    assert config.precision.model_dump() == {"params": None, "reduce": None, "accumulate": "float32"}
+    assert config.precision.model_dump() == {
+        "params": None,
+        "autocast": None,
+        "reduce": None,
+        "accumulate": "float32",
+        "loss_scale": None,
+        "initial_loss_scale": 65536.0,
+        "loss_scale_window": 2000,
+        "loss_scale_hysteresis": 1,
+        "min_loss_scale": 1.0,
+    }
+    assert config.on_nonfinite is None
     assert config.bucket.model_dump() == {"bytes": 1 << 30, "by_block": True}
     assert config.reduce.model_dump() == {"depth": 2, "op": "average"}
     assert config.compile.model_dump() == {
@@ -63,7 +74,18 @@ EVERYTHING: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "gather_after_step": True,
     "deadline_seconds": 30,
-    "precision": {"params": "bfloat16", "reduce": "float32", "accumulate": "bfloat16"},
+    "on_nonfinite": "raise",
+    "precision": {
+        "params": "bfloat16",
+        "autocast": "float16",
+        "reduce": "float32",
+        "accumulate": "bfloat16",
+        "loss_scale": "dynamic",
+        "initial_loss_scale": 1024.0,
+        "loss_scale_window": 100,
+        "loss_scale_hysteresis": 2,
+        "min_loss_scale": 0.5,
+    },
     "bucket": {"bytes": 1 << 20, "by_block": False},
     "reduce": {"depth": 1, "op": "presum"},
     "compile": {
@@ -90,7 +112,7 @@ gradient_accumulation_steps = 4
 gradient_clipping = 1
 gather_after_step = true
 deadline_seconds = 30.0
-precision = { params = "bfloat16", reduce = "float32", accumulate = "bfloat16" }
+on_nonfinite = "raise"
 bucket = { bytes = 1_048_576, by_block = false }
 reduce = { depth = 1, op = "presum" }
 activations = { free_threshold_bytes = 1048576 }
@@ -108,6 +130,17 @@ fuse = false
 record_steps = 0
 passes = ["json:loads"]
 dynamic = false
+
+[precision]
+params = "bfloat16"
+autocast = "float16"
+reduce = "float32"
+accumulate = "bfloat16"
+loss_scale = "dynamic"
+initial_loss_scale = 1024
+loss_scale_window = 100
+loss_scale_hysteresis = 2
+min_loss_scale = 0.5
 
 [debug]
 sync_before_reduce = true
@@ -178,7 +211,11 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
     ("source", "message"),
     [
         ({"stage": 4}, "stage must be 1, 2 or 3, not 4"),
-        ({"stage": 0}, "stage must be 1, 2 or 3, not 0"),
+        (
+            {"stage": 0},
+            "stage must be 1, 2 or 3, not 0: every stage shards at least the optimizer's states; what shards nothing "
+            "is torch.nn.parallel.DistributedDataParallel",
+        ),
         ({"stage": "3"}, "stage must be 1, 2 or 3, not '3'"),
         ({"stage": True}, "stage must be 1, 2 or 3, not True"),
         ({"stage": None}, "stage must be 1, 2 or 3, not None"),
@@ -194,9 +231,27 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
         ({"gather_after_step": 1}, "gather_after_step must be true or false, not 1"),
         ({"deadline_seconds": -1}, "deadline_seconds must be greater than 0, not -1"),
         (
-            {"precision": {"params": "float16"}},
-            "precision.params must be 'bfloat16' or 'float32', not 'float16'",
+            {"precision": {"params": "float64"}},
+            "precision.params must be 'bfloat16', 'float16' or 'float32', not 'float64'",
         ),
+        (
+            {"precision": {"loss_scale": 0}},
+            "precision.loss_scale must be 'dynamic' or a number greater than 0, not 0",
+        ),
+        (
+            {"precision": {"loss_scale": "static"}},
+            "precision.loss_scale must be 'dynamic' or a number greater than 0, not 'static'",
+        ),
+        (
+            {"precision": {"loss_scale": 128, "loss_scale_window": 10, "min_loss_scale": 2}},
+            "precision.loss_scale is the number 128, which never changes: leave out precision.loss_scale_window, "
+            "precision.min_loss_scale, or set it to 'dynamic'",
+        ),
+        (
+            {"precision": {"initial_loss_scale": 2, "min_loss_scale": 4}},
+            "precision.initial_loss_scale must be at least precision.min_loss_scale (4), not 2",
+        ),
+        ({"on_nonfinite": "warn"}, "on_nonfinite must be 'skip' or 'raise', not 'warn'"),
         ({"precision": "bfloat16"}, "precision must be a table of keys, not 'bfloat16'"),
         ({"bucket": {"bytes": 0}}, "bucket.bytes must be at least 1, not 0"),
         ({"debug": {"check_every_step": 1}}, "debug.check_every_step must be true or false, not 1"),

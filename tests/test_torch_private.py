@@ -190,8 +190,15 @@ def test_several_tensors_at_once() -> None:
     assert [norm.item() for norm in private.foreach_norms(tensors)] == pytest.approx([3**0.5, 8**0.5, 0.0])
     rounded = private.foreach_norms([torch.ones(1000, dtype=torch.bfloat16)])[0]
     assert rounded.dtype == torch.float32 and rounded.item() == pytest.approx(1000**0.5, rel=1e-6)
-    private.foreach_multiply_(tensors, torch.tensor(0.5))
-    assert tensors[0].tolist() == [0.5] * 3 and tensors[1].tolist() == [1.0] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_maxima_show_what_is_not_finite(dtype: torch.dtype) -> None:
+    inf, nan, most = float("inf"), float("nan"), torch.finfo(dtype).max
+    rows = [[1.0, -3.0], [most, -most], [-inf, 1.0], [nan, inf], [1.0] * 999 + [nan]]
+    maxima = private.foreach_maxima([torch.tensor(row, dtype=dtype) for row in rows])
+    assert maxima[0].item() == 3.0 and maxima[1].item() == most and maxima[2].item() == inf
+    assert [bool(maximum.isfinite()) for maximum in maxima] == [True, True, False, False, False]
 
 
 def test_dynamo_is_asked_what_it_kept_and_why() -> None:

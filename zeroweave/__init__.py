@@ -6,9 +6,11 @@ from zeroweave.errors import (
     AgreementError,
     ConfigError,
     EngineError,
+    NonFiniteError,
     ParameterError,
     RankFailure,
     ScheduleError,
+    UnsupportedError,
     ZeroweaveError,
 )
 from zeroweave.initialize import initialize
@@ -20,10 +22,12 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineError",
+    "NonFiniteError",
     "ParameterError",
     "RankFailure",
     "Schedule",
     "ScheduleError",
+    "UnsupportedError",
     "ZeroweaveError",
     "initialize",
 ]

@@ -49,6 +49,9 @@ class Calls:
     ) -> None:
         self._model, self._runtime = model, runtime
         self._dtype = None if config.precision.params is None else getattr(torch, config.precision.params)
+        wanted = config.precision.autocast
+        self._autocast = None if wanted is None else getattr(torch, wanted)
+        self._device_type = next(iter(runtime.buckets.values())).shard.device.type if runtime.buckets else "cpu"
         self.access = Access(model, runtime)
         self.eager_regions: dict[str, str] = {}
         self._compiling = False
@@ -95,12 +98,19 @@ class Calls:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Regions that are called inside run compiled; everywhere else they run eagerly."""
+        """Regions that are called inside run compiled, everywhere else eagerly; `precision.autocast` holds inside."""
         before, self._compiling = self._compiling, True
         try:
-            yield
+            with self._casting():
+                yield
         finally:
             self._compiling = before
+
+    def _casting(self) -> AbstractContextManager[Any]:
+        if self._autocast is None:
+            return nullcontext()
+        # Without its cache, which would hold a cast copy of every parameter until the end of the forward.
+        return torch.autocast(self._device_type, self._autocast, cache_enabled=False)
 
     def own_outputs(self, outputs: Any) -> Any:
         """`outputs` without views of parameters; see `eager.hooks.own_outputs`."""

@@ -7,18 +7,19 @@ stage and `true` is not a number.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
-from zeroweave.errors import ConfigError
+from zeroweave.deepspeed import translate
+from zeroweave.errors import ConfigError, UnsupportedStage
+from zeroweave.explain import explain
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -32,22 +33,63 @@ class _Explained(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise ConfigError(_explain(error, type(self))) from None
+            causes = [details.get("ctx", {}).get("error") for details in error.errors()]
+            unsupported = any(isinstance(cause, UnsupportedStage) for cause in causes)
+            kind = UnsupportedStage if unsupported else ConfigError
+            raise kind(explain(error, type(self))) from None
+
+
+_DYNAMIC = frozenset({"initial_loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"})
+"""Keys of `precision` that mean something for a dynamic loss scale only."""
 
 
 class PrecisionConfig(BaseModel):
-    """Dtypes of parameters, gradients in transit and gradients at rest. Masters are always float32."""
+    """Dtypes of parameters, gradients in transit and gradients at rest, and the loss scale. Masters are float32."""
 
     model_config = _STRICT
 
-    params: Literal["bfloat16", "float32"] | None = None
+    params: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype in which floating-point parameters are gathered and computed with; None: the model's own."""
 
-    reduce: Literal["float32", "bfloat16"] | None = None
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """`engine(...)` runs the model under `torch.autocast` with this dtype; None: not."""
+
+    reduce: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype in which gradients travel and are summed over ranks; None: that of the parameters."""
 
     accumulate: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient shards in which the micro-steps of a window add up."""
+
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
+    """What losses are multiplied by; None: "dynamic" where anything is trained in float16, else none."""
+
+    initial_loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """The dynamic loss scale at the start."""
+
+    loss_scale_window: Annotated[int, Field(ge=1)] = 2000
+    """Steps in a row without an overflow that double the dynamic loss scale."""
+
+    loss_scale_hysteresis: Annotated[int, Field(ge=1)] = 1
+    """Overflows until the dynamic loss scale is halved, from the start and from each doubling on."""
+
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    """The dynamic loss scale is never lower."""
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> Self:
+        given = sorted(self.model_fields_set & _DYNAMIC)
+        if isinstance(self.loss_scale, float) and given:
+            names = ", ".join(f"precision.{name}" for name in given)
+            raise ValueError(
+                f"precision.loss_scale is the number {self.loss_scale:g}, which never changes: leave out {names}, or "
+                "set it to 'dynamic'"
+            )
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ValueError(
+                f"precision.initial_loss_scale must be at least precision.min_loss_scale ({self.min_loss_scale:g}), "
+                f"not {self.initial_loss_scale:g}"
+            )
+        return self
 
 
 class BucketConfig(BaseModel):
@@ -165,6 +207,9 @@ class Config(_Explained):
     gradient_clipping: Annotated[float, Field(gt=0)] | None = None
     """Largest global 2-norm of the gradient; None: no clipping."""
 
+    on_nonfinite: Literal["skip", "raise"] | None = None
+    """Gradients that are infinite or NaN: skip the step, or raise; None: skip where losses are scaled, else no look."""
+
     gather_after_step: bool = False
     """Stages 1 and 2: gather the new parameters inside `step()`, for code that reads them in between."""
 
@@ -183,6 +228,11 @@ class Config(_Explained):
     def _stage_is_a_number(cls, stage: object) -> object:
         if isinstance(stage, bool):  # True == 1, and a Literal compares by equality
             raise ValueError(f"stage must be 1, 2 or 3, not {stage}")
+        if stage == 0:
+            raise UnsupportedStage(
+                "stage must be 1, 2 or 3, not 0: every stage shards at least the optimizer's states; what shards "
+                "nothing is torch.nn.parallel.DistributedDataParallel"
+            )
         return stage
 
     @model_validator(mode="after")
@@ -216,7 +266,22 @@ class Config(_Explained):
         try:
             return cls._of_mapping(_read(path))
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+            raise type(error)(f"{path}: {error}") from None
+
+    @classmethod
+    def from_deepspeed(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
+        """The config that means what a DeepSpeed config does: a mapping, or the path of its JSON file.
+
+        docs/deepspeed.md says what becomes of each key. One warning names the keys that change no result and are
+        ignored. ConfigError names all keys at once that change results or memory and cannot be honoured.
+        """
+        values, ignored = translate(source if isinstance(source, Mapping) else _read(Path(source)))
+        config = cls._of_mapping(values)
+        if ignored:
+            warnings.warn(
+                f"ignored keys of the DeepSpeed config, which change no result: {', '.join(ignored)}", stacklevel=2
+            )
+        return config
 
     @classmethod
     def _of_mapping(cls, values: Mapping[Any, Any]) -> Config:
@@ -275,84 +340,3 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"the config file must hold a table of keys, not a {type(values).__name__}")
     return values
-
-
-def _explain(error: ValidationError, model: type[BaseModel]) -> str:
-    known = _known_keys(model)
-    lines: dict[str, str] = {}
-    for details in error.errors():
-        key = _key_of(details["loc"], known)
-        # A value that fits no branch of a union gives one error a branch; the first has the whole value.
-        lines.setdefault(key, _explain_one(key, details, known))
-    if len(lines) == 1:
-        return next(iter(lines.values()))
-    return "\n".join([f"{len(lines)} errors in the config:", *(f"- {line}" for line in lines.values())])
-
-
-def _explain_one(key: str, details: ErrorDetails, known: tuple[str, ...]) -> str:
-    kind = details["type"]
-    if kind == "extra_forbidden":
-        return f"unknown key {key!r} in the config; {_suggestion(key, known)}"
-    if kind == "value_error":
-        return str(details["ctx"]["error"])
-    return f"{key} must be {_allowed(key, details)}, not {details['input']!r}"
-
-
-def _key_of(location: tuple[int | str, ...], known: tuple[str, ...]) -> str:
-    """The dotted key of a pydantic location, without list indices and branches of unions below a leaf."""
-    key = ""
-    for part in location:
-        if key in known and not any(name.startswith(f"{key}.") for name in known):
-            break
-        key = f"{key}.{part}" if key else str(part)
-    return key
-
-
-def _allowed(key: str, details: ErrorDetails) -> str:
-    context = details.get("ctx", {})
-    match details["type"]:
-        case _ if key == "compile.regions":
-            return "'auto' or a list of module-name patterns"
-        case _ if key == "compile.prefetch":
-            return "'auto' or a whole number of at least 0"
-        case _ if key == "compile.keep":
-            return "'auto', 'none', 'all' or a list of bucket names"
-        case "literal_error":
-            return str(context["expected"])
-        case "greater_than_equal":
-            return f"at least {context['ge']:g}"
-        case "less_than_equal":
-            return f"at most {context['le']:g}"
-        case "greater_than":
-            return f"greater than {context['gt']:g}"
-        case "int_type":
-            return "a whole number"
-        case "float_type" | "finite_number":
-            return "a finite number"
-        case "bool_type":
-            return "true or false"
-        case "model_type":
-            return "a table of keys"
-        case other:  # no field of the models above gives another; pydantic's own words would still be true
-            return f"valid ({other}: {details['msg']})"
-
-
-def _suggestion(key: str, known: tuple[str, ...]) -> str:
-    """A key of that name elsewhere, the nearest beside the unknown one, the nearest anywhere, or those beside it."""
-    table, _, leaf = key.rpartition(".")
-    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == table}
-    anywhere = {name.rpartition(".")[2]: name for name in known}
-    for names in ({leaf: anywhere[leaf]} if leaf in anywhere else {}, beside, anywhere):
-        for near in difflib.get_close_matches(leaf, names, n=1):
-            return f"did you mean {names[near]!r}?"
-    return f"the keys {f'of {table!r} ' if table else ''}are {', '.join(sorted(beside))}"
-
-
-def _known_keys(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
-    """All dotted keys, tables included: "stage", "precision", "precision.params", …"""
-    keys: list[str] = []
-    for name, field in model.model_fields.items():
-        keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys.extend(_known_keys(field.annotation, f"{prefix}{name}."))
-    return tuple(keys)

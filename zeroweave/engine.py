@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from zeroweave import state
+from zeroweave.accessors import Accessors
 from zeroweave.calls import Calls, session
 from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.ledger import Ledger
@@ -19,9 +18,9 @@ from zeroweave.eager.access import Shown
 from zeroweave.errors import EngineError
 from zeroweave.guard import Agreements, Guard, Progress
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.clip import clip_
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.samples import Samples
+from zeroweave.scaling import Scaling, scaler_of
 from zeroweave.scheduler import scheduler_of
 from zeroweave.scheduling import Scheduling
 from zeroweave.snapshot import Snapshot
@@ -29,7 +28,7 @@ from zeroweave.state import Opened, Parts
 from zeroweave.stats import Stats
 
 
-class Engine(Scheduling):
+class Engine(Scheduling, Scaling, Accessors):
     """Trains one model, sharded over the ranks of a process group. Made by `zeroweave.initialize`.
 
     Every method that computes or communicates is collective: all ranks call it in the same order. An engine that is
@@ -48,9 +47,8 @@ class Engine(Scheduling):
         self._agreements = Agreements(parts.control, parts.transport, self._alarm, self._progress)
         self._applied = self._warned = self._scaled = False
         self._backwards = self._window_steps = 0
-        self._sync = True
         self._boundary: bool | None = None
-        self._norm: torch.Tensor | None = None
+        self._scaler = scaler_of(parts)
         self._executed = ()
         self._scheduler = scheduler_of(parts, self._agreements)
         self._samples = Samples.asked_for(self._scheduler, self.rank)
@@ -74,8 +72,8 @@ class Engine(Scheduling):
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps so far."""
-        return self._progress.step
+        """Optimizer steps so far, without those that were skipped."""
+        return self._progress.step - self.skipped_steps
 
     @property
     def buckets(self) -> tuple[BucketLayout, ...]:
@@ -114,28 +112,19 @@ class Engine(Scheduling):
         self.step()
         return loss.detach()
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` divided by the number of accumulated micro-steps: `engine.scale(loss).backward()`."""
-        self._scaled = True
-        steps = self.config.gradient_accumulation_steps
-        return loss / steps if steps > 1 else loss
-
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
-        """The backward of `loss`, divided by the accumulation count unless `scale_wrt_gas` is false."""
-        self._scaled = True
+        """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         with self._guard("backward"):
-            loss = self.scale(loss) if scale_wrt_gas else loss
+            loss = self._scale(loss, self._divisor if scale_wrt_gas else 1)
             if loss.requires_grad:  # a loss that reaches no parameter on this rank is a backward all the same
                 loss.register_hook(lambda _: self._runtime.note_backward(trains=True))
             loss.backward(retain_graph=retain_graph)
-
-    def _reduces(self) -> bool:
-        return self._sync and (self.config.stage > 1 or self.is_gradient_accumulation_boundary())
 
     def _backward_began(self) -> None:
         if self._guard.destroyed:
             self._runtime.abort()
             raise EngineError("a backward of a loss that was made before engine.destroy(): call it before")
+        self._scaler.settle_clipping()
         self._shown.show()
 
     def _backward_ended(self, trained: bool) -> None:
@@ -144,35 +133,11 @@ class Engine(Scheduling):
             return
         self._backwards += 1
         self._parts.status.gradients_pending = True
-        if self.config.gradient_accumulation_steps > 1 and not (self._scaled or self._warned):
-            self._warned = True
-            warnings.warn(
-                "loss.backward() does not divide by gradient_accumulation_steps; use engine.backward(loss) or "
-                "engine.scale(loss).backward() unless the loss is divided already",
-                stacklevel=2,
-            )
+        if not (self._scaled or self._warned):
+            self._warn_unscaled()
         self._scaled = False
         if self.config.debug.check_every_step:
             self._agreements.backward()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside add their gradients up locally; a later one outside, or `step()`, reduces."""
-        before, self._sync = self._sync, False
-        try:
-            yield
-        finally:
-            self._sync = before
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the optimizer step follow the present backward?"""
-        if self._boundary is not None:
-            return self._boundary
-        return self._window_steps + 1 >= self.config.gradient_accumulation_steps
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
-        self._boundary = is_boundary
 
     # ------------------------------------------------------------------ step
     def step(self) -> None:
@@ -181,19 +146,20 @@ class Engine(Scheduling):
             if self._parts.optimizer is None:
                 raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
             self._refuse_inside("step()", profiling=False)
+            self._refuse_coalescing("step()")
             if self._backwards == 0:
                 raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
             boundary = self.is_gradient_accumulation_boundary()
-            self._applied, self._backwards = False, 0
+            self._applied, self._coalesced, self._backwards = False, False, 0
             if boundary:
-                self._apply(self._parts.optimizer)
-                self._applied = True
+                self._applied = self._apply(self._parts.optimizer)
             self.micro_steps += 1
             self._window_steps = 0 if boundary else self._window_steps + 1
         if boundary and self._samples is not None:
             self._samples.step_ended(self.global_steps, self.stats)
 
-    def _apply(self, optimizer: ShardedOptimizer) -> None:
+    def _apply(self, optimizer: ShardedOptimizer) -> bool:
+        """The end of a window: the optimizer step, unless it is skipped. Was it not?"""
         runtime, gradients, replay = self._runtime, self._runtime.gradients, self._runtime.replay
         runtime.note_backward()  # an unfinished backward is an error
         runtime.reduce_rest()
@@ -201,50 +167,40 @@ class Engine(Scheduling):
         self._opened.close()
         replay.refuse_views()
         candidate = self._scheduler.candidate(followed)
-        decision = self._agreements.step(gradients.had_gradient(), candidate)
+        decision = self._agreements.step(gradients.had_gradient(), candidate, self._nonfinite)
         absent = gradients.absent(decision.had_gradient)
-        if self.config.gradient_clipping is not None:
-            self.clip_grad_norm_(self.config.gradient_clipping)
-        replay.finish(optimizer.in_turn(gradients.take, absent), frozenset(absent))
-        for bucket_id in absent:
-            runtime.buckets[bucket_id].renew()
+        applies = self._may_apply(decision.nonfinite)
+        if applies:
+            if self.config.gradient_clipping is not None:
+                self.clip_grad_norm_(self.config.gradient_clipping)
+            replay.finish(optimizer.in_turn(self._scaler.take, absent), frozenset(absent))
+            for bucket_id in absent:
+                runtime.buckets[bucket_id].renew()
+        else:
+            replay.finish(gradients.drop, frozenset(absent))
         self._executed = tuple(replay.executed)
-        runtime.next_window(self._scheduler.next(candidate, decision.adopt))
+        runtime.next_window(self._scheduler.next(candidate, decision.adopt, applies))
         runtime.release_kept()
+        self._scaler.next_window(stepped=applies)
         self._parts.status.gradients_pending = False
         self._progress.step += 1
-        if self.lr_scheduler is not None:
+        if applies and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self.config.gather_after_step:
             self._opened.open()
         if not self._parts.transport.skips:
             self._traffic = self._parts.ledger.step()
             self._parts.ledger.begin_step()
+        return applies
 
     def was_step_applied(self) -> bool:
-        """Did the last `step()` run the optimizer?"""
+        """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
         return self._applied
 
     def zero_grad(self) -> None:
         """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
         with self._guard("zero_grad", clean=False):
             self._abort()
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales the window's gradients to a global 2-norm of at most `max_norm`; returns the norm before.
-
-        To be called between the boundary's backward and `step()`. Collective.
-        """
-        with self._guard("clip_grad_norm_"):
-            gradients = self._runtime.gradients
-            self._runtime.reduce_rest()
-            gradients.reductions.settle_all()
-            self._norm = clip_(gradients.shards(), max_norm, self._runtime.transport.all_reduce_sum, self.device)
-            return self._norm
-
-    def get_global_grad_norm(self) -> float | None:
-        """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
-        return None if self._norm is None else float(self._norm)
 
     @contextmanager
     def profiling(self) -> Iterator[Ledger]:
@@ -257,6 +213,7 @@ class Engine(Scheduling):
         """
         with self._guard("profiling"):
             self._refuse_inside("profiling()")
+            self._refuse_coalescing("profiling()")
             if self._runtime.in_session or self._runtime.in_backward or self._runtime.replay.record:
                 raise EngineError("profiling() in the middle of a window: enter it after step() or zero_grad()")
             reopen = self._opened.is_open
@@ -265,7 +222,8 @@ class Engine(Scheduling):
             self._runtime.replay.refuse_views()
             before = Snapshot(self._parts, self.lr_scheduler)
             before.attributes(self._progress, "step")
-            before.attributes(self, "micro_steps", "skipped_steps", "_applied", "_boundary", "_executed", "_norm")
+            before.attributes(self, "micro_steps", "skipped_steps", "_applied", "_boundary", "_executed")
+            self._scaler.keep(before.attributes)
         with ExitStack() as after:  # all of it, whichever raises; the last first
             after.callback(self._reopen, reopen)
             after.callback(before.restore)
@@ -286,61 +244,6 @@ class Engine(Scheduling):
     def eval(self) -> Engine:
         return self.train(False)
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[dict[str, nn.Parameter]]:
-        """Everything unsharded: inside, the module's parameters are full and may be read and written.
-
-        Yields them by name. Writes are kept: each rank stores its own part of what it finds, so all ranks
-        must write the same. Collective; not inside a forward or backward.
-        """
-        with self._guard("full_parameters"):
-            if self._runtime.in_session or self._runtime.in_backward:
-                raise EngineError("full_parameters() inside a forward or backward: enter it between them")
-            self._refuse_inside("full_parameters()")
-            self._opened.close()
-            self._opened.open()
-        self._runtime.writable = True
-        try:
-            yield self._shown.views
-        finally:
-            self._runtime.writable = False
-            state.store(self._runtime)
-            self._opened.close()
-            if self.config.gather_after_step:
-                self._opened.open()
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters and persistent buffers, full, on the CPU of rank 0, in the model's original dtypes.
-
-        Parameters come from the float32 masters. `{}` on the other ranks. Collective.
-        """
-        with self._guard("state_dict"):
-            self._refuse_inside("state_dict()")
-            return state.state_dict(self.module, self._runtime, self._parts)
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Takes rank 0's full `state_dict` on all ranks; every parameter and persistent buffer must be there.
-
-        Collective; the other ranks' argument is ignored.
-        """
-        with self._guard("load_state_dict"):
-            self._refuse_inside("load_state_dict()")
-            if self._parts.status.gradients_pending:
-                raise EngineError("load_state_dict() while gradients wait: call it after step() or zero_grad()")
-            with self._opened.closed():
-                self._abort()  # nothing stays gathered with the old values
-                state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
-
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The reduced gradients that `step()` would use, full, float32, on the CPU of every rank.
-
-        None where no rank had a gradient. To be called between the boundary's backward and `step()`. Collective.
-        """
-        with self._guard("gradients"):
-            self._refuse_inside("gradients()")
-            self._runtime.reduce_rest()
-            return state.full_gradients(self._runtime, self._parts.control)
-
     def destroy(self) -> None:
         """Gives the model back as an ordinary one with its full parameters, and ends what the engine started.
 
@@ -350,6 +253,7 @@ class Engine(Scheduling):
             return
         with self._guard("destroy", clean=False):
             self._refuse_inside("destroy()")
+            self._refuse_coalescing("destroy()")
             self._abort()
             self._opened.close()
             values = state.full_values(self._runtime, self._parts.original_dtypes)
@@ -373,12 +277,6 @@ class Engine(Scheduling):
     def _session(self) -> AbstractContextManager[None]:
         return session(self._runtime, self._shown)
 
-    def _refuse_inside(self, what: str, profiling: bool = True) -> None:
-        if profiling and self._parts.transport.skips:
-            raise EngineError(f"{what} inside `with engine.profiling():`, where values mean nothing: leave it first")
-        if self._runtime.writable:
-            raise EngineError(f"{what} inside `with engine.full_parameters():`, which keeps writes: leave it first")
-
     def _reopen(self, was_open: bool) -> None:
         if was_open and self._alarm.fatal is None and not self._guard.dirty:
             with self._guard("profiling"):
@@ -391,6 +289,7 @@ class Engine(Scheduling):
         self._runtime.next_window(schedule)
         self._scheduler.abandon()
         self._shown.reset()
+        self._scaler.next_window()
         self._parts.status.gradients_pending = False
         self._backwards = self._window_steps = 0
-        self._guard.dirty = self._scaled = False
+        self._guard.dirty = self._scaled = self._coalesced = False

@@ -30,5 +30,25 @@ class RankFailure(ZeroweaveError):
     """Another rank failed; the message names the rank and the reason that it gave."""
 
 
+class NonFiniteError(ZeroweaveError):
+    """Gradients are infinite or NaN and `on_nonfinite` is "raise"; the message names the parameters."""
+
+
 class EngineError(ZeroweaveError):
     """The engine is misused: a step without a backward, a forward on a destroyed engine, and the like."""
+
+
+class UnsupportedError(ZeroweaveError, NotImplementedError):
+    """Something that other libraries have, or that could be, and is not here; the message says why."""
+
+
+class UnsupportedStage(ConfigError, UnsupportedError):
+    """The config asks for a stage that does not shard."""
+
+
+class UnsupportedOptimizer(ParameterError, UnsupportedError):
+    """The optimizer's parameters cannot be reached."""
+
+
+class UnsupportedWindow(EngineError, UnsupportedError):
+    """The model or the optimizer decides by itself when gradients are reduced, or where they go."""

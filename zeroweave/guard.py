@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -21,7 +21,7 @@ SCHEDULE_SECONDS: Final = 30.0
 
 @dataclass
 class Progress:
-    """How far an engine is: optimizer steps, and collectives issued.
+    """How far an engine is: optimizer steps, with those that were skipped, and collectives issued.
 
     The alarm's thread asks for it, and would keep an engine alive if it had to ask that.
     """
@@ -44,17 +44,20 @@ class Agreements:
         self._alarm, self._progress = alarm, progress
         self._backwards = self._changes = self._agreed = 0
 
-    def step(self, had_gradient: bytes, candidate: Schedule) -> Decision:
+    def step(self, had_gradient: bytes, candidate: Schedule, nonfinite: Callable[[], bool] = lambda: False) -> Decision:
         """The agreement of an optimizer step; see `comm.control.Agreement`.
 
-        Raises `AgreementError` where the ranks would follow different schedules although they compute the same.
+        `nonfinite()` may wait for collectives: by then this rank has told how many it has issued. Raises
+        `AgreementError` where the ranks would follow different schedules although they compute the same.
         """
         self._backwards = 0
         step, count = self._progress()
-        mine = Agreement(step, count, self._progress.ledger.hash, had_gradient, candidate.fingerprint, candidate.shape)
+        if not self._transport.skips:
+            self._alarm.post_counts(step, count)
+        digest, found = self._progress.ledger.hash, nonfinite()
+        mine = Agreement(step, count, digest, had_gradient, candidate.fingerprint, candidate.shape, found)
         if self._transport.skips:
             return decide([mine])
-        self._alarm.post_counts(step, count)
         decision = self._agree(mine, "agreement")
         if decision.differ:
             self.schedule(candidate)
@@ -122,6 +125,9 @@ class Guard:
         self.dirty = self.destroyed = False
         self._alarm, self._progress = alarm, progress
         self._active = False
+        self._told: BaseException | None = None
+        """the last exception that the other ranks were told of inside a block of `around`"""
+        self._around = False
 
     @contextmanager
     def __call__(self, place: str, clean: bool = True) -> Iterator[None]:
@@ -139,12 +145,30 @@ class Guard:
                 raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
             yield
         except BaseException as error:
-            self.dirty = self.dirty or not isinstance(error, EngineError)
-            if not self._alarm.failed(place, self._progress.step, error):
-                error.add_note(f"Not all ranks failed alike, so the others are ended: {self._alarm.fatal}")
+            self._tell(place, error)
             raise
         finally:
             self._active = False
+
+    @contextmanager
+    def around(self, place: str) -> Iterator[None]:
+        """Guards a block of the user's own code, in which the engine's methods are guarded by themselves."""
+        self._around = True
+        try:
+            yield
+        except BaseException as error:
+            if error is not self._told:
+                self._tell(place, error)
+            raise
+        finally:
+            self._around, self._told = False, None
+
+    def _tell(self, place: str, error: BaseException) -> None:
+        self.dirty = self.dirty or not isinstance(error, EngineError)
+        if self._around:
+            self._told = error
+        if not self._alarm.failed(place, self._progress.step, error):
+            error.add_note(f"Not all ranks failed alike, so the others are ended: {self._alarm.fatal}")
 
     def close(self) -> None:
         """The end of the engine: everything is refused from now on."""

@@ -24,6 +24,7 @@ from zeroweave.engine import Engine
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.admit import check_optimizer
+from zeroweave.optim.scaler import checks
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.admit import check
 from zeroweave.runtime.rest import rest
@@ -60,7 +61,7 @@ def initialize(
         raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
     passes_of(settings)
     check(model)
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()))
     if optimizer is not None:
         check_optimizer(optimizer, model)
@@ -187,7 +188,9 @@ def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
 def _facts(
     settings: Config, layouts: Iterable[BucketLayout], policy: Policy, optimizer: ShardedOptimizer | None
 ) -> Facts:
-    by_bucket = optimizer is not None and optimizer.by_bucket and settings.gradient_clipping is None
+    layouts = tuple(layouts)
+    whole = settings.gradient_clipping is not None or checks(settings, layouts)
+    by_bucket = optimizer is not None and optimizer.by_bucket and not whole
     return Facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
         keep=policy.keep,

@@ -190,23 +190,26 @@ class Scheduler:
         self.passes.insert(at, new)
 
     # ------------------------------------------------------------------ at the end of a step
-    def next(self, candidate: Schedule, adopt: bool) -> Schedule | None:
-        """What the next window follows, given that all ranks would adopt their candidates or not."""
+    def next(self, candidate: Schedule, adopt: bool, applied: bool = True) -> Schedule | None:
+        """What the next window follows, given that all ranks would adopt their candidates or not.
+
+        A step that was not `applied` says nothing about the time that steps take.
+        """
         if self._skipping.skips:  # nothing that is tried out decides anything
             self.abandon()
             return self.schedule
-        step = self._take_step()
+        step = self._take_step() if applied else None
         if not adopt:
             self._followed, self._steps = 0, []
             self._time(False)
             return None
         before = self.schedule
         same = before is not None and before.fingerprint == candidate.fingerprint
-        self._followed = self._followed + 1 if same else 0
+        self._followed = self._followed + applied if same else 0
         if not same:
             self._steps = []
         chosen = candidate
-        if self._automatic and self._followed > _WARM_STEPS:
+        if applied and self._automatic and self._followed > _WARM_STEPS:
             if step is not None:
                 # Another record may send the same: then the ranks go on together, but not with those times.
                 self._steps = [each for each in self._steps if each.schedule is step.schedule] + [step]

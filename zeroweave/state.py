@@ -5,9 +5,11 @@ Everything here is collective and works between a forward and a backward as well
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +21,7 @@ from zeroweave.comm.timed import Timed
 from zeroweave.config import Config
 from zeroweave.eager.access import Shown
 from zeroweave.eager.hooks import delivery
-from zeroweave.errors import ParameterError
+from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.rest import Places
@@ -106,29 +108,37 @@ def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str
     return {
         slot.name: view.to(dtypes[slot.name], copy=True)
         for bucket in runtime.buckets.values()
-        for slot, view in zip(bucket.layout.slots, _gather_like(runtime, bucket, bucket.shard), strict=True)
+        for slot, view in zip(bucket.layout.slots, gather_like(runtime, bucket, bucket.shard), strict=True)
     }
 
 
-def _gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:
+def gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:
     """Views of the full values of a tensor that is sharded like the bucket, by slot."""
     full = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=shard.device)
     runtime.transport.all_gather(full, shard, bucket.layout).wait()
     return bucket.views(full)
 
 
+def absent_gradients(runtime: Runtime, control: Control) -> dict[int, frozenset[int]]:
+    """For each trainable bucket the slots that no rank has had a gradient for in the window."""
+    ranks = control.all_gather_bytes(runtime.gradients.had_gradient(), "which gradients exist")
+    return runtime.gradients.absent(bytes(any(flags) for flags in zip(*ranks, strict=True)))
+
+
 @torch.no_grad()
-def full_gradients(runtime: Runtime, control: Control) -> dict[str, torch.Tensor | None]:
-    """The window's reduced gradients, full, float32, on the CPU; None where no rank had one."""
-    gradients = runtime.gradients
-    gradients.reductions.settle_all()
-    ranks = control.all_gather_bytes(gradients.had_gradient(), "which gradients exist")
-    absent = gradients.absent(bytes(any(flags) for flags in zip(*ranks, strict=True)))
+def full_gradients(
+    runtime: Runtime, control: Control, look: Callable[[int], torch.Tensor | None]
+) -> dict[str, torch.Tensor | None]:
+    """The window's reduced gradients, full, float32, on the CPU; None where no rank had one.
+
+    `look(bucket id)` gives this rank's shard of them.
+    """
+    runtime.gradients.reductions.settle_all()
     result: dict[str, torch.Tensor | None] = {}
-    for bucket_id, missing in absent.items():
+    for bucket_id, missing in absent_gradients(runtime, control).items():
         bucket = runtime.buckets[bucket_id]
-        shard = gradients.shard(bucket_id)
-        views = None if shard is None else _gather_like(runtime, bucket, shard.float())
+        shard = look(bucket_id)
+        views = None if shard is None else gather_like(runtime, bucket, shard.float())
         for index, slot in enumerate(bucket.layout.slots):
             result[slot.name] = None if views is None or index in missing else views[index].cpu().clone()
     return result
@@ -141,22 +151,92 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-@torch.no_grad()
 def state_dict(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, torch.Tensor]:
-    """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; {} elsewhere."""
-    first = parts.control.rank == 0
-    values: dict[str, torch.Tensor] = {}
-    for bucket in runtime.buckets.values():
-        views = _gather_like(runtime, bucket, bucket.shard)
-        if first:
-            for slot, view in zip(bucket.layout.slots, views, strict=True):
-                values[slot.name] = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
-    if not first:
+    """What `stream` yields, parameters in the model's order."""
+    values = dict(stream(model, runtime, parts))
+    if not values:
         return {}
-    of = {id(p): name for name, p in model.named_parameters()}
-    everything = {name: values[of[id(p)]] for name, p in model.named_parameters(remove_duplicate=False)}
-    everything.update((name, buffer.detach().to("cpu", copy=True)) for name, buffer in _persistent_buffers(model))
-    return everything
+    ordered = {name: values.pop(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return ordered | values
+
+
+def stream(model: nn.Module, runtime: Runtime, parts: Parts) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
+
+    One bucket is gathered at a time. Who leaves early takes part in the other gathers all the same.
+    """
+    names: dict[str, list[str]] = {}
+    for alias, name in parts.places.aliases.items():
+        names.setdefault(name, []).append(alias)
+    wanted = parts.control.rank == 0
+    for bucket in runtime.buckets.values():
+        with torch.no_grad():
+            views = gather_like(runtime, bucket, bucket.shard)
+        for slot, view in zip(bucket.layout.slots, views, strict=True) if wanted else ():
+            value = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
+            try:
+                for name in (slot.name, *names.get(slot.name, ())):
+                    yield name, value
+            except GeneratorExit:
+                wanted = False
+                break
+        del views
+    if wanted:
+        for name, buffer in _persistent_buffers(model):
+            yield name, buffer.detach().to("cpu", copy=True)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks' optimizers hold of a parameter under one key.
+
+    `mine` [numel of the fragment]: this rank's part, None if it holds none, of `dtype`; or `whole`, one value for
+    the parameter, such as a step counter.
+    """
+
+    mine: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    whole: torch.Tensor | None = None
+
+
+def agree_on_state(name: str, key: str, held: Mapping[str, Any], numel: int, control: Control) -> Held:
+    """What all ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
+
+    `numel`: of this rank's fragment. EngineError where no rank holds it.
+    """
+    value = held.get(key)
+    mine = value if isinstance(value, torch.Tensor) and value.shape == (numel,) else None
+    whole = None if value is None or mine is not None else torch.as_tensor(value).detach().cpu()
+    ranks = control.all_gather_object(
+        (mine is not None and mine.dtype, whole, sorted(map(str, held))), f"{key} of {name}"
+    )
+    for dtype, theirs, _ in ranks:
+        if theirs is not None:
+            return Held(whole=theirs)
+        if dtype:
+            return Held(mine, dtype)
+    known = sorted({known for _, _, names in ranks for known in names})
+    raise EngineError(
+        f"the optimizer holds no {key!r} of {name!r}; "
+        + (f"it holds {', '.join(known)}" if known else "it holds nothing of it before its first step with a gradient")
+    )
+
+
+def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> str:
+    """The canonical name of a parameter that is given by one of its names or as the user's object."""
+    if isinstance(parameter, str):
+        name = places.aliases.get(parameter, parameter)
+        if name in places.names:
+            return name
+        near = difflib.get_close_matches(parameter, places.names, n=1)
+        raise EngineError(
+            f"the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    for named in (places.names.items(), model.named_parameters()):  # the user's own objects; those shown now
+        for name, known in named:
+            if known is parameter:
+                return name
+    raise EngineError(f"a parameter of shape {list(parameter.shape)} is none of the model's")
 
 
 @torch.no_grad()
@@ -167,13 +247,14 @@ def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     problems = None
     if parts.control.rank == 0:
-        missing = sorted((names.keys() | buffers.keys()) - given.keys())
-        unknown = sorted(given.keys() - aliases - buffers.keys())
+        present = set(given)  # asking `given` itself might read a tensor each time
+        missing = sorted((names.keys() | buffers.keys()) - present)
+        unknown = sorted(present - aliases - buffers.keys())
         shapes = {**names, **{name: tuple(b.shape) for name, b in buffers.items()}}
         wrong = [
-            f"{name}: {list(given[name].shape)} instead of {list(shape)}"
+            f"{name}: {list(found)} instead of {list(shape)}"
             for name, shape in shapes.items()
-            if name in given and tuple(given[name].shape) != tuple(shape)
+            if name in present and (found := tuple(given[name].shape)) != tuple(shape)
         ]
         parts_of = {"missing": missing, "unknown": unknown, "of another shape": wrong}
         problems = "; ".join(f"{what}: {', '.join(which)}" for what, which in parts_of.items() if which)

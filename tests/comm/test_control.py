@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -22,6 +23,7 @@ def test_decisions() -> None:
     assert decide([one, other]) == Decision(b"\x03\x00\x81", adopt=True)
     assert not decide([one, Agreement(3, 7, 2**63 + 1, b"\0\0\0", 8)]).adopt
     assert not decide([Agreement(3, 7, 1, b"", 0), Agreement(3, 7, 1, b"", 0)]).adopt
+    assert not decide([one, other]).nonfinite and decide([one, replace(other, nonfinite=True)]).nonfinite
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def exchange() -> dict[str, object]:
             "objects": control.all_gather_object({"rank": rank}),
             "broadcast": [control.broadcast_object(f"from {rank}", source) for source in range(control.world)],
             "decision": control.agree(Agreement(1, 2, 3, bytes([1 << rank, 0]), 4)),
+            "one is not finite": control.agree(Agreement(1, 2, 3, b"", nonfinite=rank == 1)).nonfinite,
             "many": len(control.agree(Agreement(2, 2, 3, bytes(50_000), 4)).had_gradient),
         }
     finally:
@@ -84,6 +87,7 @@ def test_exchanges(pools: Pools, world: int) -> None:
             "objects": [{"rank": rank} for rank in range(world)],
             "broadcast": [f"from {rank}" for rank in range(world)],
             "decision": Decision(bytes([2**world - 1, 0]), adopt=True),
+            "one is not finite": True,
             "many": 50_000,
         }
 

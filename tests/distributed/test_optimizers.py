@@ -96,27 +96,33 @@ def test_bit_equal_on_an_equal_clip_coefficient(pools: Callable[[int], Pool], st
     assert values[0][1] == values[1][1], "ranks clipped by different norms"
 
 
-def clipped_by_hand(stage: int) -> tuple[tuple[float, str], float]:
+def clipped_by_hand(name: str, stage: int) -> tuple[tuple[float, str], float]:
     """`engine.clip_grad_norm_` beside torch's on the reference gradients; the parameters' difference and the norms'."""
-    model = entry("mlp")
+    model = entry(name)
     plain, sharded = build(model), build(model)
     unsharded = torch.optim.SGD(plain.parameters(), lr=0.1)
     with zw.initialize(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), config(stage)) as engine:
+        assert engine.get_global_grad_norm() is None
         for index in range(3):
             micro(engine, model, index)
-            for name, gradient in engine.gradients().items():
-                plain.get_parameter(name).grad = gradient.clone()
+            for parameter_name, gradient in engine.gradients().items():
+                plain.get_parameter(parameter_name).grad = None if gradient is None else gradient.clone()
             norm = float(engine.clip_grad_norm_(0.05))
             engine.step()
+            assert engine.get_global_grad_norm() == norm
             expected = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05))
             unsharded.step()
         with engine.full_parameters() as full:
             return worst(full, dict(plain.named_parameters())), abs(norm - expected) / expected
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_clipping_called_by_the_user(pools: Callable[[int], Pool], stage: int) -> None:
-    for difference, norms in pools(2).run(clipped_by_hand, stage):
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [("mlp", 1), ("mlp", 2), ("mlp", 3), ("tied", 2), ("tied", 3), ("frozen_inside", 1), ("frozen_inside", 3)],
+)
+def test_clipping_called_by_the_user(pools: Callable[[int], Pool], name: str, stage: int) -> None:
+    """Tied and frozen parameters included: torch counts the first once and the second not at all."""
+    for difference, norms in pools(2).run(clipped_by_hand, name, stage):
         assert difference[0] <= 1e-6 and norms <= 1e-6, (difference, norms)
 
 

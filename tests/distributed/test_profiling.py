@@ -46,8 +46,19 @@ SETTINGS: list[dict[str, Any]] = [
     {"stage": 3, "compile": {"lower": "aot_eager"}, "precision": {"params": "bfloat16"}, "gradient_clipping": 1.0},
     {"stage": 2, "compile": {"lower": "aot_eager"}, "gather_after_step": True},
     {"stage": 1, "compile": {"enabled": False}, "gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
+    {
+        "stage": 2,
+        "compile": {"enabled": False},
+        "precision": {"params": "float16", "initial_loss_scale": 16.0, "loss_scale_window": 1},
+    },
 ]
-NAMES = ["stage 3, eager", "stage 3, aot_eager, bf16", "stage 2, gathered after the step", "stage 1, accumulating"]
+NAMES = [
+    "stage 3, eager",
+    "stage 3, aot_eager, bf16",
+    "stage 2, gathered after the step",
+    "stage 1, accumulating",
+    "stage 2, a loss scale that grows",
+]
 
 
 @contextmanager
@@ -87,6 +98,7 @@ def everything(engine: Any) -> dict[str, Any]:
     flat |= {
         "steps": (engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.was_step_applied()),
         "norm": engine.get_global_grad_norm(),
+        "loss scale": (engine.loss_scale, *vars(engine._scaler.loss_scale).values()),
         "schedule": engine.schedule,
         "executed": engine.executed,
         "calls": (stats.compiled_calls, stats.eager_calls, stats.on_demand_unshards, stats.departures),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroweave.optim.clip import clip_coefficient, local_square_norm, scale_, total_norm
+from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
 
 
 @pytest.mark.oldest
@@ -23,10 +23,9 @@ def test_norm_and_coefficient_are_torchs_up_to_rounding(dtype: torch.dtype) -> N
 
     parameters = [nn.Parameter(torch.zeros(n)) for n in (1000, 17, 1, 0, 4096)]
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient.float()
+        parameter.grad = gradient.float().clone()
     nn.utils.clip_grad_norm_(parameters, 2.0)
-    scaled = [gradient.float() for gradient in gradients]
-    scale_(scaled, clip_coefficient(norm, 2.0))
+    scaled = [gradient.float() * clip_coefficient(norm, 2.0) for gradient in gradients]
     for ours, parameter in zip(scaled, parameters, strict=True):
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-8)
 
@@ -34,9 +33,7 @@ def test_norm_and_coefficient_are_torchs_up_to_rounding(dtype: torch.dtype) -> N
 def test_small_norms_are_left_alone() -> None:
     gradients = [torch.full((4,), 0.1)]
     coefficient = clip_coefficient(total_norm(local_square_norm(gradients), lambda _: None), 1.0)
-    scale_(gradients, coefficient)
-    scale_([], coefficient)
-    assert coefficient.item() == 1.0 and torch.equal(gradients[0], torch.full((4,), 0.1))
+    assert coefficient.item() == 1.0
 
 
 def test_bf16_shards_are_not_rounded_to_bf16_on_the_way() -> None:

@@ -30,8 +30,8 @@ _FRAME = 4096
 _HEADER = struct.Struct("<Q64s")
 """Bytes of the payload, and the label of the operation."""
 _INLINE = _FRAME - _HEADER.size
-_FIELDS = struct.Struct("<qQQQQ")
-"""Step, count, hash, candidate and record of an agreement; the bits follow."""
+_FIELDS = struct.Struct("<qQQQQ?")
+"""Step, count, hash, candidate, record and flag of an agreement; the bits follow."""
 _SETTLE_SECONDS = 0.3
 """How long the news of who gave up takes to reach every rank."""
 
@@ -42,7 +42,7 @@ class Agreement:
 
     `count` and `hash` are the ledger's; `had_gradient` has one bit or byte per parameter, of the same length
     on all ranks; `candidate` is the hash of the schedule that this rank would adopt, 0 for none, and `record`
-    that of the computation that it was made for. 64 bits each.
+    that of the computation that it was made for. 64 bits each. `nonfinite`: a gradient of this rank is.
     """
 
     step: int
@@ -51,6 +51,7 @@ class Agreement:
     had_gradient: bytes
     candidate: int = 0
     record: int = 0
+    nonfinite: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,13 @@ class Decision:
     """What all ranks take away: where any had a gradient, and whether all would adopt one schedule.
 
     `differ`: they would not, although all compute the same: something other than the step made the difference.
+    `nonfinite`: some rank's gradients are.
     """
 
     had_gradient: bytes
     adopt: bool
     differ: bool = False
+    nonfinite: bool = False
 
 
 class Diverged(AgreementError):
@@ -134,7 +137,8 @@ class Control:
         Raises `AgreementError` on all ranks if they issued different collectives or are at different steps.
         Costs one all-gather and no device synchronisation.
         """
-        packed = _FIELDS.pack(mine.step, mine.count, mine.hash, mine.candidate, mine.record) + mine.had_gradient
+        fields = (mine.step, mine.count, mine.hash, mine.candidate, mine.record, mine.nonfinite)
+        packed = _FIELDS.pack(*fields) + mine.had_gradient
         return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"{place} of step {mine.step}")])
 
     def barrier(self, label: str = "barrier") -> None:
@@ -272,12 +276,13 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
     candidates, records = {each.candidate for each in all_ranks}, {each.record for each in all_ranks}
     adopt = len(candidates) == 1 and 0 not in candidates
     differ = len(candidates) > 1 and len(records) == 1
-    return Decision(bits.to_bytes(len(first.had_gradient), "little"), adopt, differ)
+    nonfinite = any(each.nonfinite for each in all_ranks)
+    return Decision(bits.to_bytes(len(first.had_gradient), "little"), adopt, differ, nonfinite)
 
 
 def _unpack(data: bytes) -> Agreement:
-    step, count, digest, candidate, record = _FIELDS.unpack_from(data)
-    return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record)
+    step, count, digest, candidate, record, nonfinite = _FIELDS.unpack_from(data)
+    return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record, nonfinite)
 
 
 def _same_place(labels: list[str]) -> None:

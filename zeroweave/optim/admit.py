@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroweave.errors import ParameterError
+from zeroweave.errors import ParameterError, UnsupportedOptimizer
 
 # Optimizers that look at more than one element at a time, or that need other gradients than dense ones, by
 # the lower-case names of their classes and base classes.
@@ -31,7 +31,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
     It names everything that is wrong: an optimizer that is not element-wise (where that can be known from
     its class or the signature of its `step`), parameters that are not the model's or occur twice, and
-    existing state. Changes nothing. To be called before the parameters are put to rest.
+    existing state. UnsupportedOptimizer, which is one, for an object that is no torch.optim.Optimizer.
+    Changes nothing. To be called before the parameters are put to rest.
     """
     reasons = [*_class_reasons(optimizer)]
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -48,7 +49,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
             )
     if reasons:
         lines = "\n".join(f"  {reason}" for reason in reasons)
-        raise ParameterError(f"optimizer {type(optimizer).__name__} cannot be used; nothing was changed:\n{lines}")
+        kind = ParameterError if isinstance(optimizer, torch.optim.Optimizer) else UnsupportedOptimizer
+        raise kind(f"optimizer {type(optimizer).__name__} cannot be used; nothing was changed:\n{lines}")
 
 
 def initial_state(
@@ -79,7 +81,10 @@ def _is_initial(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> b
 
 def _class_reasons(optimizer: object) -> Iterator[str]:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        yield "it is not a torch.optim.Optimizer; pass one, or a callable from the parameters to one"
+        yield (
+            "it is not a torch.optim.Optimizer: a wrapper hides its parameters, and nobody could hand it their "
+            "gradients; pass the optimizer inside it, or a callable from the parameters to one"
+        )
         return
     for base in type(optimizer).__mro__:
         if (why := _NOT_ELEMENT_WISE.get(base.__name__.lower())) is not None:

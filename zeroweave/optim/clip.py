@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from zeroweave._torch import foreach_multiply_, foreach_norms
+from zeroweave._torch import foreach_norms
 
 
 def local_square_norm(gradients: Iterable[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
@@ -42,21 +42,10 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
-def scale_(gradients: Iterable[torch.Tensor], coefficient: torch.Tensor) -> None:
-    """Multiplies gradients in place by a 0-dim tensor."""
-    tensors = list(gradients)
-    if tensors:
-        foreach_multiply_(tensors, coefficient)
-
-
-def clip_(
+def global_norm(
     gradients: Iterable[torch.Tensor],
-    max_norm: float,
     all_reduce: Callable[[torch.Tensor], object],
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Scales this rank's gradients to a global 2-norm of at most `max_norm`; returns the norm before."""
-    tensors = list(gradients)
-    norm = total_norm(local_square_norm(tensors, device), all_reduce)
-    scale_(tensors, clip_coefficient(norm, max_norm))
-    return norm
+    """The global 2-norm of all ranks' gradients, fp32, 0-dim; see `local_square_norm` and `total_norm`."""
+    return total_norm(local_square_norm(gradients, device), all_reduce)

@@ -115,6 +115,21 @@ class ShardedOptimizer:
 
         return update if self.by_bucket else update_when_all_came
 
+    def state_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
+        """What the optimizer holds for this rank's fragment of a slot; empty before its first step."""
+        return self.optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+
+    def set_state(self, bucket: int, slot: int, key: str, value: torch.Tensor) -> None:
+        """Overwrites what `state_of` has under a key, of its shape; nothing where the optimizer holds nothing."""
+        state = self.optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+        match state.get(key):
+            case torch.Tensor() as tensor:
+                tensor.copy_(value.reshape(tensor.shape))
+            case None:
+                pass
+            case number:
+                state[key] = type(number)(value.item())
+
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
         return sum(

@@ -136,6 +136,11 @@ class Bucket(Flat):
         start, stop = self.layout.shard_range(self.rank)
         return flat[start:stop]
 
+    def fragment(self, shard: torch.Tensor, slot: int) -> torch.Tensor:
+        """What of a slot lies in a tensor [numel / world] that is laid out like the shard; may be empty."""
+        place = self.layout.fragment(slot, self.rank)
+        return shard[place.start : place.start + place.numel]
+
 
 class Directory:
     """Finds the bucket and slot of a tensor by (storage, offset)."""

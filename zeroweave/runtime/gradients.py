@@ -16,7 +16,7 @@ import torch
 
 from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import Parts, ReduceOp, Transport
-from zeroweave.errors import ZeroweaveError
+from zeroweave.errors import EngineError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.reductions import Reductions
 
@@ -143,34 +143,45 @@ class Gradients:
         """Never narrower than the gradients themselves."""
         return torch.promote_types(self._accumulate_dtype, bucket.dtype)
 
-    @torch.no_grad()
     def fold(self, bucket_id: int) -> None:
-        """Adds the parts of a backward that does not reduce to the local sum."""
+        """Adds the parts of a backward that does not reduce to the local sum.
+
+        A backward that runs further ones inside completes the bucket once more for each: all are added there.
+        """
         account = self._accounts[bucket_id]
+        self._add_up(account)
+        account.reported = False
+
+    @torch.no_grad()
+    def _add_up(self, account: _Account) -> None:
         if not account.parts:
             return
-        bucket = account.bucket
+        bucket, first = account.bucket, account.local is None
         if account.local is None:
             account.local = torch.zeros(
                 bucket.layout.numel, dtype=self._accumulates_in(bucket), device=bucket.shard.device
             )
         views = bucket.views(account.local)
         for slot, part in account.parts.items():
-            views[slot].add_(part)
+            views[slot].copy_(part) if first else views[slot].add_(part)
         account.parts.clear()
 
     @torch.no_grad()
     def issue(self, bucket_id: int) -> None:
-        """Starts the reduction of what the bucket has now; missing slots count as zeros."""
+        """Starts the reduction of what the bucket has now; missing slots count as zeros.
+
+        A local sum travels in the dtype in which it was added up, if no other is set for reductions: rounding it
+        would lose more than the roundings of its terms' reductions.
+        """
         account = self._accounts[bucket_id]
-        bucket = account.bucket
+        bucket, like = account.bucket, account.bucket.flat
         parts: Parts = account.parts
-        if account.local is not None:
-            self.fold(bucket_id)
-            parts = dict(enumerate(bucket.views(account.local)))
-        then = partial(self._settled, account)
         out = self._targets.get(bucket_id) if account.shard is None else None
-        self.reductions.start(bucket_id, parts, bucket.layout, bucket.flat, then, out=out)
+        if account.local is not None:
+            like, out = account.local, None
+            self._add_up(account)
+            parts = dict(enumerate(bucket.views(account.local)))
+        self.reductions.start(bucket_id, parts, bucket.layout, like, partial(self._settled, account), out=out)
         account.parts, account.local, account.issued = {}, None, True
 
     @torch.no_grad()
@@ -220,6 +231,29 @@ class Gradients:
         account = self._accounts[bucket_id]
         shard, account.shard = account.shard, None
         return shard
+
+    def drop(self, bucket_id: int) -> None:
+        """Forgets the settled gradient."""
+        self._accounts[bucket_id].shard = None
+
+    @torch.no_grad()
+    def multiply(self, factor: torch.Tensor) -> None:
+        """Multiplies all settled gradients by a 0-dim tensor, in the accumulation dtype."""
+        for account in self._accounts.values():
+            if account.shard is not None:
+                account.shard = account.shard.to(self._accumulates_in(account.bucket)).mul_(factor)
+
+    @torch.no_grad()
+    def write(self, bucket_id: int, slot: int, value: torch.Tensor) -> None:
+        """Replaces this rank's fragment of one settled gradient by `value` [numel of the fragment]."""
+        account = self._accounts[bucket_id]
+        layout = account.bucket.layout
+        if account.shard is None:
+            raise EngineError(f"there is no gradient of {layout.slots[slot].name!r} to be replaced")
+        place = layout.fragment(slot, account.bucket.rank)
+        account.shard = account.shard.to(self._accumulates_in(account.bucket))
+        account.shard[place.start : place.start + place.numel].copy_(value)
+        account.had_gradient.add(slot)
 
     def had_gradient(self) -> bytes:
         """A byte per slot of the trainable buckets, by bucket id: 1 where this rank's window had a gradient."""

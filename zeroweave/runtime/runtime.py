@@ -122,6 +122,8 @@ class Runtime:
         self._training = True
         self._backward: int | None = None
         self._accumulating = False
+        self._examined = -1
+        """the graph task that was last found to accumulate or not"""
         self._unreduced = False
         """has a backward of the window not been reduced? Equal on all ranks, whatever gradients it had"""
         self._backward_frames: dict[int, list[Frame]] = {}
@@ -326,13 +328,23 @@ class Runtime:
         task = current_graph_task()
         if self._backward is None:
             if task >= 0:
-                self._backward = task
-                self._accumulating = trains or any(accumulates(p) for b in self._trained for p in b.real)
-                self.replay.reducing = self._accumulating and self.reduces()
+                self._backward, self._examined, self._accumulating = task, -1, False
+                self._examine(task, trains)
                 at_end_of_backward(self._end_backward)
                 self.backward_began()
         elif task < 0:
             raise EngineError("an earlier backward did not finish; call engine.zero_grad() and start the window anew")
+        else:
+            self._examine(task, trains)
+
+    def _examine(self, task: int, trains: bool) -> None:
+        """Does the backward accumulate? One that does not itself may run another inside, from a hook, that does."""
+        if self._accumulating or (task == self._examined and not trains):
+            return
+        self._examined = task
+        if trains or any(accumulates(p) for b in self._trained for p in b.real):
+            self._accumulating = True
+            self.replay.reducing = self.reduces()
 
     def _end_backward(self) -> None:
         self._leave_finished(everything=True)
@@ -350,12 +362,14 @@ class Runtime:
         self.replay.sweep()
         self.backward_ended(self._accumulating)
 
-    def reduce_rest(self) -> None:
-        """Reduces what backwards without reduction left behind: before a step that no backward reduced for."""
-        if self._unreduced:
-            self._unreduced = False
-            self.replay.backward_ended(reduced=True)
-            self.gradients.end_backward()
+    def reduce_rest(self) -> bool:
+        """Reduces what backwards without reduction left behind, each bucket once. Was there anything?"""
+        if not self._unreduced:
+            return False
+        self._unreduced = False
+        self.replay.backward_ended(reduced=True)
+        self.gradients.end_backward()
+        return True
 
     # ------------------------------------------------------------------ window
     def next_window(self, schedule: Schedule | None) -> None:

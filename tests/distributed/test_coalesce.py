@@ -1,0 +1,126 @@
+"""Several backwards, one reduction: the same gradients as plain backwards, one collective for each bucket."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+
+from tests.distributed.coalescing import EPSILON, Setting, courses, distance, matrix, train
+from tests.distributed.harness import Pool
+from tests.distributed.nested import WAYS, nested
+
+Pools = Callable[[int], Pool]
+
+DAILY = [
+    Setting(1, "aot_eager"),
+    Setting(2, "eager", bucket="slot"),
+    Setting(2, "aot_eager", params="bfloat16"),
+    Setting(3, "aot_eager", depth=1, bucket="tiny"),
+    Setting(3, "eager", params="bfloat16"),
+]
+PRODUCT = [
+    Setting(*each)
+    for each in itertools.product(
+        (1, 2, 3), ("aot_eager", "eager"), (1, 2), ("slot", "default", "tiny"), (None, "bfloat16")
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "name", "counts"),
+    [(each, "mlp", (1, 4)) for each in DAILY]
+    + [pytest.param(each, "decoder", (1, 2, 4, 8), marks=pytest.mark.matrix) for each in PRODUCT],
+    ids=str,
+)
+def test_the_sum_is_that_of_plain_backwards(pools: Pools, setting: Setting, name: str, counts: tuple[int, ...]) -> None:
+    for windows, buckets, compiled_once in pools(2).run(matrix, setting, name, counts):
+        assert compiled_once
+        assert tuple(each.n for each in windows) == counts
+        for each in windows:
+            often = 1 if setting.stage == 1 else each.n
+            assert each.coalesced_reductions == buckets
+            assert each.plain_reductions == {size: often * count for size, count in buckets.items()}
+            if setting.params is None:
+                assert each.bounded[0] <= 1e-6, each
+            else:
+                assert each.difference <= EPSILON * math.sqrt(each.n), each
+                assert each.coalesced_error <= each.plain_error, each
+
+
+WITH = {
+    "plain": ("mlp", {}),
+    "tied": ("tied", {}),
+    "frozen": ("frozen_inside", {}),
+    "clipped": ("mlp", {"gradient_clipping": 1e6}),
+    "unused": ("unused", {}),
+    "recomputed": ("checkpoint_inside_reentrant", {}),
+}
+
+
+PATHS = [(1, "eager"), (2, "aot_eager"), (3, "aot_eager"), (3, "eager")]
+TOGETHER = [("plain", *path) for path in PATHS] + [
+    (what, *PATHS[1 + index % 3]) for index, what in enumerate(WITH) if what != "plain"
+]
+APART = [each for each in itertools.product(WITH, (1, 2, 3), ("aot_eager", "eager")) if each not in TOGETHER]
+
+
+@pytest.mark.parametrize(
+    ("what", "stage", "mode"), TOGETHER + [pytest.param(*each, marks=pytest.mark.matrix) for each in APART]
+)
+def test_training_is_exact_and_leaves_nothing_behind(pools: Pools, what: str, stage: int, mode: str) -> None:
+    name, config = WITH[what]
+    for gradients, parameters, (buckets, *reductions), departures in pools(2).run(
+        train, Setting(stage, mode), name, 3, config
+    ):
+        assert max(gradients)[0] <= 1e-6 and parameters[0] <= 1e-6, (gradients, parameters)
+        assert set(reductions) == {buckets} and departures == 0
+
+
+NESTED = [(way, *path, coalesce) for way in WAYS for path in PATHS for coalesce in (True, False)]
+NESTED_DAILY = [("forward", 2, "aot_eager", True), ("hook", 3, "aot_eager", True), ("head", 3, "eager", True)]
+NESTED_DAILY += [("hook", 3, "eager", False), ("head", 2, "aot_eager", False)]
+
+
+@pytest.mark.parametrize(
+    ("way", "stage", "mode", "coalesce"),
+    NESTED_DAILY + [pytest.param(*each, marks=pytest.mark.matrix) for each in NESTED if each not in NESTED_DAILY],
+)
+def test_backwards_inside_something_else(pools: Pools, way: str, stage: int, mode: str, coalesce: bool) -> None:
+    for gradients, parameters, reductions in pools(2).run(nested, Setting(stage, mode), way, coalesce):
+        assert max(gradients)[0] <= 1e-6 and parameters[0] <= 1e-6, (gradients, parameters)
+        assert not coalesce or reductions == {1.0}
+
+
+STEPS = 6
+HALF = {"params": "float16", "initial_loss_scale": 2.0**20}
+COURSES = {
+    "clipped": {"gradient_clipping": 0.05},
+    "presum": {"reduce": {"op": "presum"}},
+    "clipped in bfloat16": {"gradient_clipping": 0.05, "precision": {"params": "bfloat16"}},
+    "added up in bfloat16": {"precision": {"params": "bfloat16", "accumulate": "bfloat16"}},
+    "reduced in bfloat16": {"precision": {"params": "bfloat16", "reduce": "bfloat16"}},
+    "float16, overflowing": {"precision": HALF, "gradient_clipping": 0.05},
+}
+COURSE_ROWS = [(what, *path) for what in COURSES for path in PATHS]
+COURSE_DAILY = [("clipped", 2, "aot_eager"), ("clipped", 3, "eager"), ("float16, overflowing", 3, "aot_eager")]
+
+
+@pytest.mark.parametrize(
+    ("what", "stage", "mode"),
+    COURSE_DAILY + [pytest.param(*each, marks=pytest.mark.matrix) for each in COURSE_ROWS if each not in COURSE_DAILY],
+)
+def test_several_steps_take_the_course_of_plain_windows(pools: Pools, what: str, stage: int, mode: str) -> None:
+    n = 4
+    exact = "float16" not in what  # so is bfloat16
+    bound = 1e-6 if exact else EPSILON * math.sqrt(n)
+    for plain, coalesced in pools(2).run(courses, Setting(stage, mode), COURSES[what], "mlp", n, STEPS):
+        assert (coalesced.scales, coalesced.applied) == (plain.scales, plain.applied)
+        assert any(plain.applied) and all(plain.applied) == ("overflowing" not in what)
+        assert distance(coalesced.moved, plain.moved) <= bound
+        clips = "gradient_clipping" in COURSES[what]
+        for ours, theirs, applied in zip(coalesced.norms, plain.norms, plain.applied, strict=True):
+            assert (ours is None) == (theirs is None) and (ours is not None or not (clips and applied))
+            assert ours is None or (ours == pytest.approx(theirs, rel=bound) and ours > 0.05)

@@ -1,0 +1,260 @@
+"""The engine's methods that read and write values: of one parameter, or of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zeroweave import state
+from zeroweave.calls import Calls
+from zeroweave.config import Config
+from zeroweave.eager.access import Shown
+from zeroweave.errors import EngineError
+from zeroweave.guard import Guard
+from zeroweave.layout import Fragment
+from zeroweave.optim.scaler import Scaler
+from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.runtime import Runtime
+from zeroweave.state import Opened, Parts
+from zeroweave.windows import Windows
+
+
+class Accessors(Windows):
+    """A part of `Engine`.
+
+    `what` names a value of a parameter: "param", the value itself; "grad", the gradient that `step()` would use; or a
+    key of the optimizer's state, such as "exp_avg". All ranks call these methods, in the same order.
+    """
+
+    config: Config
+    module: nn.Module
+    _parts: Parts
+    _runtime: Runtime
+    _guard: Guard
+    _scaler: Scaler
+    _calls: Calls
+    _opened: Opened
+    _shown: Shown
+
+    # ------------------------------------------------------------------ one parameter
+    def full(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
+        """A copy of the whole value, in the parameter's shape, on the engine's device.
+
+        "param" is the float32 master where there is one, "grad" is float32 at least. Values that the optimizer holds
+        for a parameter as a whole, such as its step counter, come as they are. None for a gradient that no rank
+        has. Costs one gather of the parameter's bucket. EngineError for a parameter that is not the model's and
+        for state that the optimizer does not hold.
+        """
+        with self._guard("full"):
+            bucket, slot = self._find(parameter, "full()", what)
+            if what == "param":
+                shard = bucket.shard
+            elif what == "grad":
+                if (gradient := self._gradient(bucket, slot)) is None:
+                    return None
+                shard = gradient
+            else:
+                found = self._state(bucket, slot, what)
+                if found.whole is not None:
+                    return found.whole
+                assert found.dtype is not None
+                shard = torch.zeros(bucket.shard.numel(), dtype=found.dtype, device=bucket.shard.device)
+                if found.mine is not None:
+                    bucket.fragment(shard, slot).copy_(found.mine)
+            return state.gather_like(self._runtime, bucket, shard)[slot].clone()
+
+    def set_full(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
+        """Replaces a whole value; `value` has the parameter's shape, any dtype, and is the same on all ranks.
+
+        Each rank keeps its part. Parameters change between two optimizer steps' windows only, gradients between the
+        boundary's backward and `step()`, optimizer state once the optimizer holds it.
+        """
+        with self._guard("set_full"):
+            bucket, slot = self._find(parameter, "set_full()", what)
+            place = bucket.layout.slots[slot]
+            part = None
+            if tuple(value.shape) == place.shape:
+                fragment = bucket.layout.fragment(slot, bucket.rank)
+                part = value.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.numel]
+            self._set(bucket, slot, what, value.detach(), part, place.shape)
+
+    def fragment(self, parameter: nn.Parameter | str) -> Fragment:
+        """Which elements of a parameter lie on this rank: `numel` from `offset` on, of the flattened parameter."""
+        bucket, slot = self._find(parameter, "fragment()")
+        return bucket.layout.fragment(slot, bucket.rank)
+
+    def local(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
+        """A copy of this rank's fragment [numel of the fragment] of what `full` gives."""
+        with self._guard("local"):
+            bucket, slot = self._find(parameter, "local()", what)
+            if what == "param":
+                return bucket.fragment(bucket.shard, slot).clone()
+            if what == "grad":
+                gradient = self._gradient(bucket, slot)
+                return None if gradient is None else bucket.fragment(gradient, slot).clone()
+            found = self._state(bucket, slot, what)
+            if found.whole is not None:
+                return found.whole
+            if found.mine is None:
+                return torch.zeros(0, dtype=found.dtype, device=bucket.shard.device)
+            return found.mine.clone()
+
+    def set_local(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
+        """Replaces this rank's fragment; `value` is [numel of the fragment]. Else as `set_full`."""
+        with self._guard("set_local"):
+            bucket, slot = self._find(parameter, "set_local()", what)
+            shape = (bucket.layout.fragment(slot, bucket.rank).numel,)
+            part = value.detach() if tuple(value.shape) == shape else None
+            self._set(bucket, slot, what, value.detach(), part, shape)
+
+    def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
+        self._refuse_inside(method)
+        name = state.name_of(parameter, self.module, self._parts.places)
+        bucket_id, slot = self._calls.access.place[name]
+        bucket = self._runtime.buckets[bucket_id]
+        if what != "param" and not bucket.layout.trainable:
+            raise EngineError(f"{method}: {name!r} is frozen and has no {what!r}")
+        return bucket, slot
+
+    def _gradient(self, bucket: Bucket, slot: int) -> torch.Tensor | None:
+        """This rank's shard of the gradients of a bucket; None if no rank has one for the slot. Collective."""
+        self._reduce_rest("reading a gradient")
+        self._runtime.gradients.reductions.settle_all()
+        missing = state.absent_gradients(self._runtime, self._parts.control)[bucket.id]
+        return None if slot in missing else self._scaler.look(bucket.id)
+
+    def _state(self, bucket: Bucket, slot: int, key: str) -> state.Held:
+        """What the ranks' optimizers hold of a slot under a key. Collective."""
+        optimizer: ShardedOptimizer | None = self._parts.optimizer
+        if optimizer is None:
+            raise EngineError("the engine has no optimizer, so parameters have no optimizer state")
+        held = optimizer.state_of(bucket.id, slot)
+        numel = bucket.layout.fragment(slot, bucket.rank).numel
+        name = bucket.layout.slots[slot].name
+        return state.agree_on_state(name, key, held, numel, self._parts.control)
+
+    @torch.no_grad()
+    def _set(
+        self,
+        bucket: Bucket,
+        slot: int,
+        what: str,
+        value: torch.Tensor,
+        part: torch.Tensor | None,
+        shape: tuple[int, ...],
+    ) -> None:
+        """`part`: what of `value` belongs to this rank; None where its shape is not `shape`."""
+        name = bucket.layout.slots[slot].name
+        found = None if what in ("param", "grad") else self._state(bucket, slot, what)
+        if found is not None and found.whole is not None:
+            part, shape = (value, ()) if value.numel() == 1 else (None, ())
+        if part is None:
+            raise EngineError(f"{what!r} of {name!r} has the shape {list(shape)}, and not {list(value.shape)}")
+        if what == "param":
+            with self._rewriting(f"writing {name!r}"):
+                bucket.fragment(bucket.shard, slot).copy_(part)
+                bucket.renew()
+        elif what == "grad":
+            if not self._parts.status.gradients_pending:
+                raise EngineError(f"there is no gradient of {name!r} to be replaced: call it after the backward")
+            self._reduce_rest("replacing a gradient")
+            self._runtime.gradients.reductions.settle_all()
+            self._scaler.write(bucket.id, slot, part)
+        else:
+            assert found is not None and self._parts.optimizer is not None
+            self._parts.optimizer.set_state(bucket.id, slot, what, part)
+
+    # ------------------------------------------------------------------ all of them
+    @contextmanager
+    def full_parameters(self) -> Iterator[dict[str, nn.Parameter]]:
+        """Everything unsharded: inside, the module's parameters are full and may be read and written.
+
+        Yields them by name. Writes are kept: each rank stores its own part of what it finds, so all ranks
+        must write the same. Collective; not inside a forward or backward.
+        """
+        with self._guard("full_parameters"):
+            if self._runtime.in_session or self._runtime.in_backward:
+                raise EngineError("full_parameters() inside a forward or backward: enter it between them")
+            self._refuse_inside("full_parameters()")
+            self._opened.close()
+            self._opened.open()
+        self._runtime.writable = True
+        try:
+            yield self._shown.views
+        finally:
+            self._runtime.writable = False
+            state.store(self._runtime)
+            self._opened.close()
+            if self.config.gather_after_step:
+                self._opened.open()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All parameters and persistent buffers, full, on the CPU of rank 0, in the model's original dtypes.
+
+        Parameters come from the float32 masters. `{}` on the other ranks. Collective.
+        """
+        with self._guard("state_dict"):
+            self._refuse_inside("state_dict()")
+            return state.state_dict(self.module, self._runtime, self._parts)
+
+    def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and tensors of `state_dict`, one after the other, for models larger than the host's memory.
+
+        One bucket is full at a time, on the device. All ranks iterate (`for name, tensor in
+        engine.stream_state_dict(): …`) and do nothing else with the engine meanwhile; only rank 0 is given anything.
+        """
+        items = state.stream(self.module, self._runtime, self._parts)
+        try:
+            while True:
+                with self._guard("stream_state_dict"):
+                    self._refuse_inside("stream_state_dict()")
+                    item = next(items, None)
+                if item is None:
+                    return
+                yield item
+        finally:
+            items.close()
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Takes rank 0's full `state_dict` on all ranks; every parameter and persistent buffer must be there.
+
+        It may be any mapping, such as one that reads tensors from a file when they are asked for: they are, twice, and
+        none is kept. Collective; the other ranks' argument is ignored.
+        """
+        with self._guard("load_state_dict"):
+            self._refuse_inside("load_state_dict()")
+            with self._rewriting("load_state_dict()"):
+                state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The reduced gradients that `step()` would use, full, float32, on the CPU of every rank.
+
+        None where no rank had a gradient. To be called between the boundary's backward and `step()`. Collective.
+        """
+        with self._guard("gradients"):
+            self._refuse_inside("gradients()")
+            self._reduce_rest("gradients()")
+            return state.full_gradients(self._runtime, self._parts.control, self._scaler.look)
+
+    # ------------------------------------------------------------------ inside
+    @contextmanager
+    def _rewriting(self, what: str) -> Iterator[None]:
+        """Inside, the values of parameters change: between two windows, with nothing gathered."""
+        if self._parts.status.gradients_pending:
+            raise EngineError(f"{what} while gradients wait: call it after step() or zero_grad()")
+        with self._opened.closed():
+            self._abort()  # nothing stays gathered with the old values
+            yield
+
+    def _refuse_inside(self, what: str, profiling: bool = True) -> None:
+        if profiling and self._parts.transport.skips:
+            raise EngineError(f"{what} inside `with engine.profiling():`, where values mean nothing: leave it first")
+        if self._runtime.writable:
+            raise EngineError(f"{what} inside `with engine.full_parameters():`, which keeps writes: leave it first")
+
+    def _abort(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,92 @@
+"""What pydantic finds wrong with a config, in sentences that name the key and say what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """One line where one thing is wrong, else a list of all."""
+    known = _known_keys(model)
+    lines: dict[str, str] = {}
+    for details in error.errors():
+        key = _key_of(details["loc"], known)
+        # A value that fits no branch of a union gives one error a branch; the first has the whole value.
+        lines.setdefault(key, _explain_one(key, details, known))
+    if len(lines) == 1:
+        return next(iter(lines.values()))
+    return "\n".join([f"{len(lines)} errors in the config:", *(f"- {line}" for line in lines.values())])
+
+
+def _explain_one(key: str, details: ErrorDetails, known: tuple[str, ...]) -> str:
+    kind = details["type"]
+    if kind == "extra_forbidden":
+        return f"unknown key {key!r} in the config; {_suggestion(key, known)}"
+    if kind == "value_error":
+        return str(details["ctx"]["error"])
+    return f"{key} must be {_allowed(key, details)}, not {details['input']!r}"
+
+
+def _key_of(location: tuple[int | str, ...], known: tuple[str, ...]) -> str:
+    """The dotted key of a pydantic location, without list indices and branches of unions below a leaf."""
+    key = ""
+    for part in location:
+        if key in known and not any(name.startswith(f"{key}.") for name in known):
+            break
+        key = f"{key}.{part}" if key else str(part)
+    return key
+
+
+def _allowed(key: str, details: ErrorDetails) -> str:
+    context = details.get("ctx", {})
+    match details["type"]:
+        case _ if key == "compile.regions":
+            return "'auto' or a list of module-name patterns"
+        case _ if key == "compile.prefetch":
+            return "'auto' or a whole number of at least 0"
+        case _ if key == "compile.keep":
+            return "'auto', 'none', 'all' or a list of bucket names"
+        case _ if key == "precision.loss_scale":
+            return "'dynamic' or a number greater than 0"
+        case "literal_error":
+            return str(context["expected"])
+        case "greater_than_equal":
+            return f"at least {context['ge']:g}"
+        case "less_than_equal":
+            return f"at most {context['le']:g}"
+        case "greater_than":
+            return f"greater than {context['gt']:g}"
+        case "int_type":
+            return "a whole number"
+        case "float_type" | "finite_number":
+            return "a finite number"
+        case "bool_type":
+            return "true or false"
+        case "model_type":
+            return "a table of keys"
+        case other:  # no field of the models above gives another; pydantic's own words would still be true
+            return f"valid ({other}: {details['msg']})"
+
+
+def _suggestion(key: str, known: tuple[str, ...]) -> str:
+    """A key of that name elsewhere, the nearest beside the unknown one, the nearest anywhere, or those beside it."""
+    table, _, leaf = key.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == table}
+    anywhere = {name.rpartition(".")[2]: name for name in known}
+    for names in ({leaf: anywhere[leaf]} if leaf in anywhere else {}, beside, anywhere):
+        for near in difflib.get_close_matches(leaf, names, n=1):
+            return f"did you mean {names[near]!r}?"
+    return f"the keys {f'of {table!r} ' if table else ''}are {', '.join(sorted(beside))}"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:
+    """All dotted keys, tables included: "stage", "precision", "precision.params", …"""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys.extend(_known_keys(field.annotation, f"{prefix}{name}."))
+    return tuple(keys)

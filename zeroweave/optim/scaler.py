@@ -1,0 +1,185 @@
+"""The loss scale, and what gradients are multiplied by on their way to the optimizer.
+
+Gradients stay as they were reduced until the optimizer takes them: then 1 / loss scale and the clip coefficient are
+multiplied into them in one pass, in the dtype of the masters. So nothing small is lost in float16, and a step that
+is skipped has written nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import torch
+
+from zeroweave._torch import foreach_maxima
+from zeroweave.config import Config
+from zeroweave.layout import BucketLayout
+from zeroweave.optim.clip import clip_coefficient, global_norm
+from zeroweave.runtime.gradients import Gradients
+
+_LARGEST: Final = 2.0**127
+"""A scale beyond it would be infinite in float32."""
+
+
+class LossScale:
+    """What losses are multiplied by before their backward, so that small gradients survive float16.
+
+    A *dynamic* scale is halved by an overflow and doubled by `window` steps in a row without one, and stays at
+    `minimum` or above. `hysteresis` - 1 overflows are forgiven before it is halved, and again after each doubling.
+    With `hysteresis` 1 its course is that of `torch.amp.GradScaler`. Not dynamic, it never changes.
+    """
+
+    def __init__(
+        self,
+        value: float,
+        dynamic: bool = False,
+        window: int = 2000,
+        hysteresis: int = 1,
+        minimum: float = 1.0,
+    ) -> None:
+        self.value, self.dynamic = value, dynamic
+        self._window, self._hysteresis, self._minimum = window, hysteresis, minimum
+        self.good_steps = 0
+        """steps in a row without an overflow, since the last change"""
+        self.patience = hysteresis
+        """overflows until the scale is halved"""
+
+    @property
+    def at_minimum(self) -> bool:
+        """Can it not be lowered, so that an overflow has another reason than the scale?"""
+        return not self.dynamic or self.value <= self._minimum
+
+    def of(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the scale, in float32 at least; `loss` itself where the scale is 1."""
+        if self.value == 1.0:
+            return loss
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
+
+    def update(self, overflow: bool) -> None:
+        """After each optimizer step, and each that was skipped because gradients had overflowed."""
+        if not self.dynamic:
+            return
+        if not overflow:
+            self.good_steps += 1
+            if self.good_steps == self._window:
+                self.good_steps, self.patience = 0, self._hysteresis
+                self.value = min(2.0 * self.value, _LARGEST)
+            return
+        self.good_steps = 0
+        if self.patience > 1:
+            self.patience -= 1
+        else:
+            self.value = max(self.value / 2.0, self._minimum)
+
+
+def loss_scale_of(config: Config, layouts: Iterable[BucketLayout]) -> LossScale | None:
+    """The loss scale that a config asks for: where it names none, a dynamic one if anything is trained in float16."""
+    wanted = config.precision
+    scale = wanted.loss_scale
+    if scale is None:
+        trains_half = any(b.trainable and b.dtype == "float16" for b in layouts)
+        if not trains_half and wanted.autocast != "float16":
+            return None
+        scale = "dynamic"
+    if scale != "dynamic":
+        return LossScale(scale)
+    return LossScale(
+        wanted.initial_loss_scale,
+        dynamic=True,
+        window=wanted.loss_scale_window,
+        hysteresis=wanted.loss_scale_hysteresis,
+        minimum=wanted.min_loss_scale,
+    )
+
+
+def checks(config: Config, layouts: Iterable[BucketLayout]) -> bool:
+    """Does an optimizer step look for gradients that are not finite before it writes anything?"""
+    return config.on_nonfinite is not None or loss_scale_of(config, layouts) is not None
+
+
+class Scaler:
+    """What is done to a window's gradients on this rank between their reduction and the optimizer.
+
+    `loss_scale`: None for none. `checks`: see the function. `all_reduce` sums a tensor over the ranks, in place.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        loss_scale: LossScale | None,
+        checks: bool,
+        all_reduce: Callable[[torch.Tensor], object],
+        device: torch.device,
+    ) -> None:
+        self.checks = checks
+        self._gradients, self._all_reduce, self._device = gradients, all_reduce, device
+        self.loss_scale = loss_scale or LossScale(1.0)
+        self.norm: torch.Tensor | None = None
+        """the global norm that the last clipping found"""
+        self._coefficient: torch.Tensor | None = None
+
+    def nonfinite(self) -> bool:
+        """Is any reduced gradient of this rank infinite or NaN? Waits for the reductions, and for the device."""
+        self._gradients.reductions.settle_all()
+        shards = self._gradients.shards()
+        return bool(shards) and not bool(torch.stack(foreach_maxima(shards)).isfinite().all())
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Makes the global 2-norm of the gradients at most `max_norm`; returns the norm before, fp32, 0-dim."""
+        self._gradients.reductions.settle_all()
+        norm = global_norm(self._gradients.shards(), self._all_reduce, self._device)
+        if (factor := self._factor) is not None:
+            norm = norm * factor
+        coefficient = clip_coefficient(norm, max_norm)
+        self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
+        self.norm = norm
+        return norm
+
+    @property
+    def _factor(self) -> torch.Tensor | float | None:
+        """What a reduced gradient is multiplied by; None where that is 1."""
+        scale = self.loss_scale.value
+        if self._coefficient is None:
+            return None if scale == 1.0 else 1.0 / scale
+        return self._coefficient if scale == 1.0 else self._coefficient / scale
+
+    def take(self, bucket: int) -> torch.Tensor | None:
+        """The gradient [shard_numel] of a bucket for the optimizer, which nobody else keeps; None if it has none."""
+        gradient, factor = self._gradients.take(bucket), self._factor
+        if gradient is None or factor is None:
+            return gradient
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).mul_(factor)
+
+    def look(self, bucket: int) -> torch.Tensor | None:
+        """The gradient that `take` would give, in float32 at least. Not to be written."""
+        gradient, factor = self._gradients.shard(bucket), self._factor
+        if gradient is None:
+            return None
+        gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        return gradient if factor is None else gradient * factor
+
+    def write(self, bucket: int, slot: int, value: torch.Tensor) -> None:
+        """Replaces this rank's fragment [numel of the fragment] of one gradient, given as the optimizer would take it.
+
+        EngineError where the window has no reduced gradients.
+        """
+        self.settle_clipping()
+        self._gradients.write(bucket, slot, value * self.loss_scale.value)
+
+    def settle_clipping(self) -> None:
+        """Multiplies the clip coefficient into the gradients now: others are about to be added, or to replace them."""
+        if self._coefficient is not None:
+            self._gradients.multiply(self._coefficient)
+            self._coefficient = None
+
+    def next_window(self, stepped: bool = False) -> None:
+        """The window's gradients are gone. `stepped`: the optimizer had them."""
+        self._coefficient = None
+        if stepped:
+            self.loss_scale.update(overflow=False)
+
+    def keep(self, attributes: Callable[..., None]) -> None:
+        """Tells `attributes(owner, *names)` what steps change."""
+        attributes(self, "norm")
+        attributes(self.loss_scale, "value", "good_steps", "patience")
