@@ -3,13 +3,14 @@
 #
 #   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu, on two GPUs
 #   benchmarks/gpu.sh bench [benchmarks.lm arguments]    the benchmark of benchmarks/README.md, on all GPUs
+#   benchmarks/gpu.sh coalesce [its arguments]           benchmarks.coalesce, on two GPUs
 #   benchmarks/gpu.sh doctor                             versions and devices, only
 #
 # Run from anywhere. PYTHON names the interpreter (default: python3), OUT the folder for logs and results
 # (default: ./out), LIMIT the seconds after which a run is ended (default: 540).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-what=${1:?tests, bench or doctor}
+what=${1:?tests, bench, coalesce or doctor}
 shift
 python=${PYTHON:-python3}
 export OUT=${OUT:-$PWD/out} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -33,6 +34,7 @@ for i in range(torch.cuda.device_count()):
 case $what in
 tests) run() { bounded "$python" -m pytest tests/gpu -v --durations=0 "$@"; } ;;
 bench) run() { bounded "$python" -m benchmarks.lm --out "$OUT" "$@"; } ;;
+coalesce) run() { bounded "$python" -m benchmarks.coalesce --out "$OUT" "$@"; } ;;
 doctor) run() { :; } ;;
 *) echo "unknown: $what" >&2; exit 2 ;;
 esac

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from benchmarks.worker import Record, Spec
 
@@ -65,31 +65,49 @@ def environment(rank: int, world: int, port: int, cache: Path) -> dict[str, str]
 def run(spec: Spec, world: int, timeout: float, log: TextIO, cache: Path | None = None) -> list[Record]:
     """The records of all ranks in order. The compiler's caches start empty, or are those kept in `cache`.
 
-    What the ranks print goes to `log`; rank 0's lines are also printed as they come. LaunchError when a rank
-    fails or `timeout` seconds pass; no process is left behind.
+    Otherwise as `ranks`.
     """
     with temporary_folder() as folder:
-        request = folder / "spec.json"
-        request.write_text(json.dumps(asdict(spec)))
-        outputs = [folder / f"rank{rank}.log" for rank in range(world)]
-        port = free_port()
-        command = [sys.executable, "-m", "benchmarks.worker", str(request)]
-        with ExitStack() as stack:
-            processes = []
-            for rank, output in enumerate(outputs):
-                handle = stack.enter_context(output.open("w"))
-                env = environment(rank, world, port, cache or folder / "cache")
-                process = subprocess.Popen(command, env=env, stdout=handle, stderr=subprocess.STDOUT)
-                processes.append(process)
-                stack.callback(stop, process)
-            failure = wait(processes, folder, outputs[0], timeout)
+        found = ranks("benchmarks.worker", spec.impl, asdict(spec), folder, world, timeout, log, cache)
+        return [Record(**record) for record in found]
+
+
+def ranks(
+    module: str,
+    name: str,
+    request: Mapping[str, Any],
+    folder: Path,
+    world: int,
+    timeout: float,
+    log: TextIO,
+    cache: Path | None = None,
+) -> list[dict[str, Any]]:
+    """Runs `module` on `world` ranks with `request` as `spec.json`; what each wrote as `rank<r>.json`, beside it.
+
+    `folder` is where these files lie. What the ranks print goes to `log`; rank 0's lines are also printed as they
+    come. LaunchError when a rank fails or `timeout` seconds pass; no process is left behind.
+    """
+    path = folder / "spec.json"
+    path.write_text(json.dumps(request))
+    outputs = [folder / f"rank{rank}.log" for rank in range(world)]
+    port = free_port()
+    command = [sys.executable, "-m", module, str(path)]
+    with ExitStack() as stack:
+        processes = []
         for rank, output in enumerate(outputs):
-            log.write(f"===== {spec.impl} rank {rank}\n{output.read_text(errors='replace')}\n")
-        log.flush()
-        if failure is not None:
-            tails = "\n".join(f"--- rank {r}:\n{tail(o)}" for r, o in enumerate(outputs))
-            raise LaunchError(f"{spec.impl}: {failure}\n{tails}")
-        return [Record(**json.loads((folder / f"rank{rank}.json").read_text())) for rank in range(world)]
+            handle = stack.enter_context(output.open("w"))
+            env = environment(rank, world, port, cache or folder / "cache")
+            process = subprocess.Popen(command, env=env, stdout=handle, stderr=subprocess.STDOUT)
+            processes.append(process)
+            stack.callback(stop, process)
+        failure = wait(processes, folder, outputs[0], timeout)
+    for rank, output in enumerate(outputs):
+        log.write(f"===== {name} rank {rank}\n{output.read_text(errors='replace')}\n")
+    log.flush()
+    if failure is not None:
+        tails = "\n".join(f"--- rank {r}:\n{tail(o)}" for r, o in enumerate(outputs))
+        raise LaunchError(f"{name}: {failure}\n{tails}")
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

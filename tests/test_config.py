@@ -64,6 +64,13 @@ def test_defaults() -> None:
         "dynamic": None,
     }
     assert config.activations.model_dump() == {"free_threshold_bytes": None}
+    assert config.offload.model_dump() == {
+        "optimizer": "none",
+        "params": False,
+        "memory_budget": None,
+        "activations": False,
+        "activations_threshold_bytes": 1 << 20,
+    }
     assert config.debug.model_dump() == dict.fromkeys(OF_THE_ENGINE, False)
     assert Config.load(None) == Config.load({}) == config
 
@@ -102,7 +109,15 @@ EVERYTHING: dict[str, Any] = {
         "passes": ["json:loads"],
         "dynamic": False,
     },
+    "experts": {"parameters": ["*.experts.*"], "parallel_size": 2},
     "activations": {"free_threshold_bytes": 1 << 20},
+    "offload": {
+        "optimizer": "adaptive",
+        "params": False,
+        "memory_budget": 1 << 30,
+        "activations": True,
+        "activations_threshold_bytes": 4096,
+    },
     "debug": dict.fromkeys(OF_THE_ENGINE, True),
 }
 
@@ -116,6 +131,14 @@ on_nonfinite = "raise"
 bucket = { bytes = 1_048_576, by_block = false }
 reduce = { depth = 1, op = "presum" }
 activations = { free_threshold_bytes = 1048576 }
+experts = { parameters = ["*.experts.*"], parallel_size = 2 }
+
+[offload]
+optimizer = "adaptive"
+params = false
+memory_budget = 1073741824
+activations = true
+activations_threshold_bytes = 4096
 
 [compile]
 enabled = true
@@ -212,6 +235,11 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
     [
         ({"stage": 4}, "stage must be 1, 2 or 3, not 4"),
         (
+            {"experts": {"parallel_size": 2}},
+            "experts.parallel_size is 2, but experts.parameters does not say which parameters are experts'; name them "
+            'by patterns such as "*.experts.*"',
+        ),
+        (
             {"stage": 0},
             "stage must be 1, 2 or 3, not 0: every stage shards at least the optimizer's states; what shards nothing "
             "is torch.nn.parallel.DistributedDataParallel",
@@ -267,6 +295,26 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
             "compile.keep must be 'auto', 'none', 'all' or a list of bucket names, not 'some'",
         ),
         ({"compile": {"memory_budget": -1}}, "compile.memory_budget must be at least 0, not -1"),
+        ({"offload": {"optimizer": "some"}}, "offload.optimizer must be 'none', 'all' or 'adaptive', not 'some'"),
+        ({"offload": {"params": 1}}, "offload.params must be true or false, not 1"),
+        (
+            {"offload": {"optimizer": "adaptive", "memory_budget": -1}},
+            "offload.memory_budget must be at least 0, not -1",
+        ),
+        (
+            {"offload": {"optimizer": "adaptive"}},
+            "offload.optimizer is 'adaptive', which needs a limit: set offload.memory_budget to the bytes of device "
+            "memory that may be used, or offload.optimizer to 'all'",
+        ),
+        (
+            {"offload": {"optimizer": "all", "memory_budget": 1}},
+            "offload.memory_budget is for offload.optimizer 'adaptive', not 'all': leave it out",
+        ),
+        (
+            {"stage": 2, "offload": {"params": True}},
+            "offload.params works with stage 3 only, not 2: stages 1 and 2 keep parameters gathered; set stage to 3, "
+            "or use offload.optimizer",
+        ),
         (
             {"compile": {"regions": "layers.*"}},
             "compile.regions must be 'auto' or a list of module-name patterns, not 'layers.*'",

@@ -19,10 +19,13 @@ STAGE = {"zero_optimization": {"stage": 3}}
 
 def nested(key: str, value: Any) -> dict[str, Any]:
     """A DeepSpeed config of stage 3 with one more key, given by its dotted name."""
-    table, _, leaf = key.rpartition(".")
-    if not table:
-        return {**STAGE, leaf: value}
-    return {**STAGE, table: {**(STAGE[table] if table in STAGE else {}), leaf: value}}
+    config: dict[str, Any] = {table: dict(keys) for table, keys in STAGE.items()}
+    *tables, leaf = key.split(".")
+    place = config
+    for table in tables:
+        place = place.setdefault(table, {})
+    place[leaf] = value
+    return config
 
 
 def quiet(source: Any) -> Config:
@@ -73,10 +76,10 @@ MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"data_types": {"grad_accum_dtype": "bf16"}},
         {"precision": {"accumulate": "bfloat16"}},
     ),
-    "bf16.enabled": (BF16, {"precision": {"params": "bfloat16"}}),
+    "bf16.enabled": (BF16, {"precision": {"params": "bfloat16"}, "on_nonfinite": "skip"}),
     "bf16.check_grad_overflow": (
-        {"bf16": {"enabled": True, "check_grad_overflow": True}},
-        {"precision": {"params": "bfloat16"}, "on_nonfinite": "skip"},
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        {"precision": {"params": "bfloat16"}},
     ),
     "fp16.enabled": (FP16, {"precision": DYNAMIC, "on_nonfinite": "raise"}),
     "fp16.loss_scale": (
@@ -107,7 +110,7 @@ MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero_optimization.stage": (zero(stage=2), {"stage": 2}),
     "zero_optimization.reduce_bucket_size": (
         {**BF16, **zero(reduce_bucket_size=5e8)},
-        {"precision": {"params": "bfloat16"}, "bucket": {"bytes": 10**9}},
+        {"precision": {"params": "bfloat16"}, "on_nonfinite": "skip", "bucket": {"bytes": 10**9}},
     ),
     "zero_optimization.allgather_bucket_size": (
         zero(reduce_bucket_size=1000, allgather_bucket_size=500),
@@ -118,6 +121,11 @@ MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         zero(stage3_prefetch_bucket_size=0),
         {"compile": {"prefetch": 0}},
     ),
+    "zero_optimization.offload_optimizer.device": (
+        zero(offload_optimizer={"device": "cpu"}),
+        {"offload": {"optimizer": "all"}},
+    ),
+    "zero_optimization.offload_param.device": (zero(offload_param={"device": "cpu"}), {"offload": {"params": True}}),
 }
 
 
@@ -146,9 +154,28 @@ def test_refused(key: str) -> None:
         assert quiet(nested(key, off)) == Config()
 
 
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [
+        ("curriculum_learning", {"enabled": False, "curriculum_type": "seqlen", "min_difficulty": 8}),
+        ("amp", {"enabled": False, "opt_level": "O1"}),
+    ],
+)
+def test_a_section_that_is_switched_off_asks_for_nothing(key: str, section: dict[str, Any]) -> None:
+    assert quiet(nested(key, section)) == Config()
+    for on in ({**section, "enabled": True, "device": "cpu"}, {k: v for k, v in section.items() if v}):
+        if on != section:
+            assert KEYS[key].instead in refused(nested(key, on))
+
+
 def test_all_keys_that_cannot_be_followed_are_named_at_once() -> None:
     source = {
-        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}, "zero_quantized_weights": True, "new": 1},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "disk"},
+            "zero_quantized_weights": True,
+            "new": 1,
+        },
         "optimizer": {"type": "AdamW"},
         "gradient_clipping": "auto",
         "zero_optimisation": {},
@@ -158,7 +185,7 @@ def test_all_keys_that_cannot_be_followed_are_named_at_once() -> None:
     lines = refused(source).splitlines()
     assert lines[0] == "the DeepSpeed config cannot be followed:"
     assert [line.split(" is ")[0].split(":")[0] for line in lines[1:]] == [
-        "- zero_optimization.offload_param",
+        "- zero_optimization.offload_param.device",
         "- zero_optimization.zero_quantized_weights",
         "- zero_optimization.new",
         "- optimizer",
@@ -178,6 +205,10 @@ def test_all_keys_that_cannot_be_followed_are_named_at_once() -> None:
         ),
         ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is 'fp16': fp32 or bf16"),
         (zero(reduce_bucket_size="big"), "zero_optimization.reduce_bucket_size is 'big': a whole number"),
+        (
+            zero(offload_param={"device": "nvme", "nvme_path": "/disk"}),
+            "zero_optimization.offload_param.device is 'nvme': 'cpu' or 'none'",
+        ),
         ({"bf16": {"enabled": "auto"}}, "bf16.enabled is 'auto', which an integration fills in: write the value"),
     ],
 )
@@ -201,6 +232,10 @@ def test_values_are_checked_as_those_of_any_config() -> None:
 def test_files(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}))
-    assert quiet(path) == quiet(str(path)) == Config.load({"stage": 2, "precision": {"params": "bfloat16"}})
+    assert (
+        quiet(path)
+        == quiet(str(path))
+        == Config.load({"stage": 2, "precision": {"params": "bfloat16"}, "on_nonfinite": "skip"})
+    )
     with pytest.raises(ConfigError, match="cannot be read"):
         Config.from_deepspeed(tmp_path / "absent.json")

@@ -209,6 +209,32 @@ def test_gradients_of_inputs_leave_the_window_empty(stage: int, mode: str, kind:
 
 
 @SOME
+def test_gradients_of_inputs_behind_the_losss_own_backward(stage: int, mode: str) -> None:
+    """What `engine.backward` said of that backward does not hold for later ones of the same loss."""
+    with twins(stage, mode, Tapped) as both:
+        loss, plain_loss = both.engine(rows())[0].pow(2).mean(), both.plain(rows())[0].pow(2).mean()
+        both.engine.backward(loss, retain_graph=True)
+        plain_loss.backward(retain_graph=True)
+        both.step()
+        x = rows(1).requires_grad_()
+        loss, plain_loss = both.engine(x)[0].pow(2).mean(), both.plain(x)[0].pow(2).mean()
+        both.engine.backward(loss, retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, x)
+        plain_loss.backward(retain_graph=True)
+        (expected,) = torch.autograd.grad(plain_loss, x)
+        assert torch.allclose(gradient, expected, rtol=0, atol=1e-6)
+        both.assert_equal_gradients()
+        both.engine.zero_grad()
+        both.optimizer.zero_grad()
+        loss = both.engine(x)[0].pow(2).mean()
+        both.engine.backward(loss, retain_graph=True)
+        both.engine.zero_grad()
+        torch.autograd.grad(loss, x)
+        with pytest.raises(EngineError, match="without a backward"):
+            both.engine.step()
+
+
+@SOME
 def test_after_gradients_of_inputs_nothing_waits(stage: int, mode: str) -> None:
     """The window holds no gradients: `.grad` is None, a load is served, and no backward is warned about."""
     with twins(stage, mode, Tapped, gradient_accumulation_steps=2) as both, warnings.catch_warnings():

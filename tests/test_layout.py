@@ -138,6 +138,19 @@ def test_dtype_requires_grad_and_group_split_a_block() -> None:
     assert layout[-1].group == "experts"
 
 
+def test_a_group_of_its_own_is_sharded_over_its_ranks() -> None:
+    specs = [spec("l.0.router", 100, block="l.0"), spec("l.0.expert", 100, block="l.0", group="experts")]
+    dense, expert = build_layout(specs, 4, LARGE, groups={"experts": 2})
+    assert (dense.world, dense.groups, dense.numel) == (4, 1, 128)
+    assert (expert.world, expert.groups, expert.numel, expert.shard_numel) == (2, 2, 128, 64)
+    assert [(expert.number(rank), expert.place(rank)) for rank in range(4)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(dense.number(rank), dense.place(rank)) for rank in range(4)] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert dense.keys("l.0.router") == ("l.0.router",)
+    assert expert.keys("l.0.expert") == ("l.0.expert@0", "l.0.expert@1")
+    (alone,) = build_layout(specs[1:], 4, LARGE, groups={"experts": 4})
+    assert (alone.world, alone.shard_numel, alone.numel) == (1, 128, 128)  # lines of 32 elements
+
+
 def test_a_block_above_the_cap_becomes_several_buckets() -> None:
     # A line of 128 bytes each; the cap of 512 bytes holds four of them, in flats of whole 2 x 128 bytes.
     specs = [spec(f"l.0.p{i}", 32, block="l.0") for i in range(6)]
@@ -178,6 +191,9 @@ def test_what_is_wrong_with_the_arguments_is_said() -> None:
         build_layout([ParameterSpec("a", (4,), "odd", 3, True, None)], 1, LARGE)
     with pytest.raises(ValueError, match="float32 has two item sizes"):
         build_layout([good, ParameterSpec("b", (4,), "float32", 8, True, None)], 1, LARGE)
+    for groups in ({"experts": 3}, {"experts": 0}, {"world": 2}):
+        with pytest.raises(ValueError, match="4 ranks do not fall into"):
+            build_layout([good], 4, LARGE, groups=groups)
     (bucket,) = build_layout([good], 2, LARGE)
     for rank in (-1, 2):
         with pytest.raises(IndexError, match="outside the world of 2"):
@@ -217,8 +233,9 @@ def test_properties(seed: int) -> None:
     specs = random_specs(dice)
     world, max_bytes = dice.randint(1, 9), dice.choice([1, 512, 4096, 1 << 16, LARGE])
     by_block = dice.random() < 0.7
-    layout = build_layout(iter(specs), world, max_bytes, by_block)
-    assert layout == build_layout(specs, world, max_bytes, by_block)
+    groups = {"experts": dice.choice([count for count in range(1, world + 1) if world % count == 0])}
+    layout = build_layout(iter(specs), world, max_bytes, by_block, groups)
+    assert layout == build_layout(specs, world, max_bytes, by_block, groups)
 
     contents(layout)
     by_name = {s.name: s for s in specs}
@@ -228,7 +245,10 @@ def test_properties(seed: int) -> None:
     firsts = [position[bucket.slots[0].name] for bucket in layout]
     assert firsts == sorted(firsts)
     for bucket in layout:
-        check_bucket(bucket, [by_name[slot.name] for slot in bucket.slots], world, max_bytes)
+        assert bucket.groups == groups.get(bucket.group, 1) and bucket.world * bucket.groups == world
+        check_bucket(bucket, [by_name[slot.name] for slot in bucket.slots], bucket.world, max_bytes)
+        members = sorted((bucket.number(rank), bucket.place(rank)) for rank in range(world))
+        assert members == list(itertools.product(range(bucket.groups), range(bucket.world)))
         places = [position[slot.name] for slot in bucket.slots]
         assert places == sorted(places)
         if by_block:

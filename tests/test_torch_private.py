@@ -185,6 +185,13 @@ def test_who_listens_to_an_optimizer_is_seen() -> None:
     assert private.is_step_replaced(optimizer)
 
 
+def test_sums_of_two_dtypes_keep_that_of_the_target() -> None:
+    sums = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16)]
+    private.foreach_add_(sums, [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((2,), 2.0)])
+    assert [s.tolist() for s in sums] == [[3.0] * 3, [3.0] * 2]
+    assert [s.dtype for s in sums] == [torch.float32, torch.bfloat16]
+
+
 def test_several_tensors_at_once() -> None:
     tensors = [torch.ones(3), torch.full((2,), 2.0), torch.zeros(0)]
     assert [norm.item() for norm in private.foreach_norms(tensors)] == pytest.approx([3**0.5, 8**0.5, 0.0])

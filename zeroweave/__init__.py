@@ -13,6 +13,7 @@ from zeroweave.errors import (
     UnsupportedError,
     ZeroweaveError,
 )
+from zeroweave.experts import expert_group
 from zeroweave.initialize import initialize
 from zeroweave.schedule import Schedule
 
@@ -29,6 +30,7 @@ __all__ = [
     "ScheduleError",
     "UnsupportedError",
     "ZeroweaveError",
+    "expert_group",
     "initialize",
 ]
 __version__ = "0.1.0"

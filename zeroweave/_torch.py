@@ -75,6 +75,11 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def foreach_add_(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
+    """Adds each term to its target. Why: as `foreach_copy_`."""
+    torch._foreach_add_(list(targets), list(terms))
+
+
 def has_symmetric_memory() -> bool:
     """Whether this PyTorch has symmetric memory. Why: `zeroweave doctor` says so; its module is private."""
     return importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
@@ -552,6 +557,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
 
     Why: pytrees are a private module.
     """
+    if isinstance(tree, torch.Tensor):  # most arguments and results of modules are no containers
+        return function(tree)
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(torch.Tensor, function, tree)

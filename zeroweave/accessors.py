@@ -27,7 +27,8 @@ class Accessors(Windows):
     """A part of `Engine`.
 
     `what` names a value of a parameter: "param", the value itself; "grad", the gradient that `step()` would use; or a
-    key of the optimizer's state, such as "exp_avg". All ranks call these methods, in the same order.
+    key of the optimizer's state, such as "exp_avg". All ranks call these methods, in the same order. The name of an
+    expert that not all ranks share means this rank's own; "all ranks" are then those that have the same.
     """
 
     config: Config
@@ -51,10 +52,12 @@ class Accessors(Windows):
         """
         with self._guard("full"):
             bucket, slot = self._find(parameter, "full()", what)
+            missing = False
             if what == "param":
-                shard = bucket.shard
+                shard = bucket.values()
             elif what == "grad":
-                if (gradient := self._gradient(bucket, slot)) is None:
+                gradient, missing = self._gradient(bucket, slot)
+                if gradient is None:
                     return None
                 shard = gradient
             else:
@@ -62,10 +65,11 @@ class Accessors(Windows):
                 if found.whole is not None:
                     return found.whole
                 assert found.dtype is not None
-                shard = torch.zeros(bucket.shard.numel(), dtype=found.dtype, device=bucket.shard.device)
+                shard = torch.zeros(bucket.shard.numel(), dtype=found.dtype, device=bucket.device)
                 if found.mine is not None:
                     bucket.fragment(shard, slot).copy_(found.mine)
-            return state.gather_like(self._runtime, bucket, shard)[slot].clone()
+            full = state.gather_like(self._runtime, bucket, shard)[slot]  # another group may have what this one misses
+            return None if missing else full.clone()
 
     def set_full(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
         """Replaces a whole value; `value` has the parameter's shape, any dtype, and is the same on all ranks.
@@ -92,16 +96,16 @@ class Accessors(Windows):
         with self._guard("local"):
             bucket, slot = self._find(parameter, "local()", what)
             if what == "param":
-                return bucket.fragment(bucket.shard, slot).clone()
+                return bucket.fragment(bucket.values(), slot).clone()
             if what == "grad":
-                gradient = self._gradient(bucket, slot)
-                return None if gradient is None else bucket.fragment(gradient, slot).clone()
+                gradient, missing = self._gradient(bucket, slot)
+                return None if gradient is None or missing else bucket.fragment(gradient, slot).clone()
             found = self._state(bucket, slot, what)
             if found.whole is not None:
                 return found.whole
             if found.mine is None:
-                return torch.zeros(0, dtype=found.dtype, device=bucket.shard.device)
-            return found.mine.clone()
+                return torch.zeros(0, dtype=found.dtype, device=bucket.device)
+            return found.mine.to(bucket.device, copy=True)
 
     def set_local(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
         """Replaces this rank's fragment; `value` is [numel of the fragment]. Else as `set_full`."""
@@ -120,12 +124,15 @@ class Accessors(Windows):
             raise EngineError(f"{method}: {name!r} is frozen and has no {what!r}")
         return bucket, slot
 
-    def _gradient(self, bucket: Bucket, slot: int) -> torch.Tensor | None:
-        """This rank's shard of the gradients of a bucket; None if no rank has one for the slot. Collective."""
+    def _gradient(self, bucket: Bucket, slot: int) -> tuple[torch.Tensor | None, bool]:
+        """This rank's shard of the gradients of a bucket, and whether no rank has one for the slot. Collective.
+
+        The shard is None where nothing was reduced, then on all ranks.
+        """
         self._reduce_rest("reading a gradient")
         self._runtime.gradients.reductions.settle_all()
         missing = state.absent_gradients(self._runtime, self._parts.control)[bucket.id]
-        return None if slot in missing else self._scaler.look(bucket.id)
+        return self._scaler.look(bucket.id), slot in missing
 
     def _state(self, bucket: Bucket, slot: int, key: str) -> state.Held:
         """What the ranks' optimizers hold of a slot under a key. Collective."""
@@ -135,7 +142,7 @@ class Accessors(Windows):
         held = optimizer.state_of(bucket.id, slot)
         numel = bucket.layout.fragment(slot, bucket.rank).numel
         name = bucket.layout.slots[slot].name
-        return state.agree_on_state(name, key, held, numel, self._parts.control)
+        return state.agree_on_state(name, key, held, numel, self._parts.control, bucket.layout.groups)
 
     @torch.no_grad()
     def _set(
@@ -156,7 +163,9 @@ class Accessors(Windows):
             raise EngineError(f"{what!r} of {name!r} has the shape {list(shape)}, and not {list(value.shape)}")
         if what == "param":
             with self._rewriting(f"writing {name!r}"):
-                bucket.fragment(bucket.shard, slot).copy_(part)
+                values = bucket.values()
+                bucket.fragment(values, slot).copy_(part)
+                bucket.put(values)
                 bucket.renew()
         elif what == "grad":
             if not self._parts.status.gradients_pending:
@@ -195,6 +204,7 @@ class Accessors(Windows):
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and persistent buffers, full, on the CPU of rank 0, in the model's original dtypes.
 
+        Experts that not all ranks share are there several times: "name@i" is that of the rank at place i of its group.
         Parameters come from the float32 masters. `{}` on the other ranks. Collective.
         """
         with self._guard("state_dict"):

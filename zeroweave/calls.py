@@ -51,7 +51,7 @@ class Calls:
         self._dtype = None if config.precision.params is None else getattr(torch, config.precision.params)
         wanted = config.precision.autocast
         self._autocast = None if wanted is None else getattr(torch, wanted)
-        self._device_type = next(iter(runtime.buckets.values())).shard.device.type if runtime.buckets else "cpu"
+        self._device_type = next(iter(runtime.buckets.values())).device.type if runtime.buckets else "cpu"
         self.access = Access(model, runtime)
         self.eager_regions: dict[str, str] = {}
         self._compiling = False
@@ -120,7 +120,12 @@ class Calls:
         """What the model is called with: floating tensors in `precision.params`, and no key-value cache unasked."""
         dtype = self._dtype
         if dtype is not None:
-            args, kwargs = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+            def cast(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+            args = tuple(map_tensors(cast, each) for each in args)
+            kwargs = {name: map_tensors(cast, each) for name, each in kwargs.items()}
         return args, self._without_cache(kwargs)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:

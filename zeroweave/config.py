@@ -15,19 +15,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from zeroweave.deepspeed import translate
 from zeroweave.errors import ConfigError, UnsupportedStage
 from zeroweave.explain import explain
-
-_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+from zeroweave.sections import (
+    STRICT,
+    ActivationsConfig,
+    BucketConfig,
+    CompileConfig,
+    DebugConfig,
+    EngineDebugConfig,
+    ExpertsConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    ReduceConfig,
+)
 
 
 class _Explained(BaseModel):
     """A model whose errors are ConfigErrors that say what to do."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -37,162 +47,6 @@ class _Explained(BaseModel):
             unsupported = any(isinstance(cause, UnsupportedStage) for cause in causes)
             kind = UnsupportedStage if unsupported else ConfigError
             raise kind(explain(error, type(self))) from None
-
-
-_DYNAMIC = frozenset({"initial_loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"})
-"""Keys of `precision` that mean something for a dynamic loss scale only."""
-
-
-class PrecisionConfig(BaseModel):
-    """Dtypes of parameters, gradients in transit and gradients at rest, and the loss scale. Masters are float32."""
-
-    model_config = _STRICT
-
-    params: Literal["bfloat16", "float16", "float32"] | None = None
-    """Dtype in which floating-point parameters are gathered and computed with; None: the model's own."""
-
-    autocast: Literal["bfloat16", "float16"] | None = None
-    """`engine(...)` runs the model under `torch.autocast` with this dtype; None: not."""
-
-    reduce: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype in which gradients travel and are summed over ranks; None: that of the parameters."""
-
-    accumulate: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the gradient shards in which the micro-steps of a window add up."""
-
-    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
-    """What losses are multiplied by; None: "dynamic" where anything is trained in float16, else none."""
-
-    initial_loss_scale: Annotated[float, Field(gt=0)] = 65536.0
-    """The dynamic loss scale at the start."""
-
-    loss_scale_window: Annotated[int, Field(ge=1)] = 2000
-    """Steps in a row without an overflow that double the dynamic loss scale."""
-
-    loss_scale_hysteresis: Annotated[int, Field(ge=1)] = 1
-    """Overflows until the dynamic loss scale is halved, from the start and from each doubling on."""
-
-    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
-    """The dynamic loss scale is never lower."""
-
-    @model_validator(mode="after")
-    def _values_fit_together(self) -> Self:
-        given = sorted(self.model_fields_set & _DYNAMIC)
-        if isinstance(self.loss_scale, float) and given:
-            names = ", ".join(f"precision.{name}" for name in given)
-            raise ValueError(
-                f"precision.loss_scale is the number {self.loss_scale:g}, which never changes: leave out {names}, or "
-                "set it to 'dynamic'"
-            )
-        if self.initial_loss_scale < self.min_loss_scale:
-            raise ValueError(
-                f"precision.initial_loss_scale must be at least precision.min_loss_scale ({self.min_loss_scale:g}), "
-                f"not {self.initial_loss_scale:g}"
-            )
-        return self
-
-
-class BucketConfig(BaseModel):
-    """How parameters are grouped for communication."""
-
-    model_config = _STRICT
-
-    bytes: Annotated[int, Field(ge=1)] = 1 << 30
-    """Largest bucket in bytes; a single parameter above it has a bucket of its own."""
-
-    by_block: bool = True
-    """One bucket for each block; false: neighbours fill buckets up to `bytes`, whatever their block."""
-
-
-class ReduceConfig(BaseModel):
-    """How gradients are reduced over ranks."""
-
-    model_config = _STRICT
-
-    depth: Annotated[int, Field(ge=1)] = 2
-    """Most reductions in flight at once; each holds one gradient flat."""
-
-    op: Literal["average", "presum"] = "average"
-    """"average": the backend's average; "presum": divide by the world, then sum."""
-
-
-class CompileConfig(BaseModel):
-    """What is compiled and how."""
-
-    model_config = _STRICT
-
-    enabled: bool = True
-    """False: every module runs eagerly, through hooks."""
-
-    regions: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
-    """"auto": the repeated blocks and what is left between them; else patterns of module names (fnmatch)."""
-
-    lower: Literal["inductor", "aot_eager"] = "inductor"
-    """What turns a traced graph into code: Inductor, or PyTorch's own eager kernels."""
-
-    recompile_limit: Annotated[int, Field(ge=1, le=256)] = 16
-    """Most variants that are compiled of regions with equal code; further ones run eagerly and are reported."""
-
-    activation_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of activation bytes that a compiled forward may save; the rest is computed again in the backward."""
-
-    prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
-    """How many calls ahead of its use a bucket's gather is issued; "auto": as far as measured times ask."""
-
-    keep: Literal["auto", "none", "all"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
-    """Stage 3: buckets that stay gathered from one use to the next; "auto": as many as `memory_budget` has room for."""
-
-    memory_budget: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of device memory that "auto" may fill; none: gathers one bucket more ahead, keeps none."""
-
-    fuse: bool = True
-    """Issue the gathers of neighbouring small buckets in one launch."""
-
-    record_steps: Annotated[int, Field(ge=0)] = 3
-    """How many steps are timed before "auto" decides; 0: it never does."""
-
-    passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Passes of your own behind the built-in ones, each as "module:function"."""
-
-    dynamic: bool | None = None
-    """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
-
-
-class ActivationsConfig(BaseModel):
-    """What becomes of activations that a forward has saved for its backward."""
-
-    model_config = _STRICT
-
-    free_threshold_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Activations of this size and more that no backward has used are freed before the optimizer step; None: none."""
-
-
-class DebugConfig(BaseModel):
-    """Switches that make a run slower and its errors easier to place."""
-
-    model_config = _STRICT
-
-    sync_before_reduce: bool = False
-    """Wait for the device before each reduction of gradients is issued."""
-
-    sync_after_reduce: bool = False
-    """Wait for each reduction of gradients to finish before anything else is done."""
-
-    sync_before_allgather: bool = False
-    """Wait for the device before each gather of parameters is issued."""
-
-    sync_after_allgather: bool = False
-    """Wait for each gather of parameters to finish before anything else is done."""
-
-    check_every_step: bool = False
-    """After every backward the ranks compare which collectives they have issued, and in which order."""
-
-
-class EngineDebugConfig(DebugConfig):
-    """As above, and what an engine has beside it."""
-
-    keep_gradient_targets: bool = False
-    """Reduced gradients have memory of their own from set-up on, instead of from their reduction to the update."""
 
 
 class Config(_Explained):
@@ -220,7 +74,9 @@ class Config(_Explained):
     bucket: BucketConfig = BucketConfig()
     reduce: ReduceConfig = ReduceConfig()
     compile: CompileConfig = CompileConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     activations: ActivationsConfig = ActivationsConfig()
+    offload: OffloadConfig = OffloadConfig()
     debug: EngineDebugConfig = EngineDebugConfig()
 
     @field_validator("stage", mode="before")
@@ -241,6 +97,11 @@ class Config(_Explained):
             raise ValueError(
                 "gather_after_step works with stages 1 and 2 only: stage 3 keeps no parameters gathered; "
                 "read them in engine.full_parameters()"
+            )
+        if self.offload.params and self.stage != 3:
+            raise ValueError(
+                f"offload.params works with stage 3 only, not {self.stage}: stages 1 and 2 keep parameters gathered; "
+                "set stage to 3, or use offload.optimizer"
             )
         return self
 
@@ -294,7 +155,7 @@ class Config(_Explained):
 class RuntimeConfig(_Explained, DebugConfig):
     """Settings of the low-level runtime (`zeroweave.dc`)."""
 
-    model_config = _STRICT
+    model_config = STRICT
 
     symmetric_memory: bool = False
     """Gather parameters through memory that the GPUs of a node read directly; an error where they cannot."""

@@ -42,7 +42,9 @@ def _refused(instead: str, *off: Any) -> Key:
 
 _PRECISION = "masters and optimizer states are float32"
 _NOT_HERE = "zeroweave has nothing like it"
-_OFFLOAD = "remove it, or train with a larger number of GPUs"
+_DEVICE = 'write {"device": "cpu"}'
+_ADAPTIVE = "set offload.optimizer to 'adaptive' in zeroweave's own config"
+_DEVICES: Final = ("none", "cpu", None)
 
 KEYS: Final[dict[str, Key]] = {
     **dict.fromkeys(
@@ -67,6 +69,8 @@ KEYS: Final[dict[str, Key]] = {
             "zero_optimization.allgather_bucket_size",
             "zero_optimization.overlap_comm",
             "zero_optimization.stage3_prefetch_bucket_size",
+            "zero_optimization.offload_optimizer.device",
+            "zero_optimization.offload_param.device",
         ),
         _MAPPED,
     ),
@@ -129,6 +133,19 @@ KEYS: Final[dict[str, Key]] = {
             "zero_optimization.stage3_allgather_sequential",
             "zero_optimization.stage3_gather_16bit_weights_on_model_save",
             "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+            "zero_optimization.offload_optimizer.pin_memory",
+            "zero_optimization.offload_optimizer.buffer_count",
+            "zero_optimization.offload_optimizer.fast_init",
+            "zero_optimization.offload_optimizer.pipeline_read",
+            "zero_optimization.offload_optimizer.pipeline_write",
+            "zero_optimization.offload_optimizer.nvme_path",
+            "zero_optimization.offload_optimizer.cpuadam_cores_perc",
+            "zero_optimization.offload_optimizer.super_offload",
+            "zero_optimization.offload_param.pin_memory",
+            "zero_optimization.offload_param.buffer_count",
+            "zero_optimization.offload_param.buffer_size",
+            "zero_optimization.offload_param.max_in_cpu",
+            "zero_optimization.offload_param.nvme_path",
         ),
         _IGNORED,
     ),
@@ -145,11 +162,12 @@ KEYS: Final[dict[str, Key]] = {
     "torch_autocast.lower_precision_safe_modules": _refused("torch.autocast decides by operator"),
     "activation_checkpointing.partition_activations": _refused("use torch.utils.checkpoint in the model"),
     "activation_checkpointing.cpu_checkpointing": _refused("use torch.utils.checkpoint in the model"),
-    "zero_optimization.offload_optimizer": _refused(_OFFLOAD, {"device": "none"}, *_OFF),
-    "zero_optimization.offload_param": _refused(_OFFLOAD, {"device": "none"}, *_OFF),
-    "zero_optimization.cpu_offload": _refused(_OFFLOAD),
-    "zero_optimization.cpu_offload_param": _refused(_OFFLOAD),
-    "zero_optimization.cpu_offload_use_pin_memory": _refused(_OFFLOAD),
+    "zero_optimization.offload_optimizer": _refused(_DEVICE),
+    "zero_optimization.offload_optimizer.ratio": _refused(f"a share needs a budget: {_ADAPTIVE}", 1, 1.0, None),
+    "zero_optimization.offload_param": _refused(_DEVICE),
+    "zero_optimization.cpu_offload": _refused(f"offload_optimizer: {_DEVICE}"),
+    "zero_optimization.cpu_offload_param": _refused(f"offload_param: {_DEVICE}"),
+    "zero_optimization.cpu_offload_use_pin_memory": _refused("write offload_optimizer and offload_param"),
     "zero_optimization.zero_hpz_partition_size": _refused("parameters are sharded over all ranks", 1, *_OFF),
     "zero_optimization.mics_shard_size": _refused("parameters are sharded over all ranks", -1, *_OFF),
     "zero_optimization.mics_hierarchical_params_gather": _refused("parameters are sharded over all ranks"),
@@ -161,8 +179,8 @@ KEYS: Final[dict[str, Key]] = {
     "zero_optimization.leaf_module": _refused("name regions in compile.regions"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": _refused("optimizers are element-wise"),
     "compile.offload_activation": _refused(_NOT_HERE),
-    "compile.offload_opt_states": _refused(_OFFLOAD),
-    "compile.offload_parameters": _refused(_OFFLOAD),
+    "compile.offload_opt_states": _refused(f"a share needs a budget: {_ADAPTIVE}"),
+    "compile.offload_parameters": _refused(f"zero_optimization.offload_param: {_DEVICE}"),
     "progressive_layer_drop": _refused(_NOT_HERE, {"enabled": False}, *_OFF),
     "eigenvalue": _refused(_NOT_HERE, {"enabled": False}, *_OFF),
     "quantize_training": _refused("nothing is quantized", {"enabled": False}, *_OFF),
@@ -221,17 +239,26 @@ def _problem(key: str, value: Any) -> str | None:
     if known.fate == "ignored":
         return None
     if known.fate == "refused":
-        accepted = value is not True and value in known.off  # True would equal 1
-        return None if accepted else f"{key} is {value!r}: {known.instead}"
+        return None if _asks_nothing(value, known.off) else f"{key} is {value!r}: {known.instead}"
     if value == "auto" and key not in _AUTO_IS_DEFAULT:
         return f"{key} is 'auto', which an integration fills in: write the value"
     if key in ("communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"):
         if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
             return f"{key} is {value!r}: one of {', '.join(_DTYPES)}"
+    elif key.endswith(".device"):
+        if value not in _DEVICES:
+            return f"{key} is {value!r}: 'cpu' or 'none'"
     elif key.endswith(("bucket_size", "power")) and value not in (None, "auto"):
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
             return f"{key} is {value!r}: a whole number"
     return None
+
+
+def _asks_nothing(value: Any, off: tuple[Any, ...]) -> bool:
+    """Is it one of `off`, or a section that is switched off as one of them is, whatever else it says?"""
+    if isinstance(value, Mapping) and value:
+        return any(each and each.items() <= value.items() for each in off if isinstance(each, Mapping))
+    return value is not True and value in off  # True would equal 1
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
@@ -258,13 +285,18 @@ def _config(values: Mapping[str, Any]) -> dict[str, Any]:
         config["gradient_accumulation_steps"] = values["gradient_accumulation_steps"]
     if values.get("gradient_clipping"):
         config["gradient_clipping"] = values["gradient_clipping"]
-    if values.get("bf16.enabled") and values.get("bf16.check_grad_overflow"):
+    if values.get("bf16.enabled") and values.get("bf16.check_grad_overflow", True):
         config["on_nonfinite"] = "skip"
     if config["precision"].get("loss_scale") == "dynamic":
         config["on_nonfinite"] = "raise"  # at the smallest scale; above it the step is skipped
     sizes = [values.get(f"zero_optimization.{name}") for name in ("reduce_bucket_size", "allgather_bucket_size")]
     if elements := [int(size) for size in sizes if size not in (None, "auto")]:
         config["bucket"] = {"bytes": min(elements) * (2 if half else 4)}
+    offload = config["offload"] = {}
+    if values.get("zero_optimization.offload_optimizer.device") == "cpu":
+        offload["optimizer"] = "all"
+    if values.get("zero_optimization.offload_param.device") == "cpu":
+        offload["params"] = True
     reduce = config["reduce"] = {}
     if values.get("prescale_gradients"):
         reduce["op"] = "presum"

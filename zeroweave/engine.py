@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from zeroweave import state
 from zeroweave.accessors import Accessors
@@ -24,7 +23,7 @@ from zeroweave.scaling import Scaling, scaler_of
 from zeroweave.scheduler import scheduler_of
 from zeroweave.scheduling import Scheduling
 from zeroweave.snapshot import Snapshot
-from zeroweave.state import Opened, Parts
+from zeroweave.state import Opened, Parts, adaptive_of
 from zeroweave.stats import Stats
 
 
@@ -51,6 +50,7 @@ class Engine(Scheduling, Scaling, Accessors):
         self._scaler = scaler_of(parts)
         self._executed = ()
         self._scheduler = scheduler_of(parts, self._agreements)
+        self._adaptive = adaptive_of(parts)
         self._samples = Samples.asked_for(self._scheduler, self.rank)
         self._calls = Calls(parts.model, parts.runtime, parts.config, self._session)
         self._shown = Shown(parts.places, self._calls.access)
@@ -116,9 +116,11 @@ class Engine(Scheduling, Scaling, Accessors):
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         with self._guard("backward"):
             loss = self._scale(loss, self._divisor if scale_wrt_gas else 1)
-            if loss.requires_grad:  # a loss that reaches no parameter on this rank is a backward all the same
-                loss.register_hook(lambda _: self._runtime.note_backward(trains=True))
-            loss.backward(retain_graph=retain_graph)
+            with ExitStack() as after:
+                if loss.requires_grad:  # a loss that reaches no parameter on this rank is a backward all the same
+                    hook = loss.register_hook(lambda _: self._runtime.note_backward(trains=True))
+                    after.callback(hook.remove)  # later backwards of this loss may be others
+                loss.backward(retain_graph=retain_graph)
 
     def _backward_began(self) -> None:
         if self._guard.destroyed:
@@ -147,6 +149,7 @@ class Engine(Scheduling, Scaling, Accessors):
                 raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
             self._refuse_inside("step()", profiling=False)
             self._refuse_coalescing("step()")
+            self._refuse_computing("step()", "call it after them")
             if self._backwards == 0:
                 raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
             boundary = self.is_gradient_accumulation_boundary()
@@ -165,7 +168,7 @@ class Engine(Scheduling, Scaling, Accessors):
         runtime.reduce_rest()
         followed = replay.arrive()
         self._opened.close()
-        replay.refuse_views()
+        replay.lingering.refuse_views()
         candidate = self._scheduler.candidate(followed)
         decision = self._agreements.step(gradients.had_gradient(), candidate, self._nonfinite)
         absent = gradients.absent(decision.had_gradient)
@@ -173,7 +176,8 @@ class Engine(Scheduling, Scaling, Accessors):
         if applies:
             if self.config.gradient_clipping is not None:
                 self.clip_grad_norm_(self.config.gradient_clipping)
-            replay.finish(optimizer.in_turn(self._scaler.take, absent), frozenset(absent))
+            updates = frozenset(absent)
+            replay.finish(optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates)), updates)
             for bucket_id in absent:
                 runtime.buckets[bucket_id].renew()
         else:
@@ -182,6 +186,8 @@ class Engine(Scheduling, Scaling, Accessors):
         runtime.next_window(self._scheduler.next(candidate, decision.adopt, applies))
         runtime.release_kept()
         self._scaler.next_window(stepped=applies)
+        if self._adaptive is not None and applies and not self._parts.transport.skips:
+            self._adaptive.step_ended(self._scheduler.settled)
         self._parts.status.gradients_pending = False
         self._progress.step += 1
         if applies and self.lr_scheduler is not None:
@@ -219,7 +225,7 @@ class Engine(Scheduling, Scaling, Accessors):
             reopen = self._opened.is_open
             self._opened.close()
             self._abort()  # nothing stays gathered
-            self._runtime.replay.refuse_views()
+            self._runtime.replay.lingering.refuse_views()
             before = Snapshot(self._parts, self.lr_scheduler)
             before.attributes(self._progress, "step")
             before.attributes(self, "micro_steps", "skipped_steps", "_applied", "_boundary", "_executed")
@@ -262,9 +268,7 @@ class Engine(Scheduling, Scaling, Accessors):
         if self._parts.optimizer is not None:
             self._parts.optimizer.destroy()
         self._guard.close()
-        self._parts.control.close()
-        if self._parts.owns_process_group:
-            dist.destroy_process_group()
+        self._parts.ends.close()
 
     def __enter__(self) -> Engine:
         return self

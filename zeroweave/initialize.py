@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +15,26 @@ from torch import nn
 from zeroweave.comm.clock import clock_of
 from zeroweave.comm.control import Control
 from zeroweave.comm.fence import fenced
+from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.process_group import device_of, make_transport
+from zeroweave.comm.process_group import device_of, make_transport, own_group
 from zeroweave.comm.skip import Skipping
 from zeroweave.comm.timed import Timed
+from zeroweave.comm.transport import Transport
 from zeroweave.compile.regions import find_blocks
 from zeroweave.config import Config
 from zeroweave.engine import Engine
-from zeroweave.errors import EngineError
-from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
+from zeroweave.errors import ConfigError, EngineError
+from zeroweave.experts import GROUP as EXPERTS
+from zeroweave.experts import find_experts, groups_of
+from zeroweave.layout import WORLD, BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.admit import check_optimizer
 from zeroweave.optim.scaler import checks
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.admit import check
+from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.rest import rest
-from zeroweave.runtime.runtime import Policy, Runtime
+from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.stub import Status
 from zeroweave.schedule import BucketFacts, Facts
 from zeroweave.scheduler import passes_of, settings_of
@@ -48,7 +54,8 @@ def initialize(
 
     Collective. Without a process group one is started from the environment (torchrun's variables), a world
     of 1 where there is none; `engine.destroy()` ends what was started here. Rank 0's weights and buffers are
-    taken on all ranks. The model moves to `cuda:LOCAL_RANK` where the group has a CUDA backend, else stays.
+    taken on all ranks; of experts that not all ranks share (`experts` of the config) those of the first rank that has
+    them. The model moves to `cuda:LOCAL_RANK` where the group has a CUDA backend, else stays.
 
     `optimizer`: an element-wise torch.optim optimizer over `model.parameters()`, a callable from the
     parameters to one, or None for evaluation only. It stays the user's object, with its groups.
@@ -61,21 +68,22 @@ def initialize(
         raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
     passes_of(settings)
     check(model)
+    experts = find_experts(model, settings.experts)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(list(model.parameters()))
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    started = process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if started:
-        _start_process_group()
-    group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-    control = Control.over(group, settings.deadline_seconds)
+    ends = ExitStack()
     try:
-        return _assemble(model, optimizer, settings, lr_scheduler, group, control, started)
+        if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _start_process_group()
+            ends.callback(dist.destroy_process_group)
+        group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        control = Control.over(group, settings.deadline_seconds)
+        ends.callback(control.close)
+        return _assemble(model, optimizer, settings, lr_scheduler, experts, group, control, ends)
     except BaseException:
-        control.close()
-        if started:
-            dist.destroy_process_group()
+        ends.close()
         raise
 
 
@@ -107,7 +115,8 @@ def _parameters(model: nn.Module, settings: Config) -> dict[str, _Parameter]:
     }
 
 
-def _specs(model: nn.Module, parameters: Mapping[str, _Parameter]) -> list[ParameterSpec]:
+def _specs(model: nn.Module, parameters: Mapping[str, _Parameter], experts: frozenset[int]) -> list[ParameterSpec]:
+    """`experts`: `id` of each parameter that not all ranks share."""
     block_of: dict[int, str] = {}
     for name, block in find_blocks(model):
         for p in block.parameters():
@@ -120,6 +129,7 @@ def _specs(model: nn.Module, parameters: Mapping[str, _Parameter]) -> list[Param
             itemsize=p.dtype.itemsize,
             requires_grad=p.tensor.requires_grad,
             block=block_of.get(id(p.tensor)),
+            group=EXPERTS if id(p.tensor) in experts else WORLD,
         )
         for p in parameters.values()
     ]
@@ -150,15 +160,18 @@ def _agree_on_model(control: Control, model: nn.Module, specs: list[ParameterSpe
 
 @torch.no_grad()
 def _fill(runtime: Runtime, parameters: Mapping[str, _Parameter]) -> None:
-    """Gives every shard rank 0's values, not rounded to the dtype of the computation where it is a master."""
+    """Gives every shard the values of the first rank of its group.
+
+    Not rounded to the dtype of the computation where it is a master.
+    """
     for bucket in runtime.buckets.values():
         tensors = [parameters[slot.name].tensor for slot in bucket.layout.slots]
         widest = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
-        full = torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.shard.device)
+        full = torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.device)
         for view, tensor in zip(bucket.views(full), tensors, strict=True):
             view.copy_(tensor)
-        runtime.transport.broadcast(full)
-        bucket.shard.copy_(bucket.slice(full))
+        runtime.transport.broadcast(full, group=bucket.layout.group)
+        bucket.put(bucket.slice(full))
 
 
 def _share_buffers(model: nn.Module, device: torch.device, runtime: Runtime) -> None:
@@ -180,8 +193,11 @@ def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
         op=settings.reduce.op,
         reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
         accumulate_dtype=getattr(torch, precision.accumulate),
+        masters_off=settings.offload.optimizer != "none" or settings.offload.params,
+        params_off=settings.offload.params,
         keep_gradient_targets=settings.debug.keep_gradient_targets,
         free_threshold=settings.activations.free_threshold_bytes,
+        offload_threshold=settings.offload.activations_threshold_bytes if settings.offload.activations else None,
     )
 
 
@@ -198,7 +214,25 @@ def _facts(
         prefetch=1,
         update_by_bucket=by_bucket,
         free=policy.free_threshold is not None,
+        offload=policy.offload_threshold is not None,
     )
+
+
+def _transport(
+    group: dist.ProcessGroup | None,
+    control: Control,
+    device: torch.device,
+    ledger: Ledger,
+    groups: Mapping[str, int],
+    ends: ExitStack,
+) -> Transport:
+    """The transport over `group` and over the sharding groups, whose communicators are made here."""
+    transports = {WORLD: make_transport(group, device, ledger)}
+    for name, count in groups.items():
+        if (own := own_group(group, control, count)) is not None:
+            ends.callback(dist.destroy_process_group, own)
+        transports[name] = make_transport(own, device, ledger, name, divisor=control.world)
+    return Grouped(transports) if groups else transports[WORLD]
 
 
 def _assemble(
@@ -206,23 +240,32 @@ def _assemble(
     optimizer: torch.optim.Optimizer | None,
     settings: Config,
     lr_scheduler: Any,
+    experts: frozenset[int],
     group: dist.ProcessGroup | None,
     control: Control,
-    started: bool,
+    ends: ExitStack,
 ) -> Engine:
+    """`ends` ends what was started for the engine, and what is started here."""
     device = device_of(group)
     parameters = _parameters(model, settings)
-    specs = _specs(model, parameters)
+    specs = _specs(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset())
     _agree_on_model(control, model, specs, settings)
-    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block)
+    groups = groups_of(settings.experts, control.world)
+    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     policy = _policy(settings, layouts)
-    settings_of(settings).facts(_facts(settings, layouts, policy, None), None, None)  # do its names fit the layout?
+    try:
+        settings_of(settings).facts(_facts(settings, layouts, policy, None), None, None)
+    except EngineError as error:  # it names buckets that the layout does not have
+        raise ConfigError(f"compile.{error}") from None
     ledger = Ledger(control.world, control.rank, {b.id: b.name for b in layouts})
-    timed = Timed(fenced(make_transport(group, device, ledger), device, settings.debug), clock_of(device))
+    meeting = _transport(group, control, device, ledger, groups, ends)
+    timed = Timed(fenced(meeting, device, settings.debug), clock_of(device))
     transport = Skipping(timed, device)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
     runtime = Runtime(layouts, dtypes, transport, policy)
+    runtime.lanes.issuing = timed.issuing
     _fill(runtime, parameters)
+    runtime.lanes.finish()
     _share_buffers(model, device, runtime)
 
     place = {s.name: (b.id, i) for b in layouts for i, s in enumerate(b.slots)}
@@ -233,7 +276,8 @@ def _assemble(
     places = rest(model, status, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
-        sharded = ShardedOptimizer(optimizer, list(runtime.buckets.values()), slot_of)
+        moments_off = settings.offload.optimizer != "none"
+        sharded = ShardedOptimizer(optimizer, list(runtime.buckets.values()), slot_of, runtime.lanes, moments_off)
     return Engine(
         Parts(
             model=model,
@@ -249,7 +293,7 @@ def _assemble(
             original_dtypes=original,
             facts=_facts(settings, layouts, runtime.policy, sharded),
             device=device,
-            owns_process_group=started,
+            ends=ends,
         ),
         lr_scheduler,
     )

@@ -11,6 +11,10 @@ shards of all ranks are equal and start at multiples of 128 bytes too. A slot ma
 part of it inside one rank's shard is a *fragment*. What belongs to no slot (gaps and padding) is always
 zero, so that norms and overflow checks may read whole shards.
 
+A *sharding group* is a name for the ranks that share a bucket. Those of "world" are all ranks. Of any other name there
+are `groups` groups, in which the same bucket holds different parameters, as expert parallelism has it: rank r of the
+engine is in group number `r % groups`, at place `r // groups` of it.
+
 All counts and offsets are in elements unless a name says bytes.
 """
 
@@ -18,11 +22,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGN_BYTES = 128
 """Slots and shards start at multiples of this: a full cache line, and what vector loads and NCCL like."""
+
+GROUP_MARK = "@"
+"""Between a parameter's name and the number of the sharding group whose own it is."""
+
+WORLD = "world"
+"""The sharding group of all ranks."""
 
 NAME_SEPARATOR = ":"
 """Between a bucket's base name (a module path) and the suffixes that tell its siblings apart."""
@@ -33,7 +43,7 @@ class ParameterSpec:
     """What the layout needs to know of one distinct parameter (a tied one appears once).
 
     `block` is the qualified name of the block that the parameter belongs to, or None. `group` names the
-    ranks that share it. `itemsize` is in bytes and follows from `dtype`.
+    sharding group. `itemsize` is in bytes and follows from `dtype`.
     """
 
     name: str
@@ -42,7 +52,7 @@ class ParameterSpec:
     itemsize: int
     requires_grad: bool
     block: str | None
-    group: str = "world"
+    group: str = WORLD
 
     @property
     def numel(self) -> int:
@@ -87,7 +97,8 @@ class Piece:
 class BucketLayout:
     """One bucket: its slots in model order and the size of its flat (`numel`, padding included).
 
-    `numel` is a positive multiple of `world * ALIGN_BYTES / itemsize`.
+    `numel` is a positive multiple of `world * ALIGN_BYTES / itemsize`. `group` names its sharding group, of which there
+    are `groups`, with `world` ranks each.
     """
 
     id: int
@@ -99,6 +110,7 @@ class BucketLayout:
     world: int
     slots: tuple[Slot, ...]
     numel: int
+    groups: int = 1
 
     @property
     def trainable(self) -> bool:
@@ -120,14 +132,26 @@ class BucketLayout:
         """Bytes of each rank's shard."""
         return self.shard_numel * self.itemsize
 
+    def number(self, rank: int) -> int:
+        """Which of the `groups` groups has `rank` of the engine."""
+        return rank % self.groups
+
+    def place(self, rank: int) -> int:
+        """The place that `rank` of the engine has in its group: whose shard is its own."""
+        return rank // self.groups
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """The names that parameter `name` has for all ranks: one for each group's own, by the group's number."""
+        return (name,) if self.groups == 1 else tuple(f"{name}{GROUP_MARK}{number}" for number in range(self.groups))
+
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """The shard of `rank` as a range `[start, stop)` of the flat; IndexError outside the world."""
+        """The shard of place `rank` as a range `[start, stop)` of the flat; IndexError outside the world."""
         if not 0 <= rank < self.world:
             raise IndexError(f"rank {rank} is outside the world of {self.world}")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def fragment(self, slot_index: int, rank: int) -> Fragment:
-        """The part of slot `slot_index` inside the shard of `rank`."""
+        """The part of slot `slot_index` inside the shard of place `rank`."""
         slot = self.slots[slot_index]
         start, stop = self.shard_range(rank)
         first, last = max(slot.offset, start), min(slot.offset + slot.numel, stop)
@@ -159,7 +183,11 @@ def find_gaps(pieces: Iterable[Piece], numel: int) -> tuple[tuple[int, int], ...
 
 
 def build_layout(
-    specs: Iterable[ParameterSpec], world: int, max_bytes: int, by_block: bool = True
+    specs: Iterable[ParameterSpec],
+    world: int,
+    max_bytes: int,
+    by_block: bool = True,
+    groups: Mapping[str, int] | None = None,
 ) -> tuple[BucketLayout, ...]:
     """Lay the parameters out in buckets; ids count from 0 in the order of each bucket's first parameter.
 
@@ -169,30 +197,37 @@ def build_layout(
     and sharding group, then in order into flats of at most `max_bytes`; a single parameter above that has
     a bucket of its own. A slot never spans buckets.
 
+    `groups`: how many groups the `world` ranks fall into under each name of a sharding group; 1 where it is silent.
+
     The result depends on the arguments alone, so every rank computes the same. ValueError for a world or
-    size below 1, a name given twice, or an item size that is inconsistent or no divisor of 128.
+    size below 1, a number of groups that does not divide the world, a name given twice, or an item size that is
+    inconsistent or no divisor of 128.
     """
-    specs = tuple(specs)
-    _check(specs, world, max_bytes)
+    specs, groups = tuple(specs), dict(groups or {})
+    _check(specs, world, max_bytes, groups)
     order = {spec.name: index for index, spec in enumerate(specs)}
-    groups = [
+    filled = [
         members
         for unit in _units(specs, by_block)
         for alike in _split_by_kind(unit)
-        for members in _split_by_size(alike, world, max_bytes)
+        for members in _split_by_size(alike, world // groups.get(alike[0].group, 1), max_bytes)
     ]
-    groups.sort(key=lambda members: order[members[0].name])
-    names = _bucket_names(groups, by_block)
+    filled.sort(key=lambda members: order[members[0].name])
+    names = _bucket_names(filled, by_block)
     return tuple(
-        _lay_out(bucket, name, members, world) for bucket, (name, members) in enumerate(zip(names, groups, strict=True))
+        _lay_out(bucket, name, members, world, groups.get(members[0].group, 1))
+        for bucket, (name, members) in enumerate(zip(names, filled, strict=True))
     )
 
 
-def _check(specs: Sequence[ParameterSpec], world: int, max_bytes: int) -> None:
+def _check(specs: Sequence[ParameterSpec], world: int, max_bytes: int, groups: Mapping[str, int]) -> None:
     if world < 1:
         raise ValueError(f"world must be at least 1, not {world}")
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
+    for group, count in groups.items():
+        if count < 1 or world % count or (group == WORLD and count > 1):
+            raise ValueError(f"{world} ranks do not fall into {count} sharding groups {group!r}")
     itemsizes: dict[str, int] = {}
     seen: set[str] = set()
     for spec in specs:
@@ -243,8 +278,8 @@ def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -
     return parts
 
 
-def _lay_out(bucket: int, name: str, members: Sequence[ParameterSpec], world: int) -> BucketLayout:
-    first = members[0]
+def _lay_out(bucket: int, name: str, members: Sequence[ParameterSpec], ranks: int, groups: int) -> BucketLayout:
+    first, world = members[0], ranks // groups
     slots: list[Slot] = []
     end = 0
     for spec in members:
@@ -260,6 +295,7 @@ def _lay_out(bucket: int, name: str, members: Sequence[ParameterSpec], world: in
         world=world,
         slots=tuple(slots),
         numel=_round_up(end, world * ALIGN_BYTES) // first.itemsize,
+        groups=groups,
     )
 
 
@@ -275,13 +311,13 @@ def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _bucket_names(groups: Sequence[Sequence[ParameterSpec]], by_block: bool) -> list[str]:
+def _bucket_names(filled: Sequence[Sequence[ParameterSpec]], by_block: bool) -> list[str]:
     """One distinct name a bucket, for people: its block, or the module of its first parameter.
 
     Buckets that would share a name get what tells them apart, in this order: dtype, "frozen", sharding
     group, and a running number where all that is equal: "layers.0:bfloat16:frozen", "layers.3:1".
     """
-    heads = [members[0] for members in groups]
+    heads = [members[0] for members in filled]
     bases = [_base_name(head, by_block) for head in heads]
     siblings: dict[str, list[ParameterSpec]] = {}
     for base, head in zip(bases, heads, strict=True):

@@ -123,7 +123,7 @@ class Scaling(Windows):
     def _describe(self) -> str:
         """Collective."""
         here = [
-            slot.name
+            bucket.layout.keys(slot.name)[bucket.number]
             for bucket in self._runtime.buckets.values()
             if (shard := self._runtime.gradients.shard(bucket.id)) is not None
             for index, slot in enumerate(bucket.layout.slots)

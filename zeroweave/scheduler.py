@@ -156,6 +156,11 @@ class Scheduler:
         """What the next window follows."""
         return self._runtime.replay.schedule
 
+    @property
+    def settled(self) -> bool:
+        """Do the steps follow a schedule that will not change by itself?"""
+        return self._followed >= _WARM_STEPS + (self._record_steps if self._automatic else 0)
+
     # ------------------------------------------------------------------ making schedules
     def compile(
         self, schedule: Schedule, settings: Settings, costs: Costs | None, measured: Schedule | None

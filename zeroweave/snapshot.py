@@ -28,6 +28,7 @@ class Snapshot:
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._attributes: list[tuple[object, str, Any]] = []
         self._seen: set[int] = set()
+        self._runtime.lanes.finish()  # what lies in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
         for bucket in self._trained:
             self._keep(bucket.shard)
@@ -79,6 +80,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Everything is as it was. To be called between windows, with nothing gathered; local."""
+        self._runtime.lanes.finish()
         for owner, name, value in self._attributes:
             setattr(owner, name, value)
         for table, entries in self._dicts:
@@ -89,6 +91,7 @@ class Snapshot:
         for tensor, copy in self._tensors:
             tensor.copy_(copy)
         for bucket in self._trained:
+            bucket.put(bucket.values())  # what is gathered may be another tensor
             bucket.renew()
         torch.set_rng_state(self._random)
         if self._device_random is not None:

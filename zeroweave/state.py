@@ -22,6 +22,7 @@ from zeroweave.config import Config
 from zeroweave.eager.access import Shown
 from zeroweave.eager.hooks import delivery
 from zeroweave.errors import EngineError, ParameterError
+from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.rest import Places
@@ -49,7 +50,17 @@ class Parts:
     original_dtypes: Mapping[str, torch.dtype]
     facts: Facts
     device: torch.device
-    owns_process_group: bool
+    ends: ExitStack
+    """ends what was started for the engine: its communicators, last the process group where that is its own"""
+
+
+def adaptive_of(parts: Parts) -> Adaptive | None:
+    """What decides where the optimizer's states live, if the config leaves that open."""
+    budget = parts.config.offload.memory_budget
+    if budget is None or parts.optimizer is None:
+        return None
+    clock = parts.timed.clock
+    return Adaptive(parts.optimizer.offload, budget, clock.peak, clock.restart_peak)
 
 
 class Opened:
@@ -76,7 +87,7 @@ class Opened:
         self._shown.close()
         with ExitStack() as each:  # a parameter that was written raises, but the others go as well
             for bucket in self._runtime.buckets.values():
-                each.callback(self._runtime.replay.release, bucket)
+                each.callback(self._runtime.replay.lingering.reshard, bucket.id)
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -95,9 +106,9 @@ def store(runtime: Runtime) -> None:
     A shard that is a master keeps its own, finer value wherever the parameter still has the one rounded from it.
     """
     for bucket in runtime.buckets.values():
-        written = bucket.slice(bucket.flat)
-        changed = written != bucket.shard.to(bucket.dtype)
-        bucket.shard.copy_(torch.where(changed, written.to(bucket.shard.dtype), bucket.shard))
+        written, values = bucket.slice(bucket.flat), bucket.values()
+        changed = written != values.to(bucket.dtype)
+        bucket.put(torch.where(changed, written.to(values.dtype), values))
         if bucket.written:
             bucket.renew()
 
@@ -108,7 +119,7 @@ def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str
     return {
         slot.name: view.to(dtypes[slot.name], copy=True)
         for bucket in runtime.buckets.values()
-        for slot, view in zip(bucket.layout.slots, gather_like(runtime, bucket, bucket.shard), strict=True)
+        for slot, view in zip(bucket.layout.slots, gather_like(runtime, bucket, bucket.values()), strict=True)
     }
 
 
@@ -117,6 +128,22 @@ def gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[t
     full = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=shard.device)
     runtime.transport.all_gather(full, shard, bucket.layout).wait()
     return bucket.views(full)
+
+
+def _each_group(runtime: Runtime, bucket: Bucket) -> Iterator[torch.Tensor]:
+    """The master values [numel] of the bucket in each of its sharding groups, by the group's number. Collective.
+
+    Groups but the first send theirs to all ranks: the rank of the group's number, which is the first in it, does.
+    """
+    layout, shard = bucket.layout, bucket.values()
+    own = torch.empty(layout.numel, dtype=shard.dtype, device=shard.device)
+    with torch.no_grad():
+        runtime.transport.all_gather(own, shard, layout).wait()
+    for number in range(layout.groups):
+        flat = own if number == bucket.number else torch.empty_like(own)
+        if number:
+            runtime.transport.broadcast(flat, source=number)
+        yield flat
 
 
 def absent_gradients(runtime: Runtime, control: Control) -> dict[int, frozenset[int]]:
@@ -156,31 +183,40 @@ def state_dict(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, to
     values = dict(stream(model, runtime, parts))
     if not values:
         return {}
-    ordered = {name: values.pop(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    ordered = {key: values.pop(key) for keys in _keys(model, runtime, parts).values() for key in keys}
     return ordered | values
+
+
+def _keys(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, tuple[str, ...]]:
+    """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`."""
+    layout_of = {slot.name: bucket.layout for bucket in runtime.buckets.values() for slot in bucket.layout.slots}
+    aliases = parts.places.aliases
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {name: layout_of[aliases.get(name, name)].keys(name) for name in names}
 
 
 def stream(model: nn.Module, runtime: Runtime, parts: Parts) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
 
-    One bucket is gathered at a time. Who leaves early takes part in the other gathers all the same.
+    One bucket is gathered at a time; where each of several groups has its own, each group's in turn. Who leaves early
+    takes part in the other gathers all the same.
     """
     names: dict[str, list[str]] = {}
     for alias, name in parts.places.aliases.items():
         names.setdefault(name, []).append(alias)
     wanted = parts.control.rank == 0
     for bucket in runtime.buckets.values():
-        with torch.no_grad():
-            views = gather_like(runtime, bucket, bucket.shard)
-        for slot, view in zip(bucket.layout.slots, views, strict=True) if wanted else ():
-            value = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
-            try:
-                for name in (slot.name, *names.get(slot.name, ())):
-                    yield name, value
-            except GeneratorExit:
-                wanted = False
-                break
-        del views
+        for number, flat in enumerate(_each_group(runtime, bucket)):
+            views = bucket.views(flat)
+            for slot, view in zip(bucket.layout.slots, views, strict=True) if wanted else ():
+                value = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
+                try:
+                    for name in (slot.name, *names.get(slot.name, ())):
+                        yield bucket.layout.keys(name)[number], value
+                except GeneratorExit:
+                    wanted = False
+                    break
+            del views, flat
     if wanted:
         for name, buffer in _persistent_buffers(model):
             yield name, buffer.detach().to("cpu", copy=True)
@@ -199,10 +235,11 @@ class Held:
     whole: torch.Tensor | None = None
 
 
-def agree_on_state(name: str, key: str, held: Mapping[str, Any], numel: int, control: Control) -> Held:
-    """What all ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
+def agree_on_state(name: str, key: str, held: Mapping[str, Any], numel: int, control: Control, groups: int = 1) -> Held:
+    """What its ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
 
-    `numel`: of this rank's fragment. EngineError where no rank holds it.
+    `numel`: of this rank's fragment. `groups`: how many sharding groups have a parameter of this name. EngineError on
+    all ranks where one of these holds nothing.
     """
     value = held.get(key)
     mine = value if isinstance(value, torch.Tensor) and value.shape == (numel,) else None
@@ -210,11 +247,14 @@ def agree_on_state(name: str, key: str, held: Mapping[str, Any], numel: int, con
     ranks = control.all_gather_object(
         (mine is not None and mine.dtype, whole, sorted(map(str, held))), f"{key} of {name}"
     )
-    for dtype, theirs, _ in ranks:
+    found: dict[int, Held] = {}
+    for rank, (dtype, theirs, _) in enumerate(ranks):
         if theirs is not None:
-            return Held(whole=theirs)
-        if dtype:
-            return Held(mine, dtype)
+            found.setdefault(rank % groups, Held(whole=theirs))
+        elif dtype:
+            found.setdefault(rank % groups, Held(mine, dtype))
+    if len(found) == groups:
+        return found[control.rank % groups]
     known = sorted({known for _, _, names in ranks for known in names})
     raise EngineError(
         f"the optimizer holds no {key!r} of {name!r}; "
@@ -243,13 +283,15 @@ def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> 
 def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime: Runtime, parts: Parts) -> None:
     """Rank 0's full values into every rank's shards, masters and buffers. All or nothing."""
     buffers = dict(_persistent_buffers(model))
-    names = {slot.name: slot.shape for b in runtime.buckets.values() for slot in b.layout.slots}
-    aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {
+        key: slot.shape for b in runtime.buckets.values() for slot in b.layout.slots for key in b.layout.keys(slot.name)
+    }
+    known = {key for keys in _keys(model, runtime, parts).values() for key in keys}
     problems = None
     if parts.control.rank == 0:
         present = set(given)  # asking `given` itself might read a tensor each time
         missing = sorted((names.keys() | buffers.keys()) - present)
-        unknown = sorted(present - aliases - buffers.keys())
+        unknown = sorted(present - known - buffers.keys())
         shapes = {**names, **{name: tuple(b.shape) for name, b in buffers.items()}}
         wrong = [
             f"{name}: {list(found)} instead of {list(shape)}"
@@ -262,12 +304,14 @@ def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime
     if problems:
         raise ParameterError(f"the state dict does not fit the model, nothing was loaded: {problems}")
     for bucket in runtime.buckets.values():
-        full = torch.zeros(bucket.layout.numel, dtype=bucket.shard.dtype, device=bucket.shard.device)
-        if parts.control.rank == 0:
-            for view, slot in zip(bucket.views(full), bucket.layout.slots, strict=True):
-                view.copy_(given[slot.name])
-        runtime.transport.broadcast(full)
-        bucket.shard.copy_(bucket.slice(full))
+        full = torch.zeros(bucket.layout.numel, dtype=bucket.shard.dtype, device=bucket.device)
+        for number in range(bucket.layout.groups):
+            if parts.control.rank == 0:
+                for view, slot in zip(bucket.views(full), bucket.layout.slots, strict=True):
+                    view.copy_(given[bucket.layout.keys(slot.name)[number]])
+            runtime.transport.broadcast(full)
+            if number == bucket.number:
+                bucket.put(bucket.slice(full).clone())
         bucket.renew()
     for name, buffer in buffers.items():
         if parts.control.rank == 0:

@@ -16,17 +16,51 @@ class Memory:
     """Bytes of this rank's model state, measured on the tensors themselves.
 
     `shards`: in the dtype of the computation. `masters`: float32, of trained parameters that are computed with in
-    a narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. The
-    peaks count all flats that were unsharded at once, and the gradient flats of all reductions in flight at once;
-    a change of the schedule by measured times or by `engine.reschedule` begins them anew.
+    a narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. At most at
+    once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
+    ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
+    `gradient_flats_peak`, the gradient flats of reductions in flight. With offload, what
+    is gathered of a master in host memory counts as a shard; `host_…` is what of the same figures lies in host memory.
     """
 
     shards: int
     masters: int
     optimizer: int
     gradients: int
+    local_sums: int
     flats_peak: int
     gradient_flats_peak: int
+    host_shards: int = 0
+    host_masters: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes of shards, masters and optimizer state in host memory."""
+        return self.host_shards + self.host_masters + self.host_optimizer
+
+    @property
+    def device(self) -> int:
+        """Bytes of shards, masters and optimizer state on the device."""
+        return self.shards + self.masters + self.optimizer - self.host
+
+    @classmethod
+    def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None) -> Memory:
+        homes = [bucket.home for bucket in runtime.buckets.values()]
+        masters = [home for home in homes if home.wider]
+        sources = [home for home in homes if not home.wider or home.on_host]
+        return cls(
+            shards=sum(home.source.nbytes for home in sources),
+            masters=sum(home.master.nbytes for home in masters),
+            optimizer=0 if optimizer is None else optimizer.memory(),
+            gradients=runtime.gradients.shards_peak,
+            local_sums=runtime.gradients.local_peak,
+            flats_peak=runtime.flats.peak,
+            gradient_flats_peak=runtime.gradients.staging.peak,
+            host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
+            host_masters=sum(home.master.nbytes for home in masters if home.on_host),
+            host_optimizer=0 if optimizer is None else optimizer.offload.host_nbytes(),
+        )
 
 
 @dataclass(frozen=True)
@@ -37,8 +71,10 @@ class Stats:
     left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `found_templates`: those of them that
     Inductor's cache had, from an earlier run or another rank. `compile_seconds`: by phase, see `compile.phases`,
     and what making schedules took. `eager_regions`: regions that Dynamo gave up on, with its reason.
-    `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `last_step`, `total`: traffic by
-    kind of collective.
+    `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
+    the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
+    storages among them that a backward asked for before its schedule had brought them back. `last_step`, `total`:
+    traffic by kind of collective.
     """
 
     compiled_calls: int
@@ -52,6 +88,9 @@ class Stats:
     compile_seconds: dict[str, float]
     eager_regions: dict[str, str]
     freed_activations: int
+    offloaded_activations: int
+    offloaded_peak: int
+    on_demand_reloads: int
     last_step: dict[str, Traffic]
     total: dict[str, Traffic]
     memory: Memory
@@ -66,7 +105,7 @@ class Stats:
         last_step: Mapping[str, Traffic],
         schedule_seconds: float,
     ) -> Stats:
-        buckets = runtime.buckets.values()
+        offloading = runtime.activations.offloading
         compiled = {} if calls.templates is None else calls.templates.phases.seconds
         return cls(
             compiled_calls=runtime.counts.compiled_calls,
@@ -80,14 +119,10 @@ class Stats:
             compile_seconds={**compiled, "schedule": schedule_seconds},
             eager_regions=dict(calls.eager_regions),
             freed_activations=runtime.activations.freed,
+            offloaded_activations=0 if offloading is None else offloading.moved_before,
+            offloaded_peak=0 if offloading is None else offloading.host.peak,
+            on_demand_reloads=0 if offloading is None else offloading.on_demand,
             last_step=dict(last_step),
             total=dict(ledger.totals()),
-            memory=Memory(
-                shards=sum(b.shard.nbytes for b in buckets if b.shard.dtype == b.dtype),
-                masters=sum(b.shard.nbytes for b in buckets if b.shard.dtype != b.dtype),
-                optimizer=0 if optimizer is None else optimizer.memory(),
-                gradients=runtime.gradients.shards_peak,
-                flats_peak=runtime.flats.peak,
-                gradient_flats_peak=runtime.gradients.staging.peak,
-            ),
+            memory=Memory.read(runtime, optimizer),
         )

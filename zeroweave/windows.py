@@ -117,6 +117,12 @@ class Windows:
                 "leave it first"
             )
 
+    def _refuse_computing(self, what: str, instead: str) -> None:
+        if self._runtime.in_backward:
+            self._runtime.note_backward()  # one that did not finish says so
+        if self._runtime.in_session or self._runtime.in_backward:
+            raise EngineError(f"{what} inside a forward or backward: {instead}")
+
     def _reduce_rest(self, what: str) -> bool:
         """`what` needs reduced gradients: those that have not been reduced yet are now. Was there anything?"""
         self._refuse_coalescing(what)
@@ -126,8 +132,7 @@ class Windows:
         self._refuse_coalescing("coalesce_grad_reduction()")
         if self._deferring is not None:
             raise EngineError("coalesce_grad_reduction() inside `with engine.no_sync():`: leave it first")
-        if self._runtime.in_session or self._runtime.in_backward:
-            raise EngineError("coalesce_grad_reduction() inside a forward or backward: enter it around them")
+        self._refuse_computing("coalesce_grad_reduction()", "enter it around them")
         if self._parts.optimizer is None:
             raise EngineError("coalesce_grad_reduction() needs an optimizer: pass one to zeroweave.initialize")
         kinds = {kind.__name__ for module in self.module.modules() for kind in type(module).__mro__}

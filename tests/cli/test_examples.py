@@ -1,14 +1,16 @@
-"""The examples' model and text."""
+"""The examples' model and text, and the script for transformers; the others have tests of their own."""
 
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 
 from examples.llama import Llama, LlamaConfig
 from examples.text import Text
+from tests.cli.commands import zeroweave
 
 
 def test_the_text_is_the_same_for_every_number_of_ranks() -> None:
@@ -48,3 +50,14 @@ def test_the_model_sees_no_future() -> None:
     before, after = model(tokens).logits, model(changed % 256).logits
     assert torch.equal(before[:, :10], after[:, :10])
     assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def test_finetuning_a_transformers_model() -> None:
+    arguments = ("--model", "qwen3", "--lower", "aot_eager", "--steps", 11)
+    done = zeroweave("run", "--nproc-per-node", 2, "examples/hf_finetune.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    told = re.findall(r"^step +(\d+)  loss ([\d.]+)  norm ([\d.]+)$", done.stdout, flags=re.MULTILINE)
+    assert [int(step) for step, _, _ in told] == [0, 10]  # by one rank
+    (first, last), norms = (float(loss) for _, loss, _ in told), [float(norm) for _, _, norm in told]
+    assert first == pytest.approx(math.log(256), abs=0.3) and last < first - 0.5
+    assert min(norms) > 0

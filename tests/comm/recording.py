@@ -56,7 +56,7 @@ class RecordingTransport:
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
         return self._issue("all_reduce")
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = "world") -> None:
         self._issue("broadcast")
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:

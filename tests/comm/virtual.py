@@ -36,6 +36,9 @@ class VirtualClock:
     def allocated(self) -> int:
         return 0
 
+    def restart_peak(self) -> None:
+        return None
+
     def peak(self) -> int:
         return 0
 
@@ -99,7 +102,7 @@ class VirtualTransport:
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> VirtualPending:
         raise NotImplementedError
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = "world") -> None:
         raise NotImplementedError
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:

@@ -196,6 +196,22 @@ def test_a_clipped_gradient_is_replaced(pools: Pools) -> None:
     pools(2).run(a_clipped_gradient_is_replaced)
 
 
+def a_gradient_is_written_in_half() -> None:
+    """What is written may be narrower than what it is kept in: the loss scale does not overflow in its dtype."""
+    with started(MLP, 3, "float16", precision={"params": "float16", "loss_scale": 65536.0}) as engine:
+        backward(engine, MLP, 0)
+        value = torch.full_like(engine.full("enter.bias", "grad"), 3.0)
+        for write in (engine.set_full, engine.set_local):
+            whole = value if write == engine.set_full else engine.local("enter.bias", "grad").fill_(3.0)
+            write("enter.bias", whole.half(), "grad")
+            assert torch.equal(engine.full("enter.bias", "grad"), value)
+        engine.step()
+
+
+def test_a_gradient_is_written_in_half(pools: Pools) -> None:
+    pools(2).run(a_gradient_is_written_in_half)
+
+
 def references() -> None:
     """A parameter is found by each of its names, by the user's object, and by what the module shows."""
     model = entry("tied")

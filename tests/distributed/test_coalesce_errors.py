@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,6 +111,53 @@ def misuse_leaves(stage: int, mode: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, PATHS))
 def test_a_misuse_that_leaves_the_block(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(misuse_leaves, stage, mode):
+        assert max(differences)[0] <= 1e-6, differences
+
+
+class Attempting(TrippingStack):
+    """Tries something in its forward, or in the backward of that."""
+
+    attempt: Callable[[], None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attempt = self.attempt
+        if attempt is not None and self.place == "a forward":
+            attempt()
+        x = super().forward(x)
+        if attempt is not None and self.place == "a backward":
+            x.register_hook(lambda gradient: attempt())
+        return x
+
+
+ATTEMPTING = Entry("attempting", Attempting, rows, regression)
+
+
+def misuse_in_the_middle(stage: int, mode: str) -> list[tuple[float, str]]:
+    """A block that begins, or a step, inside a forward or backward: refused, and the window goes on."""
+    expected = train_reference(ATTEMPTING, N, steps=CHECKED)
+    differences, tried = [], []
+    with initialize(build(ATTEMPTING), Setting(stage, mode).config()) as engine:
+
+        def attempt() -> None:
+            for misuse in ("coalesce_grad_reduction", "step"):
+                with pytest.raises(RuntimeError, match=rf"^{misuse}\(\) inside a forward or backward"):
+                    engine.coalesce_grad_reduction().__enter__() if "reduction" in misuse else engine.step()
+                tried.append(misuse)
+
+        for step, place in enumerate(("a forward", "a backward", "")):
+            engine.module.place, engine.module.attempt = place, attempt if place else None
+            for index in range(step * N, (step + 1) * N):
+                engine.set_gradient_accumulation_boundary(index == (step + 1) * N - 1)
+                backward(engine, index)
+            differences.append(worst(engine.gradients(), expected.gradients[step]))
+            engine.step()
+        assert len(tried) == 2 * 2 * N and engine.global_steps == CHECKED
+    return differences
+
+
+@pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, [(1, "eager"), (2, "aot_eager"), (3, "aot_eager")]))
+def test_a_misuse_inside_a_forward_or_backward(pools: Pools, stage: int, mode: str) -> None:
+    for differences in pools(2).run(misuse_in_the_middle, stage, mode):
         assert max(differences)[0] <= 1e-6, differences
 
 
@@ -230,6 +278,32 @@ def refused(module: nn.Module, optimizer: Any, stage: int) -> str:
                 pass
     assert isinstance(caught.value, zw.UnsupportedError)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_refused_pipeline_trains_on(stage: int) -> None:
+    module, x = PipelineModule(nn.Linear(2, 2)), torch.randn(3, 2)
+    plain = copy.deepcopy(module)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ours = torch.optim.SGD(module.parameters(), lr=0.1)
+    with zw.initialize(module, ours, {"stage": stage, "compile": {"enabled": False}}) as engine:
+        for _ in range(3):
+            with pytest.raises(NotImplementedError), engine.coalesce_grad_reduction():
+                pass
+            engine.train_step(x, lambda y, _: y.square().mean())
+            plain(x).square().mean().backward()
+            theirs.step()
+            theirs.zero_grad()
+        assert engine.global_steps == 3 and engine.stats.departures == 0
+    for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0)
+
+
+def test_evaluation_coalesces_nothing() -> None:
+    with zw.initialize(nn.Linear(2, 2), None, {"compile": {"enabled": False}}) as engine:
+        with pytest.raises(zw.EngineError, match="needs an optimizer"), engine.coalesce_grad_reduction():
+            pass
+        engine(torch.ones(1, 2))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

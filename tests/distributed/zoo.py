@@ -83,7 +83,7 @@ def images(rank: int, index: int) -> tuple[Tensor, Tensor]:
 
 def regression(call: Callable[..., Any], module: nn.Module, batch: Any, backward: Backward) -> Tensor:
     x, y = batch
-    loss = F.mse_loss(call(x), y)
+    loss = F.mse_loss(call(x).to(y.dtype), y)  # which PyTorch 2.11 does not do by itself in the backward
     backward(loss)
     return loss.detach()
 

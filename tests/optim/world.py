@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.lanes import Lanes
+from zeroweave.runtime.shard import Shard
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -21,7 +24,14 @@ class View:
 
     layout: BucketLayout
     rank: int
-    shard: torch.Tensor
+    home: Shard
+
+    @property
+    def shard(self) -> torch.Tensor:
+        return self.home.master
+
+    def move(self, on_host: bool) -> None:
+        self.home.move(on_host)
 
 
 class Net(nn.Module):
@@ -59,25 +69,39 @@ def layouts_of(model: nn.Module, world: int, dtype: torch.dtype = torch.float32)
 class Rank:
     """One rank: a copy of the model, the user's optimizer over it, and its sharded form."""
 
-    def __init__(self, model: nn.Module, make: MakeOptimizer, rank: int, world: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: nn.Module, make: MakeOptimizer, rank: int, world: int, dtype: torch.dtype, offload: str = ""
+    ) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = make(self.model)
         named = dict(self.model.named_parameters())
         self.views: dict[int, View] = {}
         slot_of: dict[int, tuple[int, int]] = {}
+        lanes, transport = Lanes(torch.device("cpu")), LocalTransport(torch.device("cpu"))
+        off = bool(offload), offload == "params"
         for layout in layouts_of(model, world, dtype):
             full = flat_of(layout, {name: p.detach() for name, p in named.items()})
             start, stop = layout.shard_range(rank)
-            self.views[layout.id] = View(layout, rank, full[start:stop].clone())
+            home = Shard(layout, dtype, transport, lanes, *off)
+            home.put(full[start:stop].clone())
+            self.views[layout.id] = View(layout, rank, home)
             slot_of.update({id(named[slot.name]): (layout.id, i) for i, slot in enumerate(layout.slots)})
-        self.sharded = ShardedOptimizer(self.optimizer, list(self.views.values()), slot_of)
+        self.sharded = ShardedOptimizer(self.optimizer, list(self.views.values()), slot_of, lanes, bool(offload))
 
 
 class World:
     """All ranks, given the same full gradients."""
 
-    def __init__(self, model: nn.Module, make: MakeOptimizer, world: int, dtype: torch.dtype = torch.float32) -> None:
-        self.ranks = [Rank(model, make, rank, world, dtype) for rank in range(world)]
+    def __init__(
+        self,
+        model: nn.Module,
+        make: MakeOptimizer,
+        world: int,
+        dtype: torch.dtype = torch.float32,
+        offload: str = "",
+    ) -> None:
+        """`offload`: "" for none, "optimizer", or "params", which is both."""
+        self.ranks = [Rank(model, make, rank, world, dtype, offload) for rank in range(world)]
         self.layouts = layouts_of(model, world, dtype)
 
     def shards(self, gradients: Mapping[str, torch.Tensor], rank: int) -> dict[int, torch.Tensor]:
@@ -102,11 +126,10 @@ class World:
                 for shard in shards.values():
                     shard.mul_(coefficient)
             absent = self.absent(gradients)
-            if one.sharded.by_bucket:
-                for bucket in sorted(shards, reverse=True):
-                    one.sharded.update(bucket, shards[bucket], absent[bucket])
-            else:
-                one.sharded.update_all(shards, absent)
+            order = sorted(shards, reverse=True)
+            update = one.sharded.in_turn(shards.get, {bucket: absent[bucket] for bucket in order}, order)
+            for bucket in order:
+                update(bucket)
 
     def full(self, of: Callable[[Rank], Mapping[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Whole tensors, by parameter name, from what every rank holds of each bucket."""

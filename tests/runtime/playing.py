@@ -9,7 +9,8 @@ import torch
 from tests.comm.virtual import VirtualTransport
 from zeroweave.comm.timed import Timed
 from zeroweave.layout import BucketLayout, Slot
-from zeroweave.runtime.runtime import Policy, Runtime
+from zeroweave.runtime.policy import Policy
+from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import Costs, Entered, Event, Facts, Left, Micro, Ready, Schedule, Step
 from zeroweave.schedule.instructions import ends

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
-from zeroweave.schedule import BucketFacts, Call, Entered, Event, Facts, Left, Micro, Phase, Ready
+from zeroweave.schedule import BucketFacts, Call, Entered, Event, Facts, Left, Micro, Needed, Phase, Ready
 
 SEEDS = range(150)
 
@@ -66,3 +67,34 @@ def stack(blocks: int, micro_steps: int, calls: int) -> tuple[Event, ...]:
 def stack_facts(blocks: int, prefetch: int) -> Facts:
     buckets = tuple(BucketFacts(i, f"layers.{i}", 1, True) for i in range(blocks))
     return Facts(buckets, frozenset(), depth=2, prefetch=prefetch, update_by_bucket=False)
+
+
+def with_needs(record: tuple[Event, ...], rng: random.Random) -> tuple[Event, ...]:
+    """The record with a need of what some forward calls have saved, anywhere behind their ends."""
+    begun: Counter[Call] = Counter()
+    open_calls: dict[Call, list[int]] = {}
+    inserted: dict[int, list[Event]] = {}
+    for index, event in enumerate(record):
+        if isinstance(event, Entered):
+            open_calls.setdefault(event.call, []).append(begun[event.call])
+            begun[event.call] += 1
+        elif isinstance(event, Left):
+            number = open_calls[event.call].pop()
+            if event.call.phase == "forward" and rng.random() < 0.8:
+                place = rng.randint(index + 1, len(record))
+                inserted.setdefault(place, []).append(Needed(event.call, number, rng.randrange(4)))
+    return tuple(
+        each for index in range(len(record) + 1) for each in (*inserted.get(index, ()), *record[index : index + 1])
+    )
+
+
+def stack_with_needs(blocks: int, micro_steps: int, nbytes: int = 8) -> tuple[Event, ...]:
+    """As `stack`, each block one call; each backward asks first for what its forward has saved."""
+    record: list[Event] = []
+    begun: Counter[Call] = Counter()
+    for event in stack(blocks, micro_steps, calls=1):
+        if isinstance(event, Entered) and event.call.phase == "backward":
+            record.append(Needed(Call(event.call.name, "forward"), begun[event.call], nbytes))
+            begun[event.call] += 1
+        record.append(event)
+    return tuple(record)

@@ -22,6 +22,7 @@ def with_costs(schedule: Schedule, seed: int = 0) -> Schedule:
         reduce=Line(),
         activations=tuple(rng.randrange(100) for _ in range(events)),
         peak=rng.randrange(1000),
+        copy=Line(rng.random(), rng.random()),
     )
     return replace(schedule, facts=replace(schedule.facts, costs=costs))
 
@@ -39,9 +40,10 @@ def as_predicted(schedule: Schedule, before: int = 0) -> Measured:
         moments.append(Moment(instruction, start, start + takes, allocated))
     if moments:
         moments[-1] = replace(moments[-1], stop=course.seconds)
-    spans = [span for span in course.spans if span.lane != "compute"]
+    spans = [span for span in course.spans if span.lane not in ("compute", "copy")]
     collectives = [
         (span.lane, schedule.instructions[span.index].bucket, course.starts[span.index], span.stop)  # type: ignore[union-attr]
         for span in spans
     ]
-    return Measured(Step.of(schedule, moments, collectives), costs, {"dynamo": 1.5, "schedule": 0.25})
+    copies = [(span.index, 8, span.start, span.stop) for span in course.spans if span.lane == "copy"]
+    return Measured(Step.of(schedule, moments, collectives, copies), costs, {"dynamo": 1.5, "schedule": 0.25})

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.schedule.cases import SEEDS, random_case, stack, stack_facts
+from tests.schedule.cases import SEEDS, random_case, stack, stack_facts, stack_with_needs, with_needs
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
     Call,
@@ -18,8 +18,12 @@ from zeroweave.schedule import (
     Instruction,
     Left,
     Micro,
+    Needed,
+    Offload,
     Ready,
     Reduce,
+    Release,
+    Reload,
     Reshard,
     Run,
     Schedule,
@@ -38,7 +42,8 @@ def is_legal(schedule: Schedule) -> bool:
     buckets = {bucket.id: bucket for bucket in facts.buckets}
     length = len(instructions)
     for i in instructions:
-        named = i.uses if isinstance(i, Run) else () if isinstance(i, End | Free | Fuse) else (i.bucket,)
+        none = isinstance(i, End | Free | Fuse | Offload | Release | Reload)
+        named = i.uses if isinstance(i, Run) else () if none else (i.bucket,)
         if not buckets.keys() >= set(named):
             return False
 
@@ -47,12 +52,16 @@ def is_legal(schedule: Schedule) -> bool:
 
     # The calls are the record's. Each has an End unless its Left directly follows its Entered and no equal
     # call is open. spans: from a Run's place among the Run, End and Reduce instructions to that of its End.
-    events = [event for event in schedule.record if not isinstance(event, Micro)]
     expected: list[Instruction] = []
     spans: dict[int, int] = {}
     places = [n for n, i in enumerate(instructions) if isinstance(i, Run | End | Reduce)]
     begun: list[tuple[Call, int, int]] = []  # call, index of its event, number of its Run among the places
-    for n, event in enumerate(events):
+    needs: dict[tuple[Call, int], int] = {}  # -> the place in front of the need
+    n = -1
+    for event in schedule.record:
+        if isinstance(event, Needed):
+            needs[event.call, event.number] = len(expected) - 1
+        n += not isinstance(event, Micro | Needed)
         if isinstance(event, Entered):
             begun.append((event.call, n, len(expected)))
             expected.append(Run(event.call, event.uses))
@@ -68,6 +77,18 @@ def is_legal(schedule: Schedule) -> bool:
                 expected.append(End(event.call))
     if [instructions[n] for n in places] != expected:
         return False
+
+    moves = {(i.call, i.number) for i in instructions if isinstance(i, Offload | Release | Reload)}
+    if moves and not facts.offload:
+        return False
+    for call, number in moves:
+        out = [positions(kind(call, number)) for kind in (Offload, Release, Reload)]
+        runs = [place for place, i in enumerate(expected) if isinstance(i, Run) and i.call == call]
+        if list(map(len, out)) != [1, 1, 1] or not 0 <= number < len(runs) or (call, number) not in needs:
+            return False
+        over = places[spans.get(runs[number], runs[number])]
+        if not over < out[0][0] < out[1][0] < out[2][0] < places[needs[call, number]]:
+            return False
 
     gathers: set[int] = set()
     for bucket in buckets:
@@ -149,6 +170,8 @@ def mutate(rng: random.Random, instructions: tuple[Instruction, ...]) -> tuple[I
             instruction = out[n]
             if isinstance(instruction, Fuse):
                 out[n] = Fuse(instruction.count + rng.choice([-1, 1]))
+            elif isinstance(instruction, Offload | Release | Reload):
+                out[n] = replace(instruction, number=instruction.number + rng.choice([-1, 1]))
             elif not isinstance(instruction, Run | End | Free):
                 out[n] = replace(instruction, bucket=rng.randint(0, 7))
     return tuple(out)
@@ -181,6 +204,20 @@ def test_the_verifier_rejects_mutations(stage: int, everything: bool) -> None:
 def test_the_verifier_rejects_mutations_of_random_schedules(seed: int) -> None:
     """Exactly the illegal ones: a legal mutation, such as a gather issued elsewhere, passes."""
     assert judge(compile_schedule(*random_case(seed)), random.Random(seed), rounds=40) >= 10
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_the_verifier_rejects_mutated_moves(micro_steps: int) -> None:
+    facts = replace(stack_facts(5, 1), offload=True)
+    schedule = compile_schedule(stack_with_needs(5, micro_steps), facts)
+    assert judge(schedule, random.Random(micro_steps), rounds=300) >= 150
+
+
+@pytest.mark.parametrize("seed", SEEDS[:30])
+def test_the_verifier_rejects_mutated_moves_of_random_schedules(seed: int) -> None:
+    record, facts = random_case(seed)
+    schedule = compile_schedule(with_needs(record, random.Random(seed)), replace(facts, offload=True))
+    judge(schedule, random.Random(seed), rounds=40)
 
 
 def judge(schedule: Schedule, rng: random.Random, rounds: int) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from tests.schedule.cases import SEEDS, random_case, stack, stack_facts
+from tests.schedule.cases import SEEDS, random_case, stack, stack_facts, stack_with_needs, with_needs
 from zeroweave.schedule import (
     Call,
     End,
@@ -16,9 +18,13 @@ from zeroweave.schedule import (
     Fuse,
     Instruction,
     Left,
+    Needed,
+    Offload,
     Phase,
     Ready,
     Reduce,
+    Release,
+    Reload,
     Reshard,
     Run,
     Schedule,
@@ -46,6 +52,10 @@ class Replay:
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.at_run: list[frozenset[int]] = []  # what was resident at each Run
         self.peak = 0
+        self.begun: Counter[Call] = Counter()
+        self.moved: dict[tuple[Call, int], Instruction] = {}
+        self.away = 0  # calls whose activations are gone at present, and at most
+        self.most_away = 0
 
     def next_event(self) -> Instruction | None:
         rest = self.instructions[self.cursor :]
@@ -62,6 +72,8 @@ class Replay:
                 self.open_calls.setdefault(call, []).append(uses)
                 self.in_use.update(uses)
                 self.at_run.append(self.resident())
+            case Needed(call, number):
+                assert isinstance(self.moved.get((call, number)), Reload | None)
             case Left(call):
                 self.in_use.subtract(self.open_calls[call].pop())
                 if self.next_event() == End(call):
@@ -78,7 +90,7 @@ class Replay:
 
     def trailing(self) -> None:
         while self.cursor < len(self.instructions):
-            if not isinstance(self.instructions[self.cursor], Unshard | Reshard | Fuse):
+            if not isinstance(self.instructions[self.cursor], Unshard | Reshard | Fuse | Reload):
                 break
             self.execute()
 
@@ -91,7 +103,8 @@ class Replay:
             case Wait(bucket):
                 assert self.holds[bucket] > 0
                 self.arrived.add(bucket)
-            case Run(_, uses):
+            case Run(call, uses):
+                self.begun[call] += 1
                 assert self.arrived.issuperset(uses)
             case Reshard(bucket):
                 self.holds[bucket] -= 1
@@ -106,6 +119,12 @@ class Replay:
                 assert self.in_flight.pop(0) == bucket  # in the order of the reductions
             case Update(bucket):
                 assert bucket not in self.in_flight
+            case Offload(call, number) | Release(call, number) | Reload(call, number):
+                before = {Offload: type(None), Release: Offload, Reload: Release}[type(instruction)]
+                assert isinstance(self.moved.get((call, number)), before) and number < self.begun[call]
+                self.moved[call, number] = instruction
+                self.away += isinstance(instruction, Release) - isinstance(instruction, Reload)
+                self.most_away = max(self.most_away, self.away)
         self.peak = max(self.peak, len(self.resident()))
         return instruction
 
@@ -165,6 +184,31 @@ def test_random_records(seed: int) -> None:
     assert all(gathers[bucket] == 1 for bucket in facts.keep)
     reductions = [bucket for kind, bucket in schedule.collectives() if kind == "reduce_scatter"]
     assert reductions == [event.bucket for event in record if isinstance(event, Ready)]
+
+
+@pytest.mark.parametrize("seed", SEEDS[::2])
+def test_random_records_whose_activations_move(seed: int) -> None:
+    record, facts = random_case(seed)
+    needing = with_needs(record, random.Random(seed))
+    schedule = compile_schedule(needing, replace(facts, offload=True))
+    assert not replay(schedule).away
+    rest = tuple(i for i in schedule.instructions if not isinstance(i, Offload | Release | Reload))
+    assert rest == compile_schedule(record, facts).instructions
+
+
+def test_many_random_activations_do_move() -> None:
+    moved = Counter[type]()
+    for seed in SEEDS:
+        record, facts = random_case(seed)
+        schedule = compile_schedule(with_needs(record, random.Random(seed)), replace(facts, offload=True))
+        moved.update(map(type, schedule.instructions))
+    assert moved[Offload] == moved[Release] == moved[Reload] >= 100
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_activations_of_all_blocks_but_two_are_away_at_once(micro_steps: int) -> None:
+    schedule = compile_schedule(stack_with_needs(8, micro_steps), replace(stack_facts(8, 1), offload=True))
+    assert replay(schedule).most_away == 6
 
 
 @pytest.mark.parametrize("prefetch", range(4))

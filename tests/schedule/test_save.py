@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tests.schedule.cases import random_case, stack, stack_facts
+from tests.schedule.cases import random_case, stack, stack_facts, with_needs
 from tests.schedule.measured import as_predicted, with_costs
 from zeroweave import Schedule, ScheduleError
 from zeroweave.schedule import Event, Instruction, Measured, compile_schedule
@@ -27,6 +28,8 @@ def cases() -> list[Schedule]:
         facts = replace(
             facts, buckets=buckets, free=seed % 2 == 0, fuse=seed % 4 < 2, retain=retain, memory=seed or None
         )
+        if seed % 2:
+            record, facts = with_needs(record, random.Random(seed)), replace(facts, offload=True)
         schedule = compile_schedule(record, facts)
         made.append(with_costs(schedule, seed) if seed % 5 else schedule)
     return made

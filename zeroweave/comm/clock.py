@@ -43,6 +43,9 @@ class Clock(Protocol):
     def peak(self) -> int:
         """Bytes of device memory in use at most so far; 0 where nobody counts."""
 
+    def restart_peak(self) -> None:
+        """The peak counts from now on, for everybody in this process."""
+
 
 class HostClock:
     """The host's clock, for ranks that compute on CPUs."""
@@ -79,6 +82,9 @@ class HostClock:
     def peak(self) -> int:
         return 0
 
+    def restart_peak(self) -> None:
+        return None
+
 
 class DeviceClock:
     """Events of one CUDA device."""
@@ -109,6 +115,9 @@ class DeviceClock:
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
+
+    def restart_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -8,8 +8,8 @@ import torch
 
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
-from zeroweave.config import DebugConfig
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.sections import DebugConfig
 
 
 class _Finished:
@@ -59,8 +59,8 @@ class Fenced:
         self._synchronize(self._switches.sync_before_reduce)
         return self._finish(self._inner.all_reduce(out, parts, layout, op), self._switches.sync_after_reduce)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        self._inner.broadcast(tensor, source)
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
+        self._inner.broadcast(tensor, source, group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._synchronize(self._switches.sync_before_reduce)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import xxhash
 
+from zeroweave.layout import WORLD
+
 _REMEMBERED = 4096
 """Collectives whose hashes are kept, for comparison with ranks that are a little behind."""
 _TRIPS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
@@ -68,13 +70,16 @@ class Ledger:
         self._hash = xxhash.xxh3_64()
         self._marks: deque[tuple[int, int, str]] = deque([(0, self._hash.intdigest(), "")], maxlen=_REMEMBERED)
 
-    def record(self, kind: str, bucket: int, dtype: str, payload: int, group: str = "world") -> None:
+    def record(
+        self, kind: str, bucket: int, dtype: str, payload: int, group: str = WORLD, world: int | None = None
+    ) -> None:
         """Notes one collective when it is issued.
 
-        `payload`: bytes of the full flat, padding included. `group`: the sharding group's name; its size is
-        taken to be the ledger's world. The rank is no part of the hash.
+        `payload`: bytes of the full flat, padding included. `group`: the sharding group's name, `world`: its ranks
+        (None: all). This rank, and which of the groups of that name it is in, are no part of the hash.
         """
-        wire = _TRIPS[kind] * payload * (self.world - 1) // self.world
+        world = self.world if world is None else world
+        wire = _TRIPS[kind] * payload * (world - 1) // world
         self._totals[kind] = self._totals.get(kind, Traffic()) + Traffic(1, payload, wire)
         self._count += 1
         self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())

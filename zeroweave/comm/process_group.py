@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import WORLD, BucketLayout
 
 # The second of each pair is the name before 2.13, which deprecates it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,6 +90,9 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
     """Copies `parts` into their places in `flat` [numel], with zeros wherever no part lies."""
+    if isinstance(parts, torch.Tensor):
+        flat.copy_(parts)
+        return
     views: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
     for piece in layout.pieces:
@@ -108,8 +111,14 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
         flat[start:stop].zero_()
 
 
+def _tensors(parts: Parts) -> Iterable[torch.Tensor]:
+    return (parts,) if isinstance(parts, torch.Tensor) else parts.values()
+
+
 class ProcessGroupTransport:
-    """Collectives of one process group, counted in a ledger.
+    """Collectives of one process group, that of the sharding group `name`, counted in a ledger.
+
+    Reductions divide by `divisor` (None: the ranks of the group).
 
     NCCL runs them on its own stream, which waits for the stream that issued them; gloo runs them on
     threads of its own. On a GPU casts and copies that prepare a collective run on a stream beside the
@@ -117,9 +126,17 @@ class ProcessGroupTransport:
     written later needs no further care.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        ledger: Ledger,
+        name: str = WORLD,
+        divisor: int | None = None,
+    ) -> None:
         self.group, self.device, self.ledger = group, device, ledger
         self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self._name, self._divisor = name, divisor or self.world
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._launch: _Launch | None = None
 
@@ -151,7 +168,7 @@ class ProcessGroupTransport:
 
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.ledger.record(kind, bucket, dtype, tensor.numel() * tensor.element_size())
+        self.ledger.record(kind, bucket, dtype, tensor.numel() * tensor.element_size(), self._name, self.world)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
@@ -164,19 +181,24 @@ class ProcessGroupTransport:
                 work = _all_gather(target, target[start:stop].copy_(shard), group=self.group, async_op=True)
         return _Work(self._launch or work, flat, shard)
 
-    def _stage(self, flat: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> dist.ReduceOp.RedOpType:
-        """Lays the parts out for a reduction; returns what the collective has to do."""
-        lay_out(flat, parts, layout)
+    def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
+        """Makes a flat ready for a reduction; returns what the collective has to do."""
         if op == "average":
+            if self._divisor != self.world:
+                flat.div_(self._divisor / self.world)
             return dist.ReduceOp.AVG
-        flat.div_(self.world)
+        flat.div_(self._divisor)
         return dist.ReduceOp.SUM
 
     @torch.no_grad()
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         with self._beside():
-            flat = torch.empty(layout.numel, dtype=out.dtype, device=out.device)
-            kind = self._stage(flat, parts, layout, op)
+            if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
+                flat = parts
+            else:
+                flat = torch.empty(layout.numel, dtype=out.dtype, device=out.device)
+                lay_out(flat, parts, layout)
+            kind = self._prepare(flat, op)
             self._count("reduce_scatter", flat, layout.id)
             chunks = layout.chunks
             if min(chunks) == max(chunks):
@@ -184,17 +206,18 @@ class ProcessGroupTransport:
             else:
                 inputs = list(flat.split(list(chunks)))
                 work = dist.reduce_scatter(out, inputs, op=kind, group=self.group, async_op=True)
-        return _Work(work, flat, out, *parts.values())
+        return _Work(work, flat, out, *_tensors(parts))
 
     @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         with self._beside():
-            kind = self._stage(out, parts, layout, op)
+            lay_out(out, parts, layout)
+            kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
             work = dist.all_reduce(out, op=kind, group=self.group, async_op=True)
-        return _Work(work, out, *parts.values())
+        return _Work(work, out, *_tensors(parts))
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._count("broadcast", tensor, -1)
         dist.broadcast(tensor, group_src=source, group=self.group)
 
@@ -204,13 +227,16 @@ class ProcessGroupTransport:
 
 
 class LocalTransport:
-    """A world of 1: copies instead of collectives, and nothing in the ledger."""
+    """A group of one rank: copies instead of collectives, and nothing in the ledger.
+
+    Reductions divide by `divisor`.
+    """
 
     rank = 0
     world = 1
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, divisor: int = 1) -> None:
+        self.device, self._divisor = device, divisor
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -225,14 +251,18 @@ class LocalTransport:
     @torch.no_grad()
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         lay_out(out, parts, layout)
+        if self._divisor != 1:
+            out.div_(self._divisor)
         return _Done()
 
     @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         lay_out(out, parts, layout)
+        if self._divisor != 1:
+            out.div_(self._divisor)
         return _Done()
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         return None
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
@@ -246,23 +276,35 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def own_group(group: dist.ProcessGroup | None, control: Control) -> dist.ProcessGroup | None:
+def own_group(group: dist.ProcessGroup | None, control: Control, groups: int = 1) -> dist.ProcessGroup | None:
     """A new communicator over the ranks of `group` (None: all), those of `control`, which tells them its name.
 
-    None for a world of 1. Collective over them; others need not take part. `dist.destroy_process_group` ends it,
+    With `groups`, that many of them: each rank's is the one of its number, see `layout`. None where that is a group of
+    one rank. Collective over the ranks of `group`; others need not take part. `dist.destroy_process_group` ends it,
     before the control group is closed.
     """
-    if control.board is None:
+    if control.board is None or control.world == groups:
         return None
-    ranks, name = dist.get_process_group_ranks(group), control.broadcast_object(f"zeroweave {uuid.uuid4()}")
+    number, name = control.rank % groups, control.broadcast_object(f"zeroweave {uuid.uuid4()}")
+    ranks = dist.get_process_group_ranks(group)[number::groups]
     timeout = timedelta(seconds=control.deadline_seconds)
-    own = new_process_group(ranks, dist.get_backend(group), control.board.part("collectives"), name, timeout)
+    store = control.board.part(f"collectives of {groups}.{number}")
+    own = new_process_group(ranks, dist.get_backend(group), store, f"{name}.{number}", timeout)
     control.barrier("the start of the collectives")  # a rank that meets the others there still needs the board
     return own
 
 
-def make_transport(group: dist.ProcessGroup | None, device: torch.device, ledger: Ledger) -> Transport:
-    """The transport over `group`; None or a group of one rank needs no collectives."""
+def make_transport(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    ledger: Ledger,
+    name: str = WORLD,
+    divisor: int | None = None,
+) -> Transport:
+    """The transport over `group`, that of the sharding group `name`; None or a group of one rank needs no collectives.
+
+    `divisor`: of its reductions; None: the ranks of the group.
+    """
     if group is None or dist.get_world_size(group) == 1:
-        return LocalTransport(device)
-    return ProcessGroupTransport(group, device, ledger)
+        return LocalTransport(device, divisor or 1)
+    return ProcessGroupTransport(group, device, ledger, name, divisor)

@@ -10,7 +10,7 @@ import torch
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import WORLD, BucketLayout
 
 
 class _Filled:
@@ -66,9 +66,9 @@ class Skipping:
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         if not self.skips:
             return self._inner.all_gather(flat, shard, layout)
-        self._plan("all_gather", flat.dtype, flat.numel(), layout.id)
+        self._plan("all_gather", flat.dtype, flat.numel(), layout)
         with self._beside():
-            flat.view(self.world, -1).copy_(shard)
+            flat.view(layout.world, -1).copy_(shard)
         return self._filled(flat, shard)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
@@ -81,25 +81,29 @@ class Skipping:
             return self._inner.all_reduce(out, parts, layout, op)
         return self._zeros("all_reduce", out, layout)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         if not self.skips:
-            return self._inner.broadcast(tensor, source)
-        self._plan("broadcast", tensor.dtype, tensor.numel(), -1)
+            return self._inner.broadcast(tensor, source, group)
+        self._plan("broadcast", tensor.dtype, tensor.numel())
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         if not self.skips:
             return self._inner.all_reduce_sum(tensor)
-        self._plan("all_reduce", tensor.dtype, tensor.numel(), -1)
+        self._plan("all_reduce", tensor.dtype, tensor.numel())
 
     def _zeros(self, kind: str, out: torch.Tensor, layout: Spread) -> Pending:
-        self._plan(kind, out.dtype, layout.numel, layout.id)
+        self._plan(kind, out.dtype, layout.numel, layout)
         with self._beside():
             out.zero_()
         return self._filled(out)
 
-    def _plan(self, kind: str, dtype: torch.dtype, numel: int, bucket: int) -> None:
-        if self.world > 1:
-            self.planned.record(kind, bucket, str(dtype).removeprefix("torch."), numel * dtype.itemsize)
+    def _plan(self, kind: str, dtype: torch.dtype, numel: int, layout: Spread | None = None) -> None:
+        """`layout`: of a bucket; None: the tensor belongs to all ranks."""
+        name, nbytes = str(dtype).removeprefix("torch."), numel * dtype.itemsize
+        if layout is None and self.world > 1:
+            self.planned.record(kind, -1, name, nbytes)
+        elif layout is not None and layout.world > 1:
+            self.planned.record(kind, layout.id, name, nbytes, layout.group, layout.world)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

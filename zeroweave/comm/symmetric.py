@@ -20,7 +20,7 @@ from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Gauge, Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import ConfigError
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import WORLD, BucketLayout
 
 
 def check_symmetric_memory(control: Control, device: torch.device) -> None:
@@ -135,8 +135,8 @@ class SymmetricGathers:
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self._inner.all_reduce(out, parts, layout, op)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        self._inner.broadcast(tensor, source)
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
+        self._inner.broadcast(tensor, source, group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._inner.all_reduce_sum(tensor)

@@ -10,7 +10,7 @@ import torch
 
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
-from zeroweave.layout import BucketLayout
+from zeroweave.layout import WORLD, BucketLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class Timed:
         self.log: list[Timing] | None = None
         """where collectives are noted, in the order of their issue"""
         self._asked: list[tuple[str, int, Mark, Pending]] | None = None
+        self._begun: Mark | None = None
 
     def _note(self, kind: str, bucket: int, issued: Mark, pending: Pending) -> Pending:
         if self._asked is not None:
@@ -46,6 +47,15 @@ class Timed:
 
     def _mark(self) -> Mark:
         return None if self.log is None else self.clock.mark()
+
+    @contextmanager
+    def issuing(self) -> Iterator[None]:
+        """A gather issued inside counts from the beginning: an upload that precedes it there is a part of it."""
+        self._begun = self._mark()
+        try:
+            yield
+        finally:
+            self._begun = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.inner.empty(numel, dtype)
@@ -62,7 +72,7 @@ class Timed:
             self._note(*each)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        issued = self._mark()
+        issued = self._mark() if self._begun is None else self._begun
         return self._note("all_gather", layout.id, issued, self.inner.all_gather(flat, shard, layout))
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
@@ -72,8 +82,8 @@ class Timed:
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self.inner.all_reduce(out, parts, layout, op)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        self.inner.broadcast(tensor, source)
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
+        self.inner.broadcast(tensor, source, group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self.inner.all_reduce_sum(tensor)

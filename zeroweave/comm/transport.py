@@ -9,23 +9,30 @@ from typing import Literal, Protocol
 import torch
 
 from zeroweave.comm.clock import Clock, Mark
-from zeroweave.layout import BucketLayout, Piece
+from zeroweave.layout import WORLD, BucketLayout, Piece
 
 ReduceOp = Literal["average", "presum"]
-Parts = Mapping[int, torch.Tensor]
-"""One bucket's gradients on their way into a reduction: slot index -> tensor of the slot's shape. A slot
-without an entry contributes zeros."""
+Parts = Mapping[int, torch.Tensor] | torch.Tensor
+"""One bucket's gradients on their way into a reduction: slot index -> tensor of the slot's shape, where a slot
+without an entry contributes zeros; or the flat [numel] that holds them already, with zeros wherever no slot lies. Such
+a flat belongs to the reduction, which may overwrite it; single parts are read only."""
 
 
 class Spread(Protocol):
     """How some tensors, the slots, are laid out in a flat [numel] whose chunk r belongs to rank r.
 
     A bucket's layout is one, with equal chunks and each slot in one piece; the reduce buckets of `dc` are others.
-    `id` is for the ledger: equal on all ranks.
+    `id` is for the ledger: equal on all ranks. `world` ranks share it, those of the sharding `group`; the r of a rank
+    of the engine is its `place` there.
     """
 
     @property
     def id(self) -> int: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def world(self) -> int: ...
+    def place(self, rank: int, /) -> int: ...
     @property
     def numel(self) -> int: ...
     @property
@@ -46,10 +53,10 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """Asynchronous collectives over one group of ranks.
+    """Asynchronous collectives over the ranks of an engine, each in the sharding group of its layout.
 
     All ranks issue the same collectives in the same order. Whatever is handed in stays alive until `wait`
-    (the implementation keeps references), and must not be written before.
+    (the implementation keeps references), and must not be written before. `rank` and `world` are the engine's.
     """
 
     rank: int
@@ -65,17 +72,18 @@ class Transport(Protocol):
         """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order, cast to its dtype."""
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        """Reduces the ranks' parts in the dtype of `out` and leaves this rank's chunk in `out`.
+        """Reduces the group's parts in the dtype of `out` and leaves this rank's chunk in `out`.
 
-        `average` is the backend's average; `presum` divides by the world size first and then sums, for
-        dtypes whose sum could overflow. Padding and missing parts are zeros. The parts are read only.
+        The parts are summed over the group and divided by the number of all ranks, over which losses are averaged.
+        `average` is the backend's average; `presum` divides first and then sums, for dtypes whose sum could
+        overflow. Padding and missing parts are zeros. The parts are read only.
         """
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         """Like `reduce_scatter`, but leaves all of the reduced flat in `out` [numel] on every rank."""
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
-        """Overwrites `tensor` with that of rank `source`; synchronous."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
+        """Overwrites `tensor` with that at place `source` of this rank's sharding group; synchronous."""
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         """Sums `tensor` over the ranks, in place, on the current stream."""

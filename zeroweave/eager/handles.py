@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from zeroweave._torch import version
-from zeroweave.runtime.activations import Saved
+from zeroweave._torch import version, view_base
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Frame, Runtime
+from zeroweave.runtime.saved import Saved
 
 
 class _Handle(NamedTuple):
@@ -47,17 +47,17 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        bucket = self._runtime.directory.bucket(tensor)
-        frame = self._runtime.frame
-        if bucket is None or frame is None:
-            # Detached, or a node that saves its own output would keep itself alive. The version is kept
-            # because autograd checks for later writes only where there are no hooks.
-            own = tensor.detach() if tensor.grad_fn is not None else tensor
+        place, frame = self._runtime.find(tensor), self._runtime.frame
+        if place is None or frame is None:
+            # Detached, or a node that saves its own output would keep itself alive, and a view what it views. The
+            # version is kept because autograd checks for later writes only where there are no hooks.
+            attached = tensor.grad_fn is not None or view_base(tensor) is not None
+            own = tensor.detach() if attached else tensor
             return self._runtime.activations.save(own, version(tensor))
-        if self._runtime.passes_through(tensor):
-            found = self._runtime.find(tensor)
-            if found is not None and found[1] >= 0:
-                return _Parameter(bucket, found[1], version(bucket.real[found[1]]))
+        bucket, slot = self._runtime.buckets[place[0]], place[1]
+        if self._runtime.passes_through(tensor, place):
+            if slot >= 0:
+                return _Parameter(bucket, slot, version(bucket.real[slot]))
             return Saved(tensor.detach(), version(tensor))
         frame.handles += 1
         return _Handle(
@@ -66,13 +66,14 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     def _unpack(self, saved: object) -> torch.Tensor:
         if isinstance(saved, Saved | _Parameter):
-            if version(saved.tensor) != saved.version:
+            tensor = self._runtime.activations.use(saved) if isinstance(saved, Saved) else saved.tensor
+            if version(tensor) != saved.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified since the forward, by "
-                    f"an inplace operation or engine.step(): {saved.tensor.dtype} {list(saved.tensor.shape)} is at "
-                    f"version {version(saved.tensor)}; expected version {saved.version}"
+                    f"an inplace operation or engine.step(): {tensor.dtype} {list(tensor.shape)} is at "
+                    f"version {version(tensor)}; expected version {saved.version}"
                 )
-            return saved.tensor
+            return tensor
         assert isinstance(saved, _Handle)
         if saved.generation != saved.bucket.generation:
             raise RuntimeError(

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from zeroweave.layout import BucketLayout
+from zeroweave.runtime.shard import Shard
 
 
 class ShardView(Protocol):
     """What the optimizer needs of a bucket: its layout, this rank, and its shard [shard_numel].
 
-    The shard is the master: it has at least float32 where its parameters are trained.
+    The shard is the master: it has at least float32 where its parameters are trained. `home` is where it lives.
     """
 
     @property
@@ -23,12 +24,15 @@ class ShardView(Protocol):
     def rank(self) -> int: ...
     @property
     def shard(self) -> torch.Tensor: ...
+    @property
+    def home(self) -> Shard: ...
+    def move(self, on_host: bool) -> None: ...
 
 
 class Fragments:
     """One `nn.Parameter` per slot, each a 1-D view of the bucket's shard, empty where nothing lies here.
 
-    The shard's storage must stay where it is. An empty fragment never gets a gradient, so optimizers skip it
+    They view the shard, or what `point` says. An empty fragment never gets a gradient, so optimizers skip it
     and keep no state for it. Costs no memory beside the shard.
     """
 
@@ -38,6 +42,13 @@ class Fragments:
         places = [layout.fragment(slot, rank) for slot in range(len(layout.slots))]
         self._ranges = [(place.start, place.start + place.numel) for place in places]
         self.parameters = tuple(nn.Parameter(bucket.shard[start:stop]) for start, stop in self._ranges)
+        self.starts = tuple(start for start, _ in self._ranges)
+        self.numel = bucket.shard.numel()
+
+    def point(self, shard: torch.Tensor) -> None:
+        """Makes the fragments views of another tensor that is laid out like the shard."""
+        for parameter, (start, stop) in zip(self.parameters, self._ranges, strict=True):
+            parameter.data = shard[start:stop]
 
     def set_gradients(self, gradient: torch.Tensor, absent: Set[int]) -> None:
         """Gives each fragment its view of `gradient` [shard_numel], any floating dtype.

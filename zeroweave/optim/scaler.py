@@ -165,6 +165,7 @@ class Scaler:
         EngineError where the window has no reduced gradients.
         """
         self.settle_clipping()
+        value = value.to(torch.promote_types(value.dtype, torch.float32))
         self._gradients.write(bucket, slot, value * self.loss_scale.value)
 
     def settle_clipping(self) -> None:

@@ -18,6 +18,8 @@ from zeroweave import _torch
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.admit import check_optimizer, initial_state
 from zeroweave.optim.fragments import Fragments, ShardView
+from zeroweave.optim.offload import Offload
+from zeroweave.runtime.lanes import Lanes
 
 __all__ = ["ShardedOptimizer", "check_optimizer"]
 
@@ -34,7 +36,7 @@ class ShardedOptimizer:
 
     `slot_of` maps `id(parameter)` of the model's parameters to (bucket id, slot index).
     `check_optimizer` must have passed. Trainable parameters in no group are never updated. Memory: the
-    optimizer's own state, over the fragments.
+    optimizer's own state, over the fragments; with `moments_off` it lives in host memory, by way of `lanes`.
     """
 
     def __init__(
@@ -42,6 +44,8 @@ class ShardedOptimizer:
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[ShardView],
         slot_of: Mapping[int, tuple[int, int]],
+        lanes: Lanes,
+        moments_off: bool = False,
     ) -> None:
         self.optimizer = optimizer
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
@@ -61,7 +65,9 @@ class ShardedOptimizer:
                 parts[index].append(fragment)
                 self._whole[index].append(fragment)
                 if state is not None:
-                    optimizer.state[fragment] = state(fragment)
+                    optimizer.state[fragment] = state(torch.empty_like(fragment, device=lanes.device))
+        views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in self._parts}
+        self.offload = Offload(lanes, views, self._fragments, optimizer.state, sorted(views) if moments_off else ())
         self._handles = [
             optimizer.register_state_dict_pre_hook(_refuse_save),
             optimizer.register_load_state_dict_pre_hook(_refuse_load),
@@ -94,16 +100,19 @@ class ShardedOptimizer:
             self._step(gradients, absent, self._whole)
 
     def in_turn(
-        self, take: Callable[[int], torch.Tensor | None], absent: Mapping[int, Set[int]]
+        self, take: Callable[[int], torch.Tensor | None], absent: Mapping[int, Set[int]], order: Sequence[int]
     ) -> Callable[[int], None]:
         """The function that a step calls with each bucket of `absent` in its turn; it updates by `take(bucket)`.
 
-        An optimizer that only steps as a whole updates all of them in the turn of the last one.
+        `order`: that of the turns. An optimizer that only steps as a whole updates all of them in the turn of the last.
         """
+        self.offload.expect([bucket for bucket in order if bucket in self._parts])
 
         def update(bucket: int) -> None:
             if (gradient := take(bucket)) is not None:
                 self.update(bucket, gradient, absent[bucket])
+            else:
+                self.offload.drop(bucket)
 
         waiting = set(absent)
 
@@ -117,18 +126,19 @@ class ShardedOptimizer:
 
     def state_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
         """What the optimizer holds for this rank's fragment of a slot; empty before its first step."""
+        self.offload.finish()
         return self.optimizer.state.get(self._fragments[bucket].parameters[slot], {})
 
     def set_state(self, bucket: int, slot: int, key: str, value: torch.Tensor) -> None:
         """Overwrites what `state_of` has under a key, of its shape; nothing where the optimizer holds nothing."""
-        state = self.optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+        state = self.state_of(bucket, slot)
         match state.get(key):
             case torch.Tensor() as tensor:
                 tensor.copy_(value.reshape(tensor.shape))
             case None:
                 pass
             case number:
-                state[key] = type(number)(value.item())
+                self.optimizer.state[self._fragments[bucket].parameters[slot]][key] = type(number)(value.item())
 
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
@@ -149,6 +159,7 @@ class ShardedOptimizer:
         if not self._handles:
             return
         self._handles = []
+        self.offload.finish()
         self.optimizer.state.clear()
         for group, users in zip(self.optimizer.param_groups, self._users, strict=False):
             group["params"] = users
@@ -165,7 +176,8 @@ class ShardedOptimizer:
         if groups is None:
             return  # no parameter of this bucket is in any group
         fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
-        with self._holding(groups):
+        moved = list(gradients) if groups is not self._whole else sorted(self._parts)
+        with self._holding(groups), self.offload.on_device(moved):
             try:
                 for one, bucket in fragments:
                     one.set_gradients(gradients[bucket], absent.get(bucket, frozenset()))

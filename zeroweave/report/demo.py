@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from zeroweave.comm.ledger import Traffic
-from zeroweave.config import Config
 from zeroweave.report import measure
 from zeroweave.report.show import Profile, Result, show
 
@@ -147,7 +146,7 @@ class Demo:
             stats, schedule = engine.stats, engine.schedule
             assert schedule is not None  # recorded and agreed in the first step
             config = engine.config
-            bound = measure.state_bound(engine.buckets, self.rank, settings.stage, _ahead(config), config.reduce.depth)
+            bound = measure.state_bound(engine.buckets, self.rank, settings.stage, _ahead(engine), config.reduce.depth)
             formula = measure.state_scheduled(bound, schedule, engine.buckets)
             mine = {
                 "measured": measure.total(
@@ -229,6 +228,7 @@ def main(
         raise SystemExit(1)
 
 
-def _ahead(config: Config) -> int:
-    """Most buckets that are gathered ahead of the one in use."""
-    return 2 if config.compile.prefetch == "auto" else config.compile.prefetch
+def _ahead(engine: zw.Engine) -> int:
+    """Most buckets that are gathered ahead of the one in use: "auto" limits all memory of a step, not their number."""
+    ahead = engine.config.compile.prefetch
+    return len(engine.buckets) - 1 if ahead == "auto" else ahead

@@ -115,7 +115,7 @@ def state_bound(buckets: Sequence[BucketLayout], rank: int, stage: int, prefetch
     stage 3 the largest 1 + prefetch. Gradient flats: the largest `depth`, in flight at once.
     """
     trained = [bucket for bucket in buckets if bucket.trainable]
-    fragments = [bucket.fragment(i, rank).numel for bucket in trained for i in range(len(bucket.slots))]
+    fragments = [bucket.fragment(i, bucket.place(rank)).numel for bucket in trained for i in range(len(bucket.slots))]
     flats = sorted((bucket.nbytes for bucket in buckets), reverse=True)
     gradient_flats = sorted((4 * bucket.numel for bucket in trained), reverse=True)
     return State(

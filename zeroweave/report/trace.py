@@ -12,7 +12,7 @@ from typing import Any, Final
 from zeroweave.report.course import Course
 from zeroweave.schedule import Schedule
 
-LANES: Final = {"compute": "compute", "all_gather": "gather", "reduce_scatter": "reduce"}
+LANES: Final = {"compute": "compute", "all_gather": "gather", "reduce_scatter": "reduce", "copy": "copy"}
 PROCESSES: Final = {"measured": 1, "predicted": 2}
 
 
@@ -26,7 +26,10 @@ def _events(schedule: Schedule, course: Course) -> Iterator[dict[str, Any]]:
     process = PROCESSES[course.name]
     threads = {lane: number for number, lane in enumerate(LANES, 1)}
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": course.name}}
+    used = {"compute", *(span.lane for span in course.spans)}
     for lane, name in LANES.items():
+        if lane not in used:
+            continue
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": threads[lane], "args": {"name": name}}
     names = [schedule.describe(instruction) for instruction in schedule.instructions]
     for span in course.spans:

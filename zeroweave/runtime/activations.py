@@ -1,4 +1,4 @@
-"""What forwards have saved for backwards that may not come: freed before the optimizer allocates."""
+"""What forwards have saved for backwards: it may wait in host memory, and goes before the optimizer allocates."""
 
 from __future__ import annotations
 
@@ -6,51 +6,54 @@ import weakref
 
 import torch
 
-from zeroweave.errors import EngineError
 from zeroweave.runtime.free import free_storages
-
-
-class Saved:
-    """One activation that autograd keeps through the engine's hooks."""
-
-    __slots__ = ("__weakref__", "_tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
-        self._tensor: torch.Tensor | None = tensor
-        self.version = version
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        if self._tensor is None:
-            raise EngineError(
-                "a backward of an earlier optimizer step's forward: what it saved was freed in engine.step() "
-                "(activations.free_threshold_bytes); call backward before engine.step()"
-            )
-        return self._tensor
-
-    def take(self) -> torch.Tensor:
-        """The tensor, which is gone from here."""
-        tensor, self._tensor = self.tensor, None
-        return tensor
+from zeroweave.runtime.offload import Offloading
+from zeroweave.runtime.saved import Saved
+from zeroweave.schedule import Call
 
 
 class Activations:
-    """The saved activations of `threshold` bytes and more, as long as autograd keeps them; None: of no size."""
+    """The saved activations, as long as autograd keeps them.
 
-    def __init__(self, threshold: int | None) -> None:
+    Those of `threshold` bytes and more can be freed; None: of no size. `offloading` moves them; None: nothing does.
+    """
+
+    def __init__(self, threshold: int | None, offloading: Offloading | None = None) -> None:
         self._threshold = threshold
+        self.offloading = offloading
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
         self.freed = 0
         """bytes, over the engine's life"""
 
     def save(self, tensor: torch.Tensor, version: int) -> Saved:
+        """What autograd keeps in the place of a tensor at this version."""
         saved = Saved(tensor, version)
         if self._threshold is not None and tensor.untyped_storage().nbytes() >= self._threshold:
             self._saved.add(saved)
+        if self.offloading is not None:
+            self.offloading.add(saved)
         return saved
+
+    def begin_forward(self) -> None:
+        """An outermost forward begins."""
+        if self.offloading is not None:
+            self.offloading.begin_forward()
+
+    def end_call(self, call: Call, number: int) -> None:
+        """A forward call is over, the `number`-th of the window's equal ones."""
+        if self.offloading is not None:
+            self.offloading.end_call(call, number)
+
+    def use(self, saved: Saved) -> torch.Tensor:
+        """The tensor, whose values a backward may read from now on."""
+        if self.offloading is not None:
+            self.offloading.use(saved)
+        return saved.tensor
 
     def free(self) -> None:
         """Frees what is still kept, but for memory that somebody else can read; its backward is refused."""
+        if self.offloading is not None:
+            self.offloading.settle()
         tensors = [saved.take() for saved in self._saved]
         self._saved.clear()
         self.freed += free_storages(tensors, threshold=0)

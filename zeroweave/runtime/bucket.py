@@ -1,6 +1,7 @@
 """A bucket at run time: a flat, and the real parameters that view it.
 
 A shard costs numel / world elements for good (float32 where trained), a flat numel elements while it is not resharded.
+Where the shard lives is told in `runtime.shard`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zeroweave._torch import owners, place_key, storage_key, storage_use_count, version
+from zeroweave._torch import owners, storage_key, storage_use_count, version
 from zeroweave.comm.ledger import Gauge
-from zeroweave.comm.transport import Transport
+from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.flat import Flat
+from zeroweave.runtime.shard import Shard
 
 
 class Bucket(Flat):
@@ -28,16 +30,26 @@ class Bucket(Flat):
     another Parameter takes its place in `real`.
     """
 
-    def __init__(self, layout: BucketLayout, dtype: torch.dtype, transport: Transport, flats: Gauge) -> None:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        transport: Transport,
+        flats: Gauge,
+        home: Shard,
+        device: torch.device,
+    ) -> None:
         """`dtype`: of the computation, in which the values are gathered.
 
         The shard of trainable parameters has at least float32: it is the optimizer's master, and rounded when
         it is gathered. So nothing is kept twice, and the optimizer has nothing to round.
         """
-        master = layout.trainable and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-        shard = transport.empty(layout.shard_numel, torch.float32 if master else dtype)
-        super().__init__(layout, shard, dtype, transport, flats)
-        self.rank = transport.rank
+        self.home = home
+        super().__init__(layout, home.master, dtype, transport, flats, device)
+        self.rank = layout.place(transport.rank)
+        """this rank's place in the bucket's sharding group"""
+        self.number = layout.number(transport.rank)
+        """which of the groups of that name it is in: whose parameters these are"""
         self.storage.resize_(layout.nbytes)  # for as long as views of it are made
         # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named.
         flat = self.flat.data
@@ -60,6 +72,27 @@ class Bucket(Flat):
     @property
     def id(self) -> int:
         return self.layout.id
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed with."""
+        return self.flat.device
+
+    def _gather(self) -> Pending:
+        return self.home.gather(self._target, self.layout)
+
+    def values(self) -> torch.Tensor:
+        """The shard [numel / world] on the device: itself, or a copy where it lives in host memory."""
+        return self.home.values()
+
+    def put(self, values: torch.Tensor) -> None:
+        """Overwrites the shard by values on the device, which nobody writes any more."""
+        self.home.put(values)
+
+    def move(self, on_host: bool) -> None:
+        """Moves the shard into the other memory; see `Shard.move`."""
+        self.home.move(on_host)
+        self.shard = self.home.master
 
     def note_shown(self, shown: bool) -> None:
         """The modules show the real parameters from now on, or do not.
@@ -142,24 +175,31 @@ class Bucket(Flat):
         return shard[place.start : place.start + place.numel]
 
 
+def _key(tensor: torch.Tensor) -> int:
+    try:
+        return storage_key(tensor)
+    except (NotImplementedError, RuntimeError):  # a wrapper subclass has no storage of its own
+        return 0
+
+
 class Directory:
     """Finds the bucket and slot of a tensor by (storage, offset)."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         self._bucket: dict[int, Bucket] = {}
         self._slot: dict[tuple[int, int], int] = {}
+        self._real: dict[int, tuple[Bucket, int]] = {}
+        """what a real parameter's `id` was at first: a hint, because most tensors that are looked for are real ones"""
         for bucket in buckets:
             key = storage_key(bucket.flat)
             self._bucket[key] = bucket
             for index, slot in enumerate(bucket.layout.slots):
                 self._slot[key, slot.offset] = index
+                self._real[id(bucket.real[index])] = bucket, index
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket whose flat `tensor` views; None for every other tensor, and for those without storage."""
-        try:
-            return self._bucket.get(storage_key(tensor))
-        except (NotImplementedError, RuntimeError):  # a wrapper subclass has no storage of its own
-            return None
+        return self._bucket.get(_key(tensor))
 
     def covering(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(bucket id, slot index) of the parameter in which a view of a flat begins."""
@@ -171,10 +211,13 @@ class Directory:
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
-        bucket = self.bucket(tensor)
+        if (hint := self._real.get(id(tensor))) is not None and hint[0].real[hint[1]] is tensor:
+            return hint[0].id, hint[1]
+        key = _key(tensor)
+        bucket = self._bucket.get(key)
         if bucket is None:
             return None
-        slot = self._slot.get(place_key(tensor), -1)
+        slot = self._slot.get((key, int(tensor.storage_offset())), -1)
         if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():
             slot = -1
         return bucket.id, slot

@@ -24,11 +24,18 @@ class Flat:
     """
 
     def __init__(
-        self, layout: BucketLayout, shard: torch.Tensor, dtype: torch.dtype, transport: Transport, gauge: Gauge
+        self,
+        layout: BucketLayout,
+        shard: torch.Tensor,
+        dtype: torch.dtype,
+        transport: Transport,
+        gauge: Gauge,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where the flat lives, None: where the shard does."""
         self.layout, self.shard, self.dtype = layout, shard, dtype
         self._transport, self._gauge = transport, gauge
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=shard.device)
+        self.flat = torch.empty(layout.numel, dtype=dtype, device=device or shard.device)
         self.storage = self.flat.untyped_storage()
         # `.data` has a version counter of its own: a gather is no write to the parameters.
         self._target = self.flat.data
@@ -69,7 +76,10 @@ class Flat:
             if not self.resident:
                 self.storage.resize_(self.layout.nbytes)
                 self._gauge.add(self.layout.nbytes)
-            self._pending = self._transport.all_gather(self._target, self.shard, self.layout)
+            self._pending = self._gather()
+
+    def _gather(self) -> Pending:
+        return self._transport.all_gather(self._target, self.shard, self.layout)
 
     def wait(self) -> None:
         """Makes the flat usable on the current stream."""

@@ -14,7 +14,9 @@ from functools import partial
 
 import torch
 
+from zeroweave._torch import foreach_add_
 from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts, ReduceOp, Transport
 from zeroweave.errors import EngineError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
@@ -35,7 +37,9 @@ class _Account:
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
     """contributions of this backward that have entered no reduction yet"""
     local: torch.Tensor | None = None
-    """[numel] the sum of backwards that did not reduce, in the accumulation dtype"""
+    """[numel] the sum of backwards that did not reduce, in the accumulation dtype, laid out like the flat"""
+    sums: list[torch.Tensor] = field(default_factory=list)
+    """its slots"""
     shard: torch.Tensor | None = None
     """[numel / world] the reduced gradient of the window"""
     had_gradient: set[int] = field(default_factory=set)
@@ -72,9 +76,8 @@ class Gradients:
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:
             for bucket_id, account in self._accounts.items():
-                shard = account.bucket.shard
-                dtype = reduce_dtype or account.bucket.dtype
-                self._targets[bucket_id] = torch.empty(shard.numel(), dtype=dtype, device=shard.device)
+                bucket, dtype = account.bucket, reduce_dtype or account.bucket.dtype
+                self._targets[bucket_id] = torch.empty(bucket.shard.numel(), dtype=dtype, device=bucket.device)
         self._accumulate_dtype = accumulate_dtype
         self._ready = ready
         self.staging = Gauge()
@@ -82,8 +85,21 @@ class Gradients:
         self.reductions = Reductions(transport, op, reduce_dtype, self.staging)
         self.order: tuple[int, ...] = ()
         self.set_order(None)
+        self.unreduced = False
+        """has a backward of the window not been reduced yet? Equal on all ranks, whatever gradients it had"""
         self.shards_peak = 0
         """bytes of the gradient shards at once, at most"""
+        self.local_peak = 0
+        """bytes of the local sums at once, at most"""
+
+    def restart_peaks(self) -> None:
+        """The peaks of memory are measured anew."""
+        self.staging.restart()
+        self.shards_peak = sum(shard.nbytes for shard in self.shards())
+        self.local_peak = self._local_bytes()
+
+    def _local_bytes(self) -> int:
+        return sum(a.local.nbytes for a in self._accounts.values() if a.local is not None)
 
     def set_order(self, order: tuple[int, ...] | None) -> None:
         """The order of the reductions of one backward, on all ranks; None: the reverse of the layout's."""
@@ -156,33 +172,35 @@ class Gradients:
     def _add_up(self, account: _Account) -> None:
         if not account.parts:
             return
-        bucket, first = account.bucket, account.local is None
+        bucket, parts = account.bucket, account.parts
         if account.local is None:
-            account.local = torch.zeros(
-                bucket.layout.numel, dtype=self._accumulates_in(bucket), device=bucket.shard.device
-            )
-        views = bucket.views(account.local)
-        for slot, part in account.parts.items():
-            views[slot].copy_(part) if first else views[slot].add_(part)
-        account.parts.clear()
+            account.local = torch.empty(bucket.layout.numel, dtype=self._accumulates_in(bucket), device=bucket.device)
+            self.local_peak = max(self.local_peak, self._local_bytes())
+            account.sums = bucket.views(account.local)
+            lay_out(account.local, parts, bucket.layout)
+        else:
+            foreach_add_([account.sums[slot] for slot in parts], list(parts.values()))
+        parts.clear()
 
     @torch.no_grad()
     def issue(self, bucket_id: int) -> None:
         """Starts the reduction of what the bucket has now; missing slots count as zeros.
 
         A local sum travels in the dtype in which it was added up, if no other is set for reductions: rounding it
-        would lose more than the roundings of its terms' reductions.
+        would lose more than the roundings of its terms' reductions. So do all buckets then, on all ranks: some may
+        have had gradients for a bucket, and others none.
         """
         account = self._accounts[bucket_id]
         bucket, like = account.bucket, account.bucket.flat
         parts: Parts = account.parts
         out = self._targets.get(bucket_id) if account.shard is None else None
+        if self.unreduced:
+            like, out = torch.empty(0, dtype=self._accumulates_in(bucket), device=bucket.device), None
         if account.local is not None:
-            like, out = account.local, None
             self._add_up(account)
-            parts = dict(enumerate(bucket.views(account.local)))
+            parts = account.local  # which is a flat already: nothing is copied
         self.reductions.start(bucket_id, parts, bucket.layout, like, partial(self._settled, account), out=out)
-        account.parts, account.local, account.issued = {}, None, True
+        account.parts, account.local, account.sums, account.issued = {}, None, [], True
 
     @torch.no_grad()
     def _settled(self, account: _Account, result: torch.Tensor) -> None:
@@ -204,8 +222,9 @@ class Gradients:
         account = self._accounts[bucket_id]
         return account.reported and not account.issued
 
-    def end_backward(self) -> None:
+    def end_backward(self, reduced: bool = True) -> None:
         """Announced gradients that did not come count as zeros; the next backward reduces every bucket anew."""
+        self.unreduced = not reduced
         for account in self._accounts.values():
             if account.parts:
                 raise ZeroweaveError(f"bucket {account.bucket.layout.name!r}: a gradient entered no reduction")
@@ -256,24 +275,31 @@ class Gradients:
         account.had_gradient.add(slot)
 
     def had_gradient(self) -> bytes:
-        """A byte per slot of the trainable buckets, by bucket id: 1 where this rank's window had a gradient."""
-        return b"".join(
-            bytes(slot in account.had_gradient for slot in range(len(account.bucket.layout.slots)))
-            for _, account in sorted(self._accounts.items())
-        )
+        """A byte per parameter of the trainable buckets, by bucket id: 1 where this rank's window had a gradient.
+
+        The parameters are those of all ranks: where a bucket's sharding group is one of several, each of these has its
+        own, by the group's number, of which the others know nothing.
+        """
+        flags = bytearray()
+        for _, account in sorted(self._accounts.items()):
+            bucket, slots = account.bucket, range(len(account.bucket.layout.slots))
+            for number in range(bucket.layout.groups):
+                flags += bytes(number == bucket.number and slot in account.had_gradient for slot in slots)
+        return bytes(flags)
 
     def absent(self, had_gradient: bytes) -> dict[int, frozenset[int]]:
-        """The inverse of `had_gradient`: for each bucket the slots that no rank had a gradient for."""
+        """The inverse of `had_gradient`: for each bucket the slots that no rank of its group had a gradient for."""
         result, start = {}, 0
         for bucket_id, account in sorted(self._accounts.items()):
-            count = len(account.bucket.layout.slots)
-            flags = had_gradient[start : start + count]
-            result[bucket_id] = frozenset(slot for slot, had in enumerate(flags) if not had)
-            start += count
+            bucket, count = account.bucket, len(account.bucket.layout.slots)
+            own = had_gradient[start + bucket.number * count :][:count]
+            result[bucket_id] = frozenset(slot for slot, had in enumerate(own) if not had)
+            start += bucket.layout.groups * count
         return result
 
     def reset(self) -> None:
         """Forgets the window: after the step, `zero_grad` or an exception. Waits for what is under way."""
+        self.unreduced = False
         self.reductions.drop()
         for bucket_id, account in self._accounts.items():
             self._accounts[bucket_id] = _Account(account.bucket)

@@ -54,7 +54,7 @@ class Reductions:
         where no other is set. `out`, if given, takes the result.
         """
         dtype = self.dtype or like.dtype
-        numel = layout.numel if whole else layout.chunks[self._transport.rank]
+        numel = layout.numel if whole else layout.chunks[layout.place(self._transport.rank)]
         if out is None:
             out = torch.empty(numel, dtype=dtype, device=like.device)
         reduce = self._transport.all_reduce if whole else self._transport.reduce_scatter

@@ -7,15 +7,16 @@ each event generates the instructions that it needs at that moment, and they go 
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from zeroweave.errors import ParameterError
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.cursor import Cursor
 from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.lingering import Lingering
+from zeroweave.runtime.offload import Offloading
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import (
@@ -28,8 +29,12 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Left,
     Micro,
+    Needed,
+    Offload,
     Ready,
     Reduce,
+    Release,
+    Reload,
     Reshard,
     Run,
     Settle,
@@ -37,9 +42,6 @@ from zeroweave.schedule.instructions import (
     Update,
     Wait,
 )
-
-_EVENTS = (Run, End, Reduce, Update)
-_AT_ONCE = (Unshard, Reshard, Fuse)
 
 
 class _OpenCall(NamedTuple):
@@ -53,7 +55,8 @@ class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
     `keep`: the buckets that stay unsharded until the window's end. `together`: the scope in which gathers are issued
-    in one launch. `free`: what `Free` does; None: there is none. Counters are kept over windows.
+    in one launch. `free`: what `Free` does; None: there is none. `offloading`: what moves activations; None: nothing
+    does. Counters are kept over windows.
     """
 
     def __init__(
@@ -64,16 +67,17 @@ class Replay:
         depth: int,
         together: Callable[[], AbstractContextManager[None]],
         free: Callable[[], None] | None = None,
+        offloading: Offloading | None = None,
     ) -> None:
         self._buckets, self._gradients, self._depth = buckets, gradients, depth
-        self.keep, self._together, self._free = keep, together, free
+        self.keep, self._together, self._free, self._offloading = keep, together, free, offloading
         self.timeline: Timeline | None = None
         """where the times of instructions are noted"""
         self.schedule: Schedule | None = None
         self.departures = 0
         self.on_demand = 0
         """unshards that no schedule ordered although there was one"""
-        self._lingering: set[int] = set()
+        self.lingering = Lingering(buckets)
         self._update: Callable[[int], None] | None = None
         self._begin()
 
@@ -83,27 +87,31 @@ class Replay:
         self.departed = False
         self.reducing = False
         """does a backward run whose gradients are reduced?"""
-        self._cursor = 0
+        self._cursor = Cursor()
+        self._calls: Counter[Call] = Counter()
+        """how often each call was entered"""
         self._open: list[_OpenCall] = []
         self._holds: Counter[int] = Counter()
 
     # ------------------------------------------------------------------ events
-    def entered(self, call: Call, uses: tuple[int, ...]) -> None:
-        """A call begins: makes the buckets whose values it needs usable."""
-        self.sweep()
+    def entered(self, call: Call, uses: tuple[int, ...]) -> int:
+        """A call begins: makes the buckets whose values it needs usable. Returns its number among equal calls."""
+        self.lingering.sweep()
         self._reduce_overdue(Run(call, uses))
         self.record.append(Entered(call, uses))
         lasts = False
         if self._advance(Run(call, uses)):
             assert self.schedule is not None
-            lasts = self._cursor - 1 in self.schedule.lasting
+            lasts = self._cursor.index - 1 in self.schedule.lasting
         else:
             self._depart()
             for bucket in uses:
                 self._acquire(bucket)
             self.executed.append(Run(call, uses))
         self._open.append(_OpenCall(call, uses, lasts))
+        self._calls[call] += 1
         self._reduce_due()
+        return self._calls[call] - 1
 
     def left(self, call: Call) -> None:
         """A call ends: drops the holds that it does not need any more."""
@@ -123,7 +131,7 @@ class Replay:
             for bucket in ended.uses:
                 if bucket not in self.keep:
                     self._execute(Reshard(bucket))
-        self.sweep()
+        self.lingering.sweep()
 
     def ready(self, bucket: int) -> None:
         """A bucket's gradients of this backward are complete: reduced now, or when its turn comes."""
@@ -137,6 +145,10 @@ class Replay:
         else:
             self.record.append(Ready(bucket))
         self._issue_in_turn()
+
+    def needed(self, call: Call, number: int, nbytes: int) -> None:
+        """A backward asks for what a call has saved; see `Needed`."""
+        self.record.append(Needed(call, number, nbytes))
 
     def forward_ended(self) -> None:
         """The outermost forward is over: every kept bucket has been gathered, used here or not."""
@@ -153,6 +165,8 @@ class Replay:
                     self._issue(bucket)
                 else:
                     self._flush(bucket)
+        if self._offloading is not None:
+            self._offloading.arrive()
         self.record.append(Micro())
 
     def _flush(self, bucket: int) -> None:
@@ -170,24 +184,28 @@ class Replay:
 
     def arrive(self) -> bool:
         """The window's computations are over. Did they follow the schedule to the end?"""
-        if self.following and not self._next_is_tail():
+        if self.following and isinstance(self._cursor.event, Run | End | Reduce):
             self._depart()
         return self.following
+
+    def update_order(self, updates: frozenset[int]) -> tuple[int, ...]:
+        """The order in which `finish` updates these buckets, if it is called now."""
+        if self.following:
+            assert self.schedule is not None
+            return tuple(i.bucket for i in self.schedule.instructions if isinstance(i, Update))
+        pending = self._gradients.reductions.in_flight
+        return *sorted(updates - set(pending)), *dict.fromkeys(pending)
 
     def finish(self, update: Callable[[int], None], updates: frozenset[int]) -> None:
         """The optimizer step: settles, updates (`update(bucket id)`), and drops the kept buckets."""
         self._update = update
         if self.arrive():
-            assert self.schedule is not None
-            while self._cursor < len(self.schedule.instructions):
+            while not self._cursor.at_end:
                 self._execute_next()
         else:
             if self._free is not None:
                 self._execute(Free())
-            pending = self._gradients.reductions.in_flight
-            for bucket in sorted(updates - set(pending)):
-                self._execute(Update(bucket))
-            for bucket in dict.fromkeys(pending):
+            for bucket in self.update_order(updates):
                 while bucket in self._gradients.reductions.in_flight:
                     self._execute(Settle(bucket))
                 self._execute(Update(bucket))
@@ -202,8 +220,12 @@ class Replay:
     def next_window(self, schedule: Schedule | None) -> None:
         """Starts a window that follows `schedule` (None: on demand, in the default order)."""
         self._drop_holds()
+        if self._offloading is not None:
+            self._offloading.next_window()
         self._begin()
         self.schedule = schedule
+        if schedule is not None:
+            self._cursor = Cursor(schedule.instructions)
 
     # ------------------------------------------------------------------ following the schedule
     @property
@@ -215,31 +237,14 @@ class Replay:
         """Is a call open that is over by the schedule? What comes behind it may drop what the call still reads."""
         return any(not each.lasts for each in self._open)
 
-    def _next_event(self) -> int:
-        assert self.schedule is not None
-        instructions = self.schedule.instructions
-        index = self._cursor
-        while index < len(instructions) and not isinstance(instructions[index], _EVENTS):
-            index += 1
-        return index
-
-    def _next_is_tail(self) -> bool:
-        assert self.schedule is not None
-        index = self._next_event()
-        return index == len(self.schedule.instructions) or isinstance(self.schedule.instructions[index], Update)
-
     def _next_reduction(self) -> int | None:
         """The bucket of the schedule's next event, if that is a reduction whose turn has come."""
-        if self.following and not self._outlasted:
-            assert self.schedule is not None
-            match self.schedule.instructions[self._next_event() :][:1]:
-                case (Reduce(bucket),):
-                    return bucket
-        return None
+        event = self._cursor.event if self.following and not self._outlasted else None
+        return event.bucket if isinstance(event, Reduce) else None
 
     def _ahead(self, event: Instruction) -> bool:
         """Is the event still to come in the schedule?"""
-        return self.following and event in self.schedule.instructions[self._cursor :]  # type: ignore[union-attr]
+        return self.following and self._cursor.ahead(event)
 
     def _reduce_due(self) -> None:
         """Reduces what is complete and has its turn; a bucket that was complete early has waited for it."""
@@ -257,15 +262,10 @@ class Replay:
 
     def _advance(self, event: Instruction) -> bool:
         """Executes up to and including `event` if it is the schedule's next event."""
-        if not self.following or self._outlasted:
+        if not self.following or self._outlasted or self._cursor.event != event:
             return False
-        assert self.schedule is not None
-        index = self._next_event()
-        instructions = self.schedule.instructions
-        if index == len(instructions) or instructions[index] != event:
-            return False
-        while self._cursor <= index:
-            self._execute_next()
+        while self._execute_next() != event:
+            pass
         return True
 
     def _trail(self) -> None:
@@ -273,21 +273,18 @@ class Replay:
 
         A `Settle` waits for its reduction, so it comes when the next event does.
         """
-        assert self.schedule is not None
-        instructions = self.schedule.instructions
-        while self._cursor < len(instructions) and isinstance(instructions[self._cursor], _AT_ONCE):
+        while self._cursor.at_once:
             self._execute_next()
 
-    def _execute_next(self) -> None:
-        """Executes the instruction at the cursor; of a `Fuse`, all that belong to it."""
-        assert self.schedule is not None
-        instruction = self.schedule.instructions[self._cursor]
-        self._cursor += 1
+    def _execute_next(self) -> Instruction:
+        """Executes the next instruction and returns it; of a `Fuse`, all that belong to it."""
+        instruction = self._cursor.take()
         self._execute(instruction)
         if isinstance(instruction, Fuse):
             with self._together():
                 for _ in range(instruction.count):
                     self._execute_next()
+        return instruction
 
     def _depart(self) -> None:
         """Leaves the schedule for the rest of the window; drops what it gathered ahead."""
@@ -295,6 +292,8 @@ class Replay:
             return
         self.departed = True
         self.departures += 1
+        if self._offloading is not None:
+            self._offloading.settle()
         # what was complete early has waited for its turn without a word in the record
         self.record += [Ready(b) for b in self._gradients.unissued() if self._gradients.awaits_turn(b)]
         needed = Counter(b for each in self._open for b in each.uses)
@@ -359,8 +358,7 @@ class Replay:
                 self._buckets[bucket].wait()
             case Reshard(bucket):
                 self._holds[bucket] -= 1
-                if not self._buckets[bucket].reshard():
-                    self._lingering.add(bucket)
+                self.lingering.reshard(bucket)
             case Reduce(bucket):
                 self._gradients.issue(bucket)
             case Settle(bucket):
@@ -371,32 +369,11 @@ class Replay:
             case Free():
                 assert self._free is not None
                 self._free()
+            case Offload() | Release() | Reload():
+                assert self._offloading is not None
+                self._offloading.move(instruction, self.timeline)
             case Run() | End() | Fuse():
                 pass
-
-    def sweep(self) -> None:
-        """Frees buckets that were still viewed by some tensor when their last hold was dropped."""
-        if not self._lingering:
-            return
-        for bucket in sorted(self._lingering):
-            if self._buckets[bucket].holds or self._buckets[bucket].free():
-                self._lingering.discard(bucket)
-
-    def refuse_views(self) -> None:
-        """Raises if a view of a gathered parameter is still alive: it would keep the values of this step."""
-        self.sweep()
-        if any(b.viewed for b in self._buckets.values()):
-            gc.collect()  # a view in a cycle of garbage is nobody's
-        if names := [b.layout.name for b in self._buckets.values() if b.viewed]:
-            raise ParameterError(
-                f"a view of a parameter of {', '.join(map(repr, names))} is alive at the step and would keep old "
-                "values; keep a `.clone()` of it instead, or delete it before engine.step()"
-            )
-
-    def release(self, bucket: Bucket) -> None:
-        """Drops a hold that was taken outside of any schedule."""
-        if not bucket.reshard():
-            self._lingering.add(bucket.id)
 
     def _drop_holds(self) -> None:
         for bucket, held in sorted(self._holds.items()):
@@ -408,4 +385,4 @@ class Replay:
         self.departed = True
         self._open.clear()
         self._drop_holds()
-        self.sweep()
+        self.lingering.sweep()

@@ -12,19 +12,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from zeroweave._torch import accumulates, at_end_of_backward, current_graph_task, place_key
 from zeroweave.comm.ledger import Gauge
-from zeroweave.comm.transport import ReduceOp, Transport
+from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.bucket import Bucket, Directory
 from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.inference import Inference
+from zeroweave.runtime.lanes import Lanes
+from zeroweave.runtime.offload import Offloading
+from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.replay import Replay
-from zeroweave.schedule import BucketFacts, Call, Event, Facts, Schedule, compile_schedule
+from zeroweave.runtime.shard import Shard
+from zeroweave.schedule import Call, Schedule
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +38,8 @@ class Frame:
     """One execution of a call.
 
     `handles` counts the views of flats that its eager code saved for the backward, `unpacked` those that the
-    backward has asked for; `origin` is, in a backward entered that way, the forward call that saved them.
+    backward has asked for; `origin` is, in a backward entered that way, the forward call that saved them. `number` is
+    its place among the window's equal calls, from 0.
     """
 
     call: Call
@@ -40,26 +47,11 @@ class Frame:
     replay: Replay
     parent: Frame | None = None
     origin: Frame | None = None
+    number: int = 0
     announced: set[tuple[int, int]] = field(default_factory=set)
     reads: list[Frame] = field(default_factory=list)
     handles: int = 0
     unpacked: int = 0
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How gradients and parameters are kept. With `Runtime.reduces`, `keep` is all that makes a stage."""
-
-    keep: frozenset[int]
-    """buckets that stay unsharded until the optimizer step"""
-    depth: int
-    op: ReduceOp
-    reduce_dtype: torch.dtype | None
-    accumulate_dtype: torch.dtype
-    keep_gradient_targets: bool = False
-    """debugging: reduced gradients have memory of their own from set-up on, instead of from settle to update"""
-    free_threshold: int | None = None
-    """bytes from which on an unused activation is freed before the optimizer step; None: none is"""
 
 
 @dataclass(slots=True)
@@ -87,7 +79,11 @@ class Runtime:
         self.transport, self.policy = transport, policy
         self.flats = Gauge()
         """bytes of all flats that are unsharded"""
-        self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport, self.flats) for b in layouts}
+        device = transport.empty(0, torch.uint8).device
+        self.lanes = Lanes(device)
+        off = policy.masters_off, policy.params_off
+        homes = {b.id: Shard(b, dtypes[b.dtype], transport, self.lanes, *off) for b in layouts}
+        self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport, self.flats, homes[b.id], device) for b in layouts}
         self.directory = Directory(self.buckets.values())
         self.gradients = Gradients(
             list(self.buckets.values()),
@@ -98,19 +94,14 @@ class Runtime:
             ready=self._ready,
             keep_targets=policy.keep_gradient_targets,
         )
-        self.activations = Activations(policy.free_threshold)
+        self.activations = Activations(policy.free_threshold, Offloading.asked_for(policy.offload_threshold, device))
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         free = None if policy.free_threshold is None else self.activations.free
-        self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth, transport.together, free)
-        self._inference = Replay(self.buckets, self.gradients, policy.keep, policy.depth, transport.together)
-        self._inferred: tuple[Event, ...] = ()
-        self._inference_facts = Facts(
-            tuple(BucketFacts(b.id, b.name, b.nbytes, trainable=False) for b in layouts),
-            keep=frozenset(),
-            depth=policy.depth,
-            prefetch=1,
-            update_by_bucket=False,
-        )
+        together, offloading = partial(self.lanes.together, transport), self.activations.offloading
+        self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth, together, free, offloading)
+        if offloading is not None:
+            offloading.needed = self.replay.needed
+        self._inference = Inference(self.buckets, self.gradients, policy.keep, policy.depth, together)
         self.counts = Counts()
         self.trains = True
         """does a forward in grad mode belong to a window? An engine without an optimizer has none"""
@@ -124,8 +115,8 @@ class Runtime:
         self._accumulating = False
         self._examined = -1
         """the graph task that was last found to accumulate or not"""
-        self._unreduced = False
-        """has a backward of the window not been reduced? Equal on all ranks, whatever gradients it had"""
+        self._whole = -1
+        """the graph task that is known to accumulate into every parameter that it reaches"""
         self._backward_frames: dict[int, list[Frame]] = {}
         self._session_reads: list[Frame] | None = None
         self._session: Frame | None = None
@@ -156,6 +147,7 @@ class Runtime:
         self._training = self.in_backward or (self.trains and torch.is_grad_enabled())
         self._session_reads = []
         self._session = Frame(Call("the model", "forward"), (), self.replay)
+        self.activations.begin_forward()
 
     def _leave_session(self) -> None:
         reads, self._session_reads, self._session = self._session_reads, None, None
@@ -165,44 +157,27 @@ class Runtime:
         """The outermost forward is over, and with it the reads of parameters outside of any call."""
         self._leave_session()
         if not self._training:
-            self._end_inference()
+            self._inference.forward_over()
         elif not self.in_backward:
             self.replay.forward_ended()
-
-    def _end_inference(self) -> None:
-        """A forward without gradients that equals the one before it follows a schedule from then on.
-
-        No agreement is needed for that: gathers are all it issues, and their order is that of the calls.
-        """
-        replay = self._inference
-        if self.policy.keep:
-            replay.forget()  # kept buckets stay gathered, there is nothing to order
-            return
-        record = tuple(replay.record)
-        if replay.arrive():
-            schedule = replay.schedule
-        else:
-            schedule = compile_schedule(record, self._inference_facts) if record == self._inferred else None
-        self._inferred = record
-        replay.next_window(schedule)
 
     def abandon_session(self) -> None:
         """The outermost forward ended with an exception, as a recomputation that has what it needs does, too."""
         self._leave_session()
         self._frame = None
         if not self._training:
-            self._inference.abort()
-            self._inference.next_window(None)
+            self._inference.abandon()
 
     def enter(self, name: str, phase: str, uses: tuple[int, ...]) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left."""
         backward = phase == "backward"
+        self.lanes.sweep()
         if backward:
             self.note_backward()
             self._leave_finished()
         replay = self.replay if backward or self._training else self._inference
         frame = Frame(Call(name, "backward" if backward else "forward"), uses, replay, self._frame)
-        replay.entered(frame.call, uses)
+        frame.number = replay.entered(frame.call, uses)
         self._in_use.update(uses)
         if not backward:
             self._frame = frame
@@ -214,6 +189,8 @@ class Runtime:
         if frame.call.phase == "forward":
             self._frame = frame.parent
             self._saved.clear()
+            if frame.replay is self.replay:
+                self.activations.end_call(frame.call, frame.number)
         self._in_use.subtract(frame.uses)
         frame.replay.left(frame.call)
         if not self.writable:
@@ -246,11 +223,12 @@ class Runtime:
     def saved(self, tensors: Iterable[torch.Tensor]) -> None:
         """A compiled forward saves these views of flats; its backward will bind them itself."""
         for tensor in tensors:
-            self._saved[place_key(tensor)] += 1
+            if (place := self.find(tensor)) is not None:
+                self._saved[_saved_key(tensor, place)] += 1
 
-    def passes_through(self, tensor: torch.Tensor) -> bool:
-        """Is this one of the tensors that a compiled forward has just saved? Each is asked for once."""
-        key = place_key(tensor)
+    def passes_through(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
+        """Is this view, found at `place`, one that a compiled forward has just saved? Each is asked for once."""
+        key = _saved_key(tensor, place)
         if self._saved[key] <= 0:
             return False
         self._saved[key] -= 1
@@ -296,13 +274,14 @@ class Runtime:
         self, announced: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int, torch.Tensor | None]]
     ) -> None:
         """Gradients of a compiled backward; see `Gradients.deliver`."""
-        real = {place: self.buckets[place[0]].real[place[1]] for place in announced}
-        # `torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients nobody wants
-        wanted = {place for place, parameter in real.items() if accumulates(parameter)}
-        if not wanted:
+        if current_graph_task() != self._whole:
+            # `torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients nobody wants
+            announced = [place for place in announced if accumulates(self.buckets[place[0]].real[place[1]])]
+            parts = [part for part in parts if part[:2] in announced]
+        if not announced:
             return
         self.note_backward()
-        self.gradients.deliver(wanted, [part for part in parts if part[:2] in wanted])
+        self.gradients.deliver(announced, parts)
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the eager autograd engine."""
@@ -323,9 +302,11 @@ class Runtime:
     def note_backward(self, trains: bool = False) -> None:
         """Called at every sign of a backward: the first one begins it.
 
-        `trains`: it is known to be one that adds gradients up, even if it reaches no parameter on this rank.
+        `trains`: it is known to be one that adds all gradients up, even if it reaches no parameter on this rank.
         """
         task = current_graph_task()
+        if trains:
+            self._whole = task
         if self._backward is None:
             if task >= 0:
                 self._backward, self._examined, self._accumulating = task, -1, False
@@ -354,19 +335,17 @@ class Runtime:
                 for bucket_id in self.gradients.unissued():
                     self.gradients.fold(bucket_id)
             self.replay.backward_ended(self.replay.reducing)
-            self.gradients.end_backward()
-            self._unreduced = not self.replay.reducing
+            self.gradients.end_backward(self.replay.reducing)
         self.replay.reducing = False
         self._backward = None
         self._backward_frames.clear()
-        self.replay.sweep()
+        self.replay.lingering.sweep()
         self.backward_ended(self._accumulating)
 
     def reduce_rest(self) -> bool:
         """Reduces what backwards without reduction left behind, each bucket once. Was there anything?"""
-        if not self._unreduced:
+        if not self.gradients.unreduced:
             return False
-        self._unreduced = False
         self.replay.backward_ended(reduced=True)
         self.gradients.end_backward()
         return True
@@ -374,7 +353,6 @@ class Runtime:
     # ------------------------------------------------------------------ window
     def next_window(self, schedule: Schedule | None) -> None:
         """After the step or `zero_grad`: the next window follows `schedule`, in its order of reductions."""
-        self._unreduced = False
         self.gradients.reset()
         self.gradients.set_order(None if schedule is None else schedule.reduce_order())
         self.replay.next_window(schedule)
@@ -382,14 +360,13 @@ class Runtime:
     def restart_peaks(self) -> None:
         """The peaks of memory are measured anew: the schedule has changed."""
         self.flats.restart()
-        self.gradients.staging.restart()
-        self.gradients.shards_peak = sum(shard.nbytes for shard in self.gradients.shards())
+        self.gradients.restart_peaks()
 
     def release_kept(self) -> None:
         """Drops what inference kept unsharded: the shards have changed."""
         self._inference.next_window(None)
-        self.replay.sweep()
-        self._inference.sweep()
+        self.replay.lingering.sweep()
+        self._inference.lingering.sweep()
 
     def abort(self) -> None:
         """Forgets the window and drops every hold: after an exception, or `zero_grad` in mid-window."""
@@ -400,5 +377,8 @@ class Runtime:
         self._in_use.clear()
         self.gradients.reset()
         self.replay.abort()
-        self._inference.abort()
-        self._inference.next_window(None)
+        self._inference.abandon()
+
+
+def _saved_key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:
+    return place if place[1] >= 0 else place_key(tensor)

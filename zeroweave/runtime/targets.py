@@ -14,7 +14,7 @@ import torch
 
 from zeroweave.comm.ledger import Gauge
 from zeroweave.errors import ParameterError
-from zeroweave.layout import ALIGN_BYTES, Piece, find_gaps
+from zeroweave.layout import ALIGN_BYTES, WORLD, Piece, find_gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,14 @@ class SharesLayout:
     `shares[slot][rank]`; where these are None every rank holds all of every slot, and so of the flat.
     """
 
+    group = WORLD
     _SLACK = 1 / 8
     """how much longer equal chunks may make the flat"""
 
     def __init__(
         self, id: int, itemsize: int, world: int, numels: Sequence[int], shares: Sequence[tuple[Share, ...]] | None
     ) -> None:
-        self.id = id
+        self.id, self.world = id, world
         align = ALIGN_BYTES // itemsize
         self.whole = shares is None
         if shares is None:
@@ -93,6 +94,10 @@ class SharesLayout:
             begin += size
         self.pieces: tuple[Piece, ...] = tuple(pieces)
         self._gaps = find_gaps(pieces, self.numel)
+
+    def place(self, rank: int) -> int:
+        """Of all ranks."""
+        return rank
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the flat that hold nothing; see `BucketLayout.gaps`."""

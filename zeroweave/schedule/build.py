@@ -26,8 +26,12 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Left,
     Micro,
+    Needed,
+    Offload,
     Ready,
     Reduce,
+    Release,
+    Reload,
     Reshard,
     Run,
     Settle,
@@ -77,6 +81,8 @@ class Schedule:
                 return f"Run {call.name} {call.phase}{values}"
             case End(call):
                 return f"End {call.name} {call.phase}"
+            case Offload(call, number) | Release(call, number) | Reload(call, number):
+                return f"{type(instruction).__name__} {call.name}" + (f" #{number}" if number else "")
             case Free():
                 return "Free"
             case Fuse(count):
@@ -111,7 +117,7 @@ class Schedule:
             return other.startswith(name) and not (rest[:1].isalnum() or rest[:1] == "_")
 
         def touches(instruction: Instruction) -> bool:
-            if isinstance(instruction, Run | End):
+            if isinstance(instruction, Run | End | Offload | Release | Reload):
                 if inside(instruction.call.name):
                     return True
                 return isinstance(instruction, Run) and any(inside(self.facts.name(b)) for b in instruction.uses)
@@ -186,6 +192,7 @@ class Schedule:
         words += [f"{b.id} {b.name!r} {b.nbytes} {b.trainable}" for b in facts.buckets]
         words += [f"{sorted(facts.keep)} {facts.depth} {facts.prefetch} {facts.update_by_bucket} {facts.free}"]
         words += [f"{facts.retain if facts.retain == 'auto' else sorted(facts.retain)} {facts.fuse} {facts.memory}"]
+        words += ["activations are moved to host memory"] * facts.offload
         return words
 
 
@@ -267,4 +274,4 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
 def _is_backward(event: Event) -> bool:
     if isinstance(event, Entered | Left):
         return event.call.phase == "backward"
-    return True
+    return not isinstance(event, Needed)

@@ -16,19 +16,24 @@ from zeroweave.errors import ScheduleError
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import (
+    Call,
     End,
     Fuse,
     Instruction,
+    Offload,
     Reduce,
+    Release,
+    Reload,
     Reshard,
     Run,
     Settle,
     Unshard,
     Update,
     Wait,
+    needs,
 )
 
-Lane: TypeAlias = Literal["compute", "all_gather", "reduce_scatter"]
+Lane: TypeAlias = Literal["compute", "all_gather", "reduce_scatter", "copy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +85,18 @@ def is_event(instruction: Instruction) -> bool:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Prediction:
-    """Plays a schedule on two lanes, the compute stream and the collectives in the order of their issue.
+    """Plays a schedule on three lanes: the compute stream, the collectives in the order of their issue, and copies.
 
     A collective starts when everything issued to the compute stream before it is done (its storage may have
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
     until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
     take no time: what the program computes behind them comes after the instructions that wait for nothing.
-    Gathers of one ``Fuse`` pay their start-up time once. Costs must be the record's.
+    Gathers of one ``Fuse`` pay their start-up time once. Copies of activations run in the order of their issue;
+    ``Release`` waits for its copy, the event behind the need of a call's activations for theirs. Costs must be the
+    record's.
     """
     _check(schedule, costs)
+    copies = _Copies(schedule, costs)
     sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
     now = free = 0.0  # of the compute lane, of the collectives' lane
     event, together, launched = -1, 0, False  # gathers left of a Fuse; has one of them paid the start-up?
@@ -107,8 +115,11 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         return now + seconds
 
     for index, instruction in enumerate(schedule.instructions):
-        if behind is not None and not isinstance(instruction, Unshard | Reshard | Fuse):
+        if behind is not None and not isinstance(instruction, Unshard | Reshard | Fuse | Reload):
             now, behind = compute(*behind), None
+        if is_event(instruction) and (gap := copies.needed(event + 1) - now) > 0:
+            waits[index] = gap
+            now += gap
         starts.append(now)
         match instruction:
             case Unshard(bucket):
@@ -150,12 +161,48 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                     waits[index] = gap
                     now += gap
                 held -= sizes[bucket]
+            case Offload(call, number):
+                spans.append(copies.start(index, (call, number), now))
+            case Release(call, number):
+                if (gap := copies.over[call, number] - now) > 0:
+                    waits[index] = gap
+                    now += gap
+                copies.away += copies.nbytes(call, number)
+            case Reload(call, number):
+                spans.append(copies.start(index, (call, number), now))
+                copies.away -= copies.nbytes(call, number)
             case Update(bucket):
                 now = compute(index, costs.update.get(bucket, 0.0))
-        memory.append(flats + held + (costs.activations[event] if event >= 0 else 0))
+        memory.append(flats + held + (max(0, costs.activations[event] - copies.away) if event >= 0 else 0))
     if behind is not None:
         now = compute(*behind)
     return Prediction(max(now, free), tuple(starts), waits, tuple(memory), tuple(spans))
+
+
+class _Copies:
+    """Moves of activations. over: when each call's last copy is done. away: bytes that are in host memory only."""
+
+    def __init__(self, schedule: Schedule, costs: Costs) -> None:
+        self._needs, self._line = needs(schedule.record), costs.copy
+        self._calls: dict[int, list[tuple[Call, int]]] = {}
+        for call, (event, _) in self._needs.items():
+            self._calls.setdefault(event, []).append(call)
+        self._free = 0.0
+        self.over: dict[tuple[Call, int], float] = {}
+        self.away = 0
+
+    def nbytes(self, call: Call, number: int) -> int:
+        return self._needs[call, number][1]
+
+    def start(self, index: int, call: tuple[Call, int], now: float) -> Span:
+        """A copy is issued."""
+        start = max(now, self._free)
+        self._free = self.over[call] = start + self._line(self._needs[call][1])
+        return Span("copy", index, start, self._free)
+
+    def needed(self, event: int) -> float:
+        """When everything is there that is needed directly before an event."""
+        return max((self.over.get(call, 0.0) for call in self._calls.get(event, ())), default=0.0)
 
 
 def _check(schedule: Schedule, costs: Costs) -> None:

@@ -51,7 +51,8 @@ class Costs:
     compute[i]: from event i to the next, or to the end of the step. update: the optimizer on each bucket.
     gathers, reductions: measured times by bucket; ``gather`` and ``reduce`` predict the others by size.
     activations[i]: bytes beside the model's state and all flats while event i is the last, against the start
-    of the step. peak: bytes allocated at most while it was measured, by everything; 0 where nobody knows.
+    of the step, as if none of them were moved to host memory. copy: of such a move, by its bytes, no time where
+    nothing was moved. peak: bytes allocated at most while it was measured, by everything; 0 where nobody knows.
     """
 
     compute: tuple[float, ...]
@@ -62,6 +63,7 @@ class Costs:
     reduce: Line
     activations: tuple[int, ...]
     peak: int = 0
+    copy: Line = Line()
 
     @classmethod
     def merge(cls, ranks: Sequence[Costs]) -> Costs:
@@ -85,6 +87,7 @@ class Costs:
             reduce=line([r.reduce for r in ranks]),
             activations=tuple(map(max, *(r.activations for r in ranks))) if len(ranks) > 1 else first.activations,
             peak=max(r.peak for r in ranks),
+            copy=line([r.copy for r in ranks]),
         )
 
     def seconds(self, kind: Kind, bucket: int, nbytes: int) -> float:
@@ -114,6 +117,7 @@ class Facts:
     update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
     optimizer needs nothing global (no clipping, no overflow check).
     free: let go of unused activations before the optimizer (see passes/free.py).
+    offload: keep activations in host memory until they are needed (see passes/offload.py).
     retain: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     fuse: issue neighbouring gathers of small buckets in one launch (see passes/fuse.py).
@@ -128,6 +132,7 @@ class Facts:
     prefetch: int | Literal["auto"]
     update_by_bucket: bool
     free: bool = False
+    offload: bool = False
     retain: frozenset[int] | Literal["auto"] = frozenset()
     fuse: bool = False
     memory: int | None = None

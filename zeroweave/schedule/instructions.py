@@ -8,7 +8,10 @@ Instructions
     a hold; the storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients,
     ``Settle`` copies or adds its result into the gradient shard, ``Update`` runs the optimizer on the
     bucket's fragments. ``Free`` lets go of the activations that no backward has used up. ``Fuse``
-    issues the gathers of the next ``count`` instructions, which are all ``Unshard``, in one launch.
+    issues the gathers of the next ``count`` instructions, which are all ``Unshard``, in one launch. ``Offload``
+    starts to copy what a forward call has saved into host memory, ``Release`` waits for that copy and gives the
+    device memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the step's equal ones,
+    from 0.
 
 Ends of calls
     ``Run`` marks a call's start and, where nothing happens inside the call, also its end. ``End`` is there
@@ -17,7 +20,8 @@ Ends of calls
 
 Events
     What the runtime records of one optimizer step: ``Entered`` and ``Left`` for every call, ``Ready`` where a
-    bucket's gradients of this backward are complete, ``Micro`` at the end of each outermost backward.
+    bucket's gradients of this backward are complete, ``Micro`` at the end of each outermost backward. Where
+    activations may be moved: ``Needed`` where a backward asks for the first time for what a call has saved.
 """
 
 from __future__ import annotations
@@ -90,7 +94,31 @@ class Fuse:
     count: int
 
 
-Instruction: TypeAlias = Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Fuse
+@dataclass(frozen=True, slots=True)
+class Offload:
+    call: Call
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    call: Call
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    call: Call
+    number: int = 0
+
+
+Instruction: TypeAlias = (
+    Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Fuse | Offload | Release | Reload
+)
+
+
+Prepares: TypeAlias = Wait | Reload | Release | Offload
+"""What stands directly in front of a ``Run``; whatever is issued ahead of the call goes before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +148,19 @@ class Micro:
     """The end of an outermost backward: the boundary between two micro-steps."""
 
 
-Event: TypeAlias = Entered | Left | Ready | Micro
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """A backward asks for what the ``number``-th of the step's equal calls, from 0, has saved.
+
+    ``nbytes``: of what can be moved to host memory, without what later calls have saved as well.
+    """
+
+    call: Call
+    number: int
+    nbytes: int
+
+
+Event: TypeAlias = Entered | Left | Ready | Micro | Needed
 
 
 def ends(record: Iterable[Event]) -> frozenset[int]:
@@ -132,7 +172,7 @@ def ends(record: Iterable[Event]) -> frozenset[int]:
     open_calls: dict[Call, list[int]] = {}  # call -> number of events up to and including each of its Entered
     seen = 0
     for index, event in enumerate(record):
-        if isinstance(event, Micro):
+        if isinstance(event, Micro | Needed):
             continue
         seen += 1
         if isinstance(event, Entered):
@@ -163,3 +203,19 @@ def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
             case Ready(bucket):
                 out.append(Reduce(bucket))
     return tuple(out)
+
+
+def needs(record: tuple[Event, ...]) -> dict[tuple[Call, int], tuple[int, int]]:
+    """For each call, by number, that a backward needs activations of: how many events come before, and their bytes.
+
+    The events are those of ``project``.
+    """
+    marked = ends(record)
+    found: dict[tuple[Call, int], tuple[int, int]] = {}
+    before = 0
+    for index, event in enumerate(record):
+        if isinstance(event, Needed):
+            found.setdefault((event.call, event.number), (before, event.nbytes))
+        elif isinstance(event, Entered | Ready) or index in marked:
+            before += 1
+    return found

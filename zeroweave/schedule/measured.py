@@ -33,6 +33,7 @@ class Measured:
             collectives=tuple((each.kind, each.bucket, each.issued, each.over) for each in self.step.operations),
             costs=self.costs,
             seconds=dict(self.seconds),
+            copies=tuple((each.index, each.nbytes, each.start, each.stop) for each in self.step.copies),
         )
         write(path, schedule.instructions, schedule.record, schedule.facts, marks)
 
@@ -46,4 +47,4 @@ class Measured:
         if count != expected:
             raise ScheduleError(f"{os.fspath(path)}: measured.moments: {count} for {expected} instructions")
         moments = [Moment(what, *when) for what, when in zip(schedule.instructions, marks.moments, strict=True)]
-        return cls(Step.of(schedule, moments, marks.collectives), marks.costs, marks.seconds)
+        return cls(Step.of(schedule, moments, marks.collectives, marks.copies), marks.costs, marks.seconds)

@@ -12,7 +12,18 @@ from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import Span, is_event
 from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
-from zeroweave.schedule.instructions import Instruction, Reduce, Reshard, Settle, Unshard, Update, Wait
+from zeroweave.schedule.instructions import (
+    Instruction,
+    Reduce,
+    Release,
+    Reload,
+    Reshard,
+    Settle,
+    Unshard,
+    Update,
+    Wait,
+    needs,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,19 @@ class Operation:
         return self.over - self.started
 
 
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """``nbytes`` of activations on their way out or back, at the ``Offload`` or ``Reload`` ``index`` of the schedule.
+
+    Seconds from the step's start.
+    """
+
+    index: int
+    nbytes: int
+    start: float
+    stop: float
+
+
 @dataclass(frozen=True)
 class Step:
     """One recorded step that followed ``schedule`` to the end."""
@@ -61,6 +85,7 @@ class Step:
     schedule: Schedule
     moments: tuple[Moment, ...]
     operations: tuple[Operation, ...]
+    copies: tuple[Copy, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -90,6 +115,8 @@ class Step:
                     until = gathered.get(bucket, until)
                 case Settle(bucket) if flying.get(bucket):
                     until = flying[bucket].popleft()
+                case Release():
+                    until = moment.stop
             if (waited := min(moment.stop, until) - moment.start) > 0:
                 waits[index] = waited
         return waits
@@ -98,6 +125,7 @@ class Step:
     def spans(self) -> tuple[Span, ...]:
         """What occupied each lane, and when. An event's computation lasts to the next one, in pieces where it waits."""
         spans = [Span(each.kind, each.index, each.started, each.over) for each in self.operations]
+        spans += [Span("copy", each.index, each.start, each.stop) for each in self.copies]
         event: int | None = None
         begin = 0.0
         for index, moment in enumerate(self.moments):
@@ -119,9 +147,15 @@ class Step:
 
     @classmethod
     def of(
-        cls, schedule: Schedule, moments: Sequence[Moment], collectives: Sequence[tuple[str, int, float, float]]
+        cls,
+        schedule: Schedule,
+        moments: Sequence[Moment],
+        collectives: Sequence[tuple[str, int, float, float]],
+        copies: Sequence[tuple[int, int, float, float]] = (),
     ) -> Step:
         """From the executed instructions and the collectives (kind, bucket, issued, over) in the order of issue.
+
+        ``copies``: (index, bytes, start, stop) of those that moved anything.
 
         Raises ScheduleError unless exactly the schedule's instructions were executed.
         """
@@ -165,7 +199,7 @@ class Step:
                 lane = f"the {kind} of {facts.name}"
             if is_event(instruction):
                 last = schedule.describe(instruction)
-        return cls(schedule, tuple(moments), tuple(operations))
+        return cls(schedule, tuple(moments), tuple(operations), tuple(Copy(*each) for each in copies))
 
 
 def _queues(
@@ -240,6 +274,7 @@ def costs_of(steps: Sequence[Step], peak: int = 0) -> Costs:
         reduce=Line.fit((sizes[b], seconds) for b, seconds in reductions.items()),
         activations=tuple(max(each) for each in zip(*map(_activations, steps), strict=True)),
         peak=peak,
+        copy=Line.fit((copy.nbytes, copy.stop - copy.start) for step in steps for copy in step.copies),
     )
 
 
@@ -257,7 +292,11 @@ def _compute(step: Step) -> list[float]:
 
 
 def _activations(step: Step) -> list[int]:
-    """Bytes in use at each event beside what was in use at the start, flats, and gradient flats."""
+    """Bytes in use at each event beside what was in use at the start, flats, and gradient flats.
+
+    What was away in host memory counts as if it had not been.
+    """
+    needed = needs(step.schedule.record)
     sizes = {bucket.id: bucket.nbytes for bucket in step.schedule.facts.buckets}
     holds = dict.fromkeys(sizes, 0)
     flats = 0
@@ -275,6 +314,10 @@ def _activations(step: Step) -> list[int]:
                 flats += sizes[bucket]
             case Settle(bucket):
                 flats -= sizes[bucket]
+            case Release(call, number):
+                flats -= needed[call, number][1]
+            case Reload(call, number):
+                flats += needed[call, number][1]
         beside = moment.allocated - flats
         base = beside if base is None else base
         used = max(0, beside - base) if moment.allocated else 0

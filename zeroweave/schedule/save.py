@@ -33,14 +33,15 @@ class Marks:
     """A measured step of a schedule, in seconds from its start.
 
     moments: (start, stop, bytes allocated) of each instruction. collectives: (kind, bucket, issued, over) in the
-    order of their issue. costs: of all steps that were measured with it. seconds: of making templates and the
-    schedule, by phase.
+    order of their issue. copies: (index, bytes, start, stop) of activations that were moved. costs: of all steps
+    that were measured with it. seconds: of making templates and the schedule, by phase.
     """
 
     moments: tuple[tuple[float, float, int], ...]
     collectives: tuple[tuple[Kind, int, float, float], ...]
     costs: Costs
     seconds: dict[str, float]
+    copies: tuple[tuple[int, int, float, float], ...] = ()
 
 
 class File(BaseModel):

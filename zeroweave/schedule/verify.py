@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import zip_longest
 from typing import Protocol
 
@@ -14,13 +15,17 @@ from zeroweave.schedule.instructions import (
     Free,
     Fuse,
     Instruction,
+    Offload,
     Reduce,
+    Release,
+    Reload,
     Reshard,
     Run,
     Settle,
     Unshard,
     Update,
     Wait,
+    needs,
     project,
 )
 
@@ -52,8 +57,9 @@ def verify(schedule: Listing) -> None:
     every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight; every trainable bucket is updated exactly once, and after the first update nothing is gathered,
     run or reduced. Activations: freed once at most, where ``free`` asks for it, after the last call, and nothing
-    is gathered, run or reduced after that. A ``Fuse`` is followed by as many gathers as it says. Calls:
-    ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
+    is gathered, run or reduced after that. Moved, where ``offload`` asks for it, after the call and once: out, gone,
+    and on the way back before the last event in front of their need. A ``Fuse`` is followed by as many gathers as
+    it says. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
@@ -92,6 +98,7 @@ class _State:
         self.in_flight: set[int] = set()
         self.updated: set[int] = set()
         self.freed = False
+        self.moves = _Moves(schedule)
         self.fused = 0  # gathers that the last Fuse still asks for
 
     def step(self, index: int, instruction: Instruction) -> str | None:
@@ -103,6 +110,8 @@ class _State:
             return f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it"
         if self.fused and not isinstance(instruction, Unshard):
             return f"a Fuse before it asks for {self.fused} more gathers"
+        if isinstance(instruction, Run | End | Reduce) and (reason := self.moves.event(instruction, index)):
+            return reason
         match instruction:
             case Unshard(bucket):
                 return self._unshard(bucket)
@@ -137,13 +146,17 @@ class _State:
                 if any(self.open_calls.values()):
                     return "a call is still running"
                 self.freed = True
+            case Offload() | Release() | Reload():
+                return self.moves.move(instruction)
         return None
 
     @staticmethod
     def _buckets(instruction: Instruction) -> tuple[int, ...]:
         if isinstance(instruction, Run):
             return instruction.uses
-        return () if isinstance(instruction, End | Free | Fuse) else (instruction.bucket,)
+        if isinstance(instruction, End | Free | Fuse | Offload | Release | Reload):
+            return ()
+        return (instruction.bucket,)
 
     def _unshard(self, bucket: int) -> str | None:
         if not self.holds[bucket]:
@@ -205,6 +218,8 @@ class _State:
         """What is missing at the end, or None."""
         if self.fused:
             return f"a Fuse asks for {self.fused} more gathers"
+        if reason := self.moves.finish():
+            return reason
         for bucket in self.facts.buckets:
             if self.holds[bucket.id]:
                 return f"{bucket.name} is still unsharded"
@@ -216,4 +231,62 @@ class _State:
                 return f"{bucket.name} was never updated"
             if bucket.id in self.facts.keep and not self.gathers[bucket.id]:
                 return f"{bucket.name} is kept but was never gathered"
+        return None
+
+
+class _Moves:
+    """Where the activations of forward calls are. A call is named as in the instructions, with its number."""
+
+    def __init__(self, schedule: Listing) -> None:
+        self.wanted = schedule.facts.offload
+        self.lasting = schedule.lasting
+        self.needs = {call: event for call, (event, _) in needs(schedule.record).items()}
+        self.needed: dict[int, list[tuple[Call, int]]] = {}  # by the last event in front of the need
+        for call, event in self.needs.items():
+            self.needed.setdefault(event - 1, []).append(call)
+        self.events = 0
+        self.begun: Counter[Call] = Counter()
+        self.running: dict[Call, list[int]] = {}
+        self.last: dict[tuple[Call, int], Offload | Release | Reload] = {}
+
+    def event(self, instruction: Run | End | Reduce, index: int) -> str | None:
+        """The next event; the reason why activations are not where they must be, or None."""
+        for call in self.needed.get(self.events, ()):
+            if not isinstance(self.last.get(call), Reload | None):
+                return f"what {call[0].name} has saved is needed behind this, and not on its way back"
+        self.events += 1
+        if isinstance(instruction, Run):
+            if index in self.lasting:
+                self.running.setdefault(instruction.call, []).append(self.begun[instruction.call])
+            self.begun[instruction.call] += 1
+        elif isinstance(instruction, End) and self.running.get(instruction.call):
+            self.running[instruction.call].pop()
+        return None
+
+    def move(self, instruction: Offload | Release | Reload) -> str | None:
+        """Activations begin to leave, are gone, or begin to come back; the reason why that is wrong, or None."""
+        call, number = key = instruction.call, instruction.number
+        before, self.last[key] = self.last.get(key), instruction
+        match instruction:
+            case Release():
+                return None if isinstance(before, Offload) else "nothing was copied that could be released"
+            case Reload():
+                return None if isinstance(before, Release) else "nothing was released that could come back"
+        if not self.wanted:
+            return "nothing asks for activations to be moved"
+        if before is not None:
+            return "moved out twice"
+        if number >= self.begun[call] or number in self.running.get(call, ()):
+            return "the call is not over"
+        if key not in self.needs:
+            return "no backward needs what the call has saved"
+        if self.needs[key] <= self.events:
+            return "a backward has needed it before"
+        return None
+
+    def finish(self) -> str | None:
+        """What is not back at the end, or None."""
+        for (call, _), instruction in self.last.items():
+            if not isinstance(instruction, Reload):
+                return f"what {call.name} has saved never comes back"
         return None

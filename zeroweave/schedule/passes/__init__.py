@@ -15,12 +15,14 @@ from zeroweave.schedule.passes.free import free
 from zeroweave.schedule.passes.fuse import fuse
 from zeroweave.schedule.passes.insert import insert
 from zeroweave.schedule.passes.keep import keep
+from zeroweave.schedule.passes.offload import offload
 from zeroweave.schedule.passes.prefetch import prefetch
 from zeroweave.schedule.passes.settle import settle
 
 Pass: TypeAlias = Callable[[Schedule], Schedule]
 
-# insert once more after prefetch, which may carry a bucket's Unshard up to its own Reshard.
-PASSES: Final[tuple[Pass, ...]] = (insert, keep, prefetch, insert, fuse, settle, free)
+# offload in front of what fills the memory that it frees; insert once more after prefetch, which may carry a
+# bucket's Unshard up to its own Reshard.
+PASSES: Final[tuple[Pass, ...]] = (insert, offload, keep, prefetch, insert, fuse, settle, free)
 
-__all__ = ["PASSES", "Pass", "free", "fuse", "insert", "keep", "prefetch", "settle"]
+__all__ = ["PASSES", "Pass", "free", "fuse", "insert", "keep", "offload", "prefetch", "settle"]

@@ -10,7 +10,17 @@ from typing import Final
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event
 from zeroweave.schedule.facts import Costs
-from zeroweave.schedule.instructions import Instruction, Phase, Reduce, Reshard, Run, Unshard, Update, Wait
+from zeroweave.schedule.instructions import (
+    Instruction,
+    Phase,
+    Prepares,
+    Reduce,
+    Reshard,
+    Run,
+    Unshard,
+    Update,
+    Wait,
+)
 from zeroweave.schedule.passes.room import Events, predict
 
 _MARGIN: Final = 1.25
@@ -179,8 +189,8 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
 class _Stretches:
     """The Runs of a schedule, numbered from 0, and the stretches they form.
 
-    slots[r]: index in front of Run r and the Waits directly before it. of[r]: Run r's stretch. first[s]: the
-    first Run of stretch s.
+    slots[r]: index in front of Run r and what prepares it. of[r]: Run r's stretch. first[s]: the first Run of
+    stretch s.
     """
 
     def __init__(self, instructions: tuple[Instruction, ...]) -> None:
@@ -197,7 +207,7 @@ class _Stretches:
                     self.first.append(len(self.slots))
                 last = key
             self.of.append(len(self.first) - 1)
-            while index and isinstance(instructions[index - 1], Wait):
+            while index and isinstance(instructions[index - 1], Prepares):
                 index -= 1
             self.slots.append(index)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import Prediction, is_event, simulate
 from zeroweave.schedule.facts import Costs
-from zeroweave.schedule.instructions import Run, Wait
+from zeroweave.schedule.instructions import Prepares, Run
 from zeroweave.schedule.passes.settle import settle
 
 
 class Events:
     """The events of a schedule, numbered from 0: where they stand and how much memory is in use while each lasts.
 
-    ``slots[e]``: index in front of event e and the Waits directly before it. ``before[i]``: how many events come
-    before instruction i. ``memory[e]``: bytes while event e is the last, reductions settled as soon as they
+    ``slots[e]``: index in front of event e and what prepares it. ``before[i]``: how many events come before
+    instruction i. ``memory[e]``: bytes while event e is the last, reductions settled as soon as they
     are over; a pass adds what it takes.
     """
 
@@ -26,7 +26,7 @@ class Events:
             self.before.append(len(self.slots))
             if is_event(instruction):
                 slot = index
-                while isinstance(instruction, Run) and slot and isinstance(instructions[slot - 1], Wait):
+                while isinstance(instruction, Run) and slot and isinstance(instructions[slot - 1], Prepares):
                     slot -= 1
                 self.slots.append(slot)
 

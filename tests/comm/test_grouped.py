@@ -1,0 +1,74 @@
+"""Collectives of several sharding groups, each through its group's transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from tests.comm.recording import RecordedPending, RecordingTransport, layout
+from zeroweave.comm.grouped import Grouped
+from zeroweave.comm.process_group import LocalTransport
+from zeroweave.comm.transport import Parts, ReduceOp, Spread
+from zeroweave.layout import BucketLayout
+
+ALL = layout(world=4, numel=128)
+EXPERTS = replace(ALL, group="experts", world=2, groups=2)
+
+
+class Noting(RecordingTransport):
+    """Notes its name in a list that it shares with others."""
+
+    def __init__(self, name: str, noted: list[str]) -> None:
+        super().__init__(rank=0, world=4 if name == "world" else 2)
+        self._name, self._noted = name, noted
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._noted.append(f"{self._name} (")
+        yield
+        self._noted.append(f") {self._name}")
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> RecordedPending:
+        self._noted.append(self._name)
+        return super().all_gather(flat, shard, layout)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
+        self._noted.append(f"{self._name} reduces")
+        return super().reduce_scatter(out, parts, layout, op)
+
+
+def grouped() -> tuple[Grouped, list[str]]:
+    noted: list[str] = []
+    return Grouped({name: Noting(name, noted) for name in ("world", "experts")}), noted
+
+
+def test_the_layout_decides() -> None:
+    transport, noted = grouped()
+    assert (transport.rank, transport.world) == (0, 4)
+    flat, shard = torch.empty(128), torch.empty(32)
+    for each in (ALL, EXPERTS, ALL):
+        transport.all_gather(flat, shard, each)
+        transport.reduce_scatter(shard, {}, each, "average")
+    assert noted == ["world", "world reduces", "experts", "experts reduces", "world", "world reduces"]
+
+
+def test_a_launch_holds_gathers_of_one_group() -> None:
+    transport, noted = grouped()
+    flat, shard = torch.empty(128), torch.empty(32)
+    with transport.together():
+        for each in (ALL, ALL, EXPERTS, ALL):
+            transport.all_gather(flat, shard, each)
+    transport.all_gather(flat, shard, EXPERTS)
+    launches = "world (, world, world, ) world, experts (, experts, ) experts, world (, world, ) world, experts"
+    assert noted == launches.split(", ")
+
+
+def test_a_group_of_one_rank_divides_by_all_ranks() -> None:
+    alone = replace(ALL, group="experts", world=1, groups=4)
+    out = torch.empty(128)
+    for op in ("average", "presum"):
+        LocalTransport(torch.device("cpu"), divisor=4).reduce_scatter(out, {0: torch.full((128,), 8.0)}, alone, op)
+        assert out.eq(2.0).all()

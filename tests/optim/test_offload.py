@@ -1,0 +1,250 @@
+"""States in host memory: the same bits as without, at rest nothing on the device, one bucket ahead, moved by budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.optim.test_step import one_group, two_groups
+from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
+from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.offload import moments_of
+from zeroweave.runtime.lanes import Download, Lanes, Upload
+
+STEPS = 4
+
+
+class Whole(torch.optim.AdamW):
+    """Of a class that nobody knows: stepped as a whole."""
+
+
+KINDS: dict[str, MakeOptimizer] = {
+    "adamw": two_groups(torch.optim.AdamW),
+    "amsgrad": one_group(torch.optim.Adam, lr=0.01, amsgrad=True, foreach=True),
+    "momentum": one_group(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "no state": one_group(torch.optim.SGD, lr=0.1),
+    "state from the start": one_group(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
+    "as a whole": one_group(Whole, lr=0.01),
+}
+
+
+def trained(make: MakeOptimizer, offload: str, dtype: torch.dtype) -> World:
+    """Parameters without gradients in some steps, and one that has its first in the third."""
+    world = World(build_net(), make, 3, dtype, offload)
+    for step in range(STEPS):
+        without = {"tiny"} if step < 2 else {"layers.1.weight", "scalar"} if step == 2 else set()
+        world.step(random_gradients(world.ranks[0].model, step, without))
+    return world
+
+
+def states(rank: Rank) -> list[dict[str, Any]]:
+    return [rank.sharded.state_of(b, i) for b, v in rank.views.items() if v.layout.trainable for i in slots(v)]
+
+
+def slots(view: Any) -> range:
+    return range(len(view.layout.slots))
+
+
+def equal(one: Any, other: Any) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_equal_to_states_on_the_device(kind: str, offload: str, dtype: torch.dtype) -> None:
+    here, there = trained(KINDS[kind], "", dtype), trained(KINDS[kind], offload, dtype)
+    assert equal(here.parameters(), there.parameters())
+    for mine, theirs in zip(here.ranks, there.ranks, strict=True):
+        assert all(equal(a, b) for a, b in zip(states(mine), states(theirs), strict=True))
+        assert mine.sharded.memory() == theirs.sharded.memory()
+        for view in theirs.views.values():
+            home = view.home
+            assert torch.equal(home.source, home.master.to(dtype)), "what is gathered is out of date"
+            assert home.on_host == (offload == "params" or (view.layout.trainable and dtype != torch.float32))
+
+
+def test_at_rest_states_are_views_of_one_host_tensor_for_each_kind() -> None:
+    world = trained(KINDS["adamw"], "optimizer", torch.bfloat16)
+    one = world.ranks[0]
+    before = {id(value) for state in states(one) for value in state.values() if value.dim()}
+    world.step(random_gradients(one.model, 9))
+    assert before == {id(value) for state in states(one) for value in state.values() if value.dim()}
+    for bucket, view in one.views.items():
+        if view.layout.trainable:
+            found = moments_of(one.sharded._fragments[bucket], one.optimizer.state)
+            storages = {moment.value.untyped_storage().data_ptr() for moment in found}
+            assert len(storages) == 2 and {moment.kind[0] for moment in found} == {"exp_avg", "exp_avg_sq"}
+            fragments = {p.untyped_storage().data_ptr() for p in one.sharded._fragments[bucket].parameters}
+            assert fragments == {view.shard.untyped_storage().data_ptr()}
+    assert one.sharded.offload.host_nbytes() == sum(v.nbytes for s in states(one) for v in s.values() if v.dim())
+
+
+class Noting(Lanes):
+    """Notes the copies in `log`: sizes of what goes up, with the sign of the direction."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.log: list[tuple[str, int]] = []
+
+    def upload(self, hosts: Any) -> Upload:
+        self.log.append(("up", sum(host.tensor.nbytes for host in hosts)))
+        return super().upload(hosts)
+
+    def download(self, copies: Any) -> None:
+        if copies:
+            self.log.append(("down", sum(copy.tensor.nbytes for copy in copies)))
+        super().download(copies)
+
+
+def noted(make: MakeOptimizer) -> tuple[Rank, Noting]:
+    rank, lanes = Rank(build_net(), make, 0, 1, torch.float32, "optimizer"), Noting()
+    offload = rank.sharded.offload
+    offload._lanes = lanes
+    for moments in offload._moments.values():
+        moments._lanes = lanes
+    return rank, lanes
+
+
+def step(rank: Rank, seed: int, without: frozenset[int] = frozenset()) -> None:
+    world = World.__new__(World)
+    world.layouts = tuple(view.layout for view in rank.views.values())
+    shards = world.shards(random_gradients(rank.model, seed), 0)
+    order = sorted(shards, reverse=True)
+    update = rank.sharded.in_turn(
+        lambda bucket: None if bucket in without else shards[bucket], {b: frozenset() for b in order}, order
+    )
+    for bucket in order:
+        update(bucket)
+
+
+def test_each_bucket_comes_one_turn_ahead_and_goes_after_it() -> None:
+    rank, lanes = noted(KINDS["momentum"])
+    step(rank, 0)
+    lanes.log.clear()
+    step(rank, 1)
+    sizes = [rank.sharded.offload.nbytes(b) for b in sorted(rank.views, reverse=True) if rank.views[b].layout.trainable]
+    assert len(sizes) >= 3
+    directions = [direction for direction, _ in lanes.log]
+    assert directions == ["up", *["up", "down"] * (len(sizes) - 1), "down"]
+    assert len([each for each in lanes.log if each[0] == "down"]) == len(sizes)
+
+
+def test_a_bucket_without_gradient_is_not_written() -> None:
+    rank, lanes = noted(KINDS["momentum"])
+    step(rank, 0)
+    lanes.log.clear()
+    skipped = next(bucket for bucket, view in rank.views.items() if view.layout.trainable)
+    before = rank.views[skipped].shard.clone()
+    step(rank, 1, frozenset({skipped}))
+    ups, downs = ([d for d, _ in lanes.log].count(direction) for direction in ("up", "down"))
+    assert ups - downs <= 1 and torch.equal(before, rank.views[skipped].shard)
+    assert not rank.sharded.offload._lifted
+    step(rank, 2)
+    assert not torch.equal(before, rank.views[skipped].shard)
+
+
+def test_after_an_exception_in_the_optimizer_states_are_where_they_were() -> None:
+    rank = Rank(build_net(), KINDS["adamw"], 0, 1, torch.bfloat16, "optimizer")
+    step(rank, 0)
+    good = rank.optimizer.param_groups[0].pop("betas")
+    with pytest.raises(KeyError):
+        step(rank, 1)
+    rank.optimizer.param_groups[0]["betas"] = good
+    for bucket, view in rank.views.items():
+        if view.layout.trainable:
+            assert all(p.grad is None for p in rank.sharded._fragments[bucket].parameters)
+            for moment in moments_of(rank.sharded._fragments[bucket], rank.optimizer.state):
+                assert moment.value is rank.sharded.offload._moments[bucket]._views[moment.slot, moment.kind]
+    step(rank, 2)
+
+
+@pytest.mark.parametrize(("dtype", "offload"), [(torch.bfloat16, "optimizer"), (torch.float32, "params")])
+def test_moving_changes_no_value(dtype: torch.dtype, offload: str) -> None:
+    here, there = (World(build_net(), KINDS["adamw"], 2, dtype, each) for each in ("", offload))
+    for index in range(6):
+        for world in (here, there):
+            world.step(random_gradients(world.ranks[0].model, index))
+        for one in there.ranks:
+            states_of = one.sharded.offload
+            total = one.sharded.memory()
+            for bucket in states_of.on_host(index % 2 == 0):
+                states_of.move(bucket, on_host=index % 2 == 1)
+            assert one.sharded.memory() == total
+            moments = sum(v.nbytes for state in states(one) for v in state.values() if v.dim())
+            assert states_of.host_nbytes() == (moments if index % 2 == 1 else 0)
+    assert equal(here.parameters(), there.parameters())
+    for mine, theirs in zip(here.ranks, there.ranks, strict=True):
+        assert all(equal(a, b) for a, b in zip(states(mine), states(theirs), strict=True))
+
+
+class Device:
+    """A device with `base` bytes in use beside the states of `rank`."""
+
+    def __init__(self, rank: Rank, base: int) -> None:
+        self.offload, self.base, self.restarts = rank.sharded.offload, base, 0
+
+    def here(self) -> int:
+        return sum(self.offload.nbytes(bucket) for bucket in self.offload.on_host(False))
+
+    def peak(self) -> int:
+        return self.base + self.here() if self.base else 0
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+
+@pytest.mark.parametrize("base", [0, 1000])
+def test_adaptive_fills_the_budget_and_never_exceeds_it(base: int) -> None:
+    rank = Rank(build_net(), KINDS["adamw"], 0, 1, torch.bfloat16, "optimizer")
+    step(rank, 0)
+    offload = rank.sharded.offload
+    buckets = offload.on_host()
+    sizes = [offload.nbytes(bucket) for bucket in buckets]
+    moments = sum(value.nbytes for state in states(rank) for value in state.values() if value.dim())
+    assert len(set(sizes)) > 1 and sum(sizes) == moments + 2 * sum(rank.views[b].shard.numel() for b in buckets)
+    device = Device(rank, base)
+    adaptive = Adaptive(offload, base + sum(sizes) // 2, device.peak, device.restart)
+    for settled in (False, False, True, True):
+        adaptive.step_ended(settled)
+        assert not offload.on_host(False), "nothing has been measured yet"
+    adaptive.step_ended(True)
+    held = device.here()
+    assert 0 < held <= sum(sizes) // 2
+    assert min(offload.nbytes(bucket) for bucket in offload.on_host()) > sum(sizes) // 2 - held, "room is left"
+    step(rank, 1)
+    adaptive.step_ended(True)
+    assert device.here() == held
+    if base:  # something else needs the memory
+        device.base += 1
+        adaptive.step_ended(True)
+        device.base += sum(sizes) // 2 - device.here()
+        adaptive.step_ended(True)
+        assert device.peak() <= base + sum(sizes) // 2
+        device.base = base
+        for settled in (False, True, True, True):  # another schedule
+            adaptive.step_ended(settled)
+        assert device.here() == held
+    step(rank, 2)
+
+
+def test_adaptive_with_no_room_moves_nothing() -> None:
+    rank = Rank(build_net(), KINDS["adamw"], 0, 1, torch.bfloat16, "optimizer")
+    step(rank, 0)
+    device = Device(rank, 1000)
+    adaptive = Adaptive(rank.sharded.offload, 10, device.peak, device.restart)
+    for _ in range(5):
+        adaptive.step_ended(True)
+    assert device.here() == 0
+
+
+def test_copies_in_host_memory() -> None:
+    lanes = Lanes(torch.device("cpu"))
+    host = lanes.zeros(4, torch.float32)
+    lanes.download([Download(torch.ones(2), host, 1), Download(torch.full((1,), 7.0), host)])
+    (copy,) = lanes.upload([host]).wait()
+    assert copy.tolist() == [7, 1, 1, 0] and copy.data_ptr() != host.tensor.data_ptr()
+    lanes.sweep(), lanes.finish()

@@ -1,0 +1,57 @@
+"""One transport for several sharding groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.layout import WORLD, BucketLayout
+
+
+class Grouped:
+    """Hands each collective to the transport of its layout's sharding group, in the order in which they are asked for.
+
+    `transports`: by the group's name; that of "world" has all ranks, and whatever belongs to no group.
+    """
+
+    def __init__(self, transports: Mapping[str, Transport]) -> None:
+        self._transports, self._all = transports, transports[WORLD]
+        self.rank, self.world = self._all.rank, self._all.world
+        self._scope: ExitStack | None = None
+        self._launching: str | None = None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._all.empty(numel, dtype)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One launch for each run of neighbours of one group: a launch belongs to one communicator."""
+        with ExitStack() as scope:
+            self._scope, self._launching = scope, None
+            try:
+                yield
+            finally:
+                self._scope = None
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        transport = self._transports[layout.group]
+        if self._scope is not None and self._launching != layout.group:
+            self._scope.close()
+            self._scope.enter_context(transport.together())
+            self._launching = layout.group
+        return transport.all_gather(flat, shard, layout)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        return self._transports[layout.group].reduce_scatter(out, parts, layout, op)
+
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        return self._transports[layout.group].all_reduce(out, parts, layout, op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
+        self._transports[group].broadcast(tensor, source)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        self._all.all_reduce_sum(tensor)

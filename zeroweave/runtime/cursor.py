@@ -1,0 +1,44 @@
+"""A place in a schedule, which the events of a window move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Unshard, Update
+
+_EVENTS: Final = (Run, End, Reduce, Update)
+_AT_ONCE: Final = (Unshard, Reshard, Fuse, Reload)
+"""Instructions that wait for nothing."""
+
+
+class Cursor:
+    """The instructions of a schedule, and how many of them have been taken: `index`."""
+
+    def __init__(self, instructions: Sequence[Instruction] = ()) -> None:
+        self._instructions = instructions
+        self.index = 0
+
+    @property
+    def at_end(self) -> bool:
+        return self.index == len(self._instructions)
+
+    @property
+    def at_once(self) -> bool:
+        """Is there a next instruction, and does it wait for nothing?"""
+        return not self.at_end and isinstance(self._instructions[self.index], _AT_ONCE)
+
+    @property
+    def event(self) -> Instruction | None:
+        """The next event or update; None where nothing like that comes any more."""
+        rest = range(self.index, len(self._instructions))
+        return next((self._instructions[i] for i in rest if isinstance(self._instructions[i], _EVENTS)), None)
+
+    def ahead(self, instruction: Instruction) -> bool:
+        """Is the instruction still to come?"""
+        return instruction in self._instructions[self.index :]
+
+    def take(self) -> Instruction:
+        """The next instruction, which the cursor is then past."""
+        self.index += 1
+        return self._instructions[self.index - 1]

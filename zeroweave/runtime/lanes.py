@@ -1,0 +1,225 @@
+"""Between host memory and the device: tensors that live in the one, and copies that run beside the computation.
+
+    upload     host → device, on a stream of its own; whoever needs the copy waits for it on the device
+    download   device → host, on another one, behind what the current stream has been given so far
+
+No copy makes the host wait. A tensor in host memory (`Host`) remembers the last copy from or to it, and the next one
+waits for that on its stream; code of the host itself calls `finish` before it reads or writes one. Device copies are
+allocated on the stream that asks for them, and are referred to until that stream has waited for all that reads or
+writes them, so that their memory is the computation's own, before and after.
+
+Without a GPU the same are plain copies in plain memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final, NamedTuple
+
+import torch
+
+from zeroweave.comm.clock import Clock, Mark
+from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.transport import Pending, Transport
+from zeroweave.layout import BucketLayout
+
+_CALLS: Final = 8
+"""So many calls of the next forward may begin before the compute stream waits for the last downloads of a step."""
+
+
+class Host:
+    """A 1-D tensor in host memory, pinned where the device is a GPU."""
+
+    __slots__ = ("copied", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.copied: torch.cuda.Event | None = None
+        """the end of the last copy from or to it"""
+
+
+class Upload:
+    """Copies on the device, on their way; to be waited for, because until then nobody may free them."""
+
+    __slots__ = ("_tensors", "event")
+
+    def __init__(self, tensors: tuple[torch.Tensor, ...], event: torch.cuda.Event | None) -> None:
+        self._tensors, self.event = tensors, event
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """The copies, which the current stream may use from here on. To be called once."""
+        if self.event is not None:
+            self.event.wait()
+        tensors, self._tensors = self._tensors, ()
+        return tensors
+
+
+class Download(NamedTuple):
+    """What is to be copied to host memory: a tensor [n], to the elements from `start` on."""
+
+    tensor: torch.Tensor
+    host: Host
+    start: int = 0
+
+
+class _Leaving:
+    """Device tensors that a download reads: the stream that they belong to has to wait before they are freed."""
+
+    __slots__ = ("event", "stream", "tensors")
+
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event, tensors: list[torch.Tensor]) -> None:
+        self.stream, self.event, self.tensors = stream, event, tensors
+
+
+class _Gathering:
+    """A gather of shards of which this rank's own is uploaded first."""
+
+    __slots__ = ("_event", "_inner", "_over", "_staged")
+
+    def __init__(
+        self, inner: Pending, event: torch.cuda.Event | None, staged: torch.Tensor, over: Callable[[int], None]
+    ) -> None:
+        self._inner, self._event, self._over = inner, event, over
+        self._staged: torch.Tensor | None = staged
+
+    def wait(self) -> None:
+        self._inner.wait()
+        assert self._staged is not None
+        if self._event is not None:
+            self._event.wait()  # a transport that copies on the current stream did so on that of the upload
+        self._over(-self._staged.nbytes)
+        self._staged = None
+
+    def over(self, clock: Clock) -> Mark:
+        return self._inner.over(clock)
+
+
+class Lanes:
+    """The copies of one engine. `staged` counts the bytes of parameters that are on the device to be gathered.
+
+    `issuing` is the scope of what is to count as a part of a gather.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.staged = Gauge()
+        self.issuing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._cuda = device.type == "cuda"
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._leaving: deque[_Leaving] = deque()
+        self._calls = 0
+        self._together = False
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Host:
+        """A new tensor [numel] in host memory."""
+        return Host(torch.zeros(numel, dtype=dtype, pin_memory=self._cuda))
+
+    @property
+    def _up(self) -> torch.cuda.Stream:
+        return self._made()[0]
+
+    @property
+    def _down(self) -> torch.cuda.Stream:
+        return self._made()[1]
+
+    def _made(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        if self._streams is None:
+            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        return self._streams
+
+    # ------------------------------------------------------------------ copies
+    @torch.no_grad()
+    def upload(self, hosts: Sequence[Host]) -> Upload:
+        """Starts to copy tensors to the device."""
+        if not self._cuda:
+            return Upload(tuple(host.tensor.clone() for host in hosts), None)
+        copies = tuple(torch.empty(h.tensor.shape, dtype=h.tensor.dtype, device=self.device) for h in hosts)
+        up = self._up
+        up.wait_stream(torch.cuda.current_stream(self.device))  # which may still use the memory of what was freed
+        with torch.cuda.stream(up):
+            for host, copy in zip(hosts, copies, strict=True):
+                if host.copied is not None:
+                    up.wait_event(host.copied)
+                copy.copy_(host.tensor, non_blocking=True)
+            event = up.record_event()
+        for host in hosts:
+            host.copied = event
+        return Upload(copies, event)
+
+    @torch.no_grad()
+    def download(self, copies: Sequence[Download]) -> None:
+        """Starts to copy tensors to host memory, in order. Nobody may write them from now on."""
+        if not copies:
+            return
+        if not self._cuda:
+            for tensor, host, start in copies:
+                host.tensor[start : start + tensor.numel()].copy_(tensor)
+            return
+        current, down = torch.cuda.current_stream(self.device), self._down
+        down.wait_stream(current)
+        with torch.cuda.stream(down):
+            for tensor, host, start in copies:
+                if host.copied is not None:
+                    down.wait_event(host.copied)
+                host.tensor[start : start + tensor.numel()].copy_(tensor, non_blocking=True)
+            event = down.record_event()
+        for _, host, _ in copies:
+            host.copied = event
+        self._leaving.append(_Leaving(current, event, [tensor for tensor, _, _ in copies]))
+        self._calls = 0
+        self.retire(2)
+
+    def retire(self, most: int) -> None:
+        """Lets at most so many downloads keep their device tensors: the stream of the oldest waits for the others."""
+        while len(self._leaving) > most:
+            oldest = self._leaving.popleft()
+            oldest.stream.wait_event(oldest.event)
+
+    def sweep(self) -> None:
+        """Called as calls begin: frees the device tensors of downloads that are over.
+
+        The host is ahead of the device and may find none over that will be, so after some calls the stream waits.
+        """
+        if not self._leaving:
+            return
+        self._calls += 1
+        while self._leaving and (self._calls > _CALLS or self._leaving[0].event.query()):
+            self.retire(len(self._leaving) - 1)
+
+    def finish(self) -> None:
+        """The host waits for all copies: it may read and write what lies in its memory from here on."""
+        for stream in self._streams or ():
+            stream.synchronize()
+        self.retire(0)
+
+    # ------------------------------------------------------------------ gathers
+    @contextmanager
+    def together(self, transport: Transport) -> Iterator[None]:
+        """The scope of `Transport.together`: its gathers are launched at the end, on the stream current there."""
+        with transport.together():
+            self._together = True
+            try:
+                yield
+            finally:
+                self._together = False
+
+    def gather(self, transport: Transport, flat: torch.Tensor, shard: Host, layout: BucketLayout) -> Pending:
+        """Uploads this rank's shard and starts the all-gather behind that; see `Transport.all_gather`.
+
+        The copy on the device goes when the gather has been waited for.
+        """
+        event = None
+        with self.issuing():
+            upload = self.upload([shard])
+            if not self._cuda or self._together:
+                (staged,) = upload.wait()
+                pending = transport.all_gather(flat, staged, layout)
+            else:
+                with torch.cuda.stream(self._up):  # which the collective waits for, and the computation does not
+                    (staged,) = upload.wait()
+                    pending = transport.all_gather(flat, staged, layout)
+                    event = self._up.record_event()
+        self.staged.add(staged.nbytes)
+        return _Gathering(pending, event, staged, self.staged.add)

@@ -1,0 +1,31 @@
+"""What a stage is: how gradients and parameters are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zeroweave.comm.transport import ReduceOp
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How gradients and parameters are kept. With `Runtime.reduces`, `keep` is all that makes a stage."""
+
+    keep: frozenset[int]
+    """buckets that stay unsharded until the optimizer step"""
+    depth: int
+    op: ReduceOp
+    reduce_dtype: torch.dtype | None
+    accumulate_dtype: torch.dtype
+    keep_gradient_targets: bool = False
+    """debugging: reduced gradients have memory of their own from set-up on, instead of from settle to update"""
+    masters_off: bool = False
+    """masters that are wider than what is gathered live in host memory"""
+    params_off: bool = False
+    """so do all shards"""
+    free_threshold: int | None = None
+    """bytes from which on an unused activation is freed before the optimizer step; None: none is"""
+    offload_threshold: int | None = None
+    """bytes from which on activations may be moved to host memory; None: none are"""

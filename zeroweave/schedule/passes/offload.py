@@ -1,0 +1,74 @@
+"""Offload: what a forward has saved waits for its backward in host memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import replace
+
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.cost import is_event
+from zeroweave.schedule.instructions import Call, End, Instruction, Offload, Prepares, Release, Reload, Run, needs
+
+
+def offload(schedule: Schedule) -> Schedule:
+    """Move what each forward call has saved out of device memory, and back ahead of the backward that needs it.
+
+    Before:  Run 0 · Run 1 · Run 2 · Run 2 backward · Run 1 backward · Run 0 backward
+    After:   Run 0 · Offload 0 · Run 1 · Release 0 · Run 2 · Run 2 backward · Reload 0 · Run 1 backward · Run 0 backward
+
+    Each copy has one call to run beside. More would hide more of a slow copy, and hold the memory of more calls: what
+    is asked for here is memory. What would come back before another call has run without it stays: that of the last
+    two calls, whose backwards follow soon. Only where ``facts.offload``.
+    """
+    if not schedule.facts.offload or any(isinstance(i, Offload) for i in schedule.instructions):
+        return schedule
+    runs = _Runs(schedule)
+    inserted: dict[int, list[Instruction]] = {}
+    for (call, number), (event, _) in needs(schedule.record).items():
+        leave = runs.after[call, number]  # numbers of Runs
+        back = bisect_left(runs.events, event) - 1
+        if leave + 1 < back:
+            for run, kind in ((leave, Offload), (leave + 1, Release), (back, Reload)):
+                inserted.setdefault(runs.slots[run], []).append(kind(call, number))
+    if not inserted:
+        return schedule
+    out: list[Instruction] = []
+    for index, instruction in enumerate(schedule.instructions):
+        # what waits for nothing first, and memory is given back before the next copy takes some
+        out += sorted(inserted.get(index, ()), key=lambda each: (Reload, Release, Offload).index(type(each)))
+        out.append(instruction)
+    return replace(schedule, instructions=tuple(out))
+
+
+class _Runs:
+    """The Runs of a schedule, numbered from 0.
+
+    slots[r]: index in front of Run r and what prepares it. events[r]: how many events come before Run r.
+    after[call, number]: the first Run behind the end of that call.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.slots: list[int] = []
+        self.events: list[int] = []
+        self.after: dict[tuple[Call, int], int] = {}
+        instructions = schedule.instructions
+        begun: Counter[Call] = Counter()
+        running: dict[Call, list[int]] = {}
+        events = 0
+        for index, instruction in enumerate(instructions):
+            if isinstance(instruction, Run):
+                call = instruction.call
+                slot = index
+                while slot and isinstance(instructions[slot - 1], Prepares):
+                    slot -= 1
+                self.slots.append(slot)
+                self.events.append(events)
+                if index in schedule.lasting:
+                    running.setdefault(call, []).append(begun[call])
+                else:
+                    self.after[call, begun[call]] = len(self.slots)
+                begun[call] += 1
+            elif isinstance(instruction, End):
+                self.after[instruction.call, running[instruction.call].pop()] = len(self.slots)
+            events += is_event(instruction)

@@ -1,0 +1,219 @@
+"""The sections of the config, each a table of its own; see `config` for what all of them are in."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+_DYNAMIC = frozenset({"initial_loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"})
+"""Keys of `precision` that mean something for a dynamic loss scale only."""
+
+
+class PrecisionConfig(BaseModel):
+    """Dtypes of parameters, gradients in transit and gradients at rest, and the loss scale. Masters are float32."""
+
+    model_config = STRICT
+
+    params: Literal["bfloat16", "float16", "float32"] | None = None
+    """Dtype in which floating-point parameters are gathered and computed with; None: the model's own."""
+
+    autocast: Literal["bfloat16", "float16"] | None = None
+    """`engine(...)` runs the model under `torch.autocast` with this dtype; None: not."""
+
+    reduce: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype in which gradients travel and are summed over ranks; None: that of the parameters."""
+
+    accumulate: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the gradient shards in which the micro-steps of a window add up."""
+
+    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
+    """What losses are multiplied by; None: "dynamic" where anything is trained in float16, else none."""
+
+    initial_loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    """The dynamic loss scale at the start."""
+
+    loss_scale_window: Annotated[int, Field(ge=1)] = 2000
+    """Steps in a row without an overflow that double the dynamic loss scale."""
+
+    loss_scale_hysteresis: Annotated[int, Field(ge=1)] = 1
+    """Overflows until the dynamic loss scale is halved, from the start and from each doubling on."""
+
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    """The dynamic loss scale is never lower."""
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> Self:
+        given = sorted(self.model_fields_set & _DYNAMIC)
+        if isinstance(self.loss_scale, float) and given:
+            names = ", ".join(f"precision.{name}" for name in given)
+            raise ValueError(
+                f"precision.loss_scale is the number {self.loss_scale:g}, which never changes: leave out {names}, or "
+                "set it to 'dynamic'"
+            )
+        if self.initial_loss_scale < self.min_loss_scale:
+            raise ValueError(
+                f"precision.initial_loss_scale must be at least precision.min_loss_scale ({self.min_loss_scale:g}), "
+                f"not {self.initial_loss_scale:g}"
+            )
+        return self
+
+
+class BucketConfig(BaseModel):
+    """How parameters are grouped for communication."""
+
+    model_config = STRICT
+
+    bytes: Annotated[int, Field(ge=1)] = 1 << 30
+    """Largest bucket in bytes; a single parameter above it has a bucket of its own."""
+
+    by_block: bool = True
+    """One bucket for each block; false: neighbours fill buckets up to `bytes`, whatever their block."""
+
+
+class ReduceConfig(BaseModel):
+    """How gradients are reduced over ranks."""
+
+    model_config = STRICT
+
+    depth: Annotated[int, Field(ge=1)] = 2
+    """Most reductions in flight at once; each holds one gradient flat."""
+
+    op: Literal["average", "presum"] = "average"
+    """"average": the backend's average; "presum": divide by the world, then sum."""
+
+
+class CompileConfig(BaseModel):
+    """What is compiled and how."""
+
+    model_config = STRICT
+
+    enabled: bool = True
+    """False: every module runs eagerly, through hooks."""
+
+    regions: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
+    """"auto": the repeated blocks and what is left between them; else patterns of module names (fnmatch)."""
+
+    lower: Literal["inductor", "aot_eager"] = "inductor"
+    """What turns a traced graph into code: Inductor, or PyTorch's own eager kernels."""
+
+    recompile_limit: Annotated[int, Field(ge=1, le=256)] = 16
+    """Most variants that are compiled of regions with equal code; further ones run eagerly and are reported."""
+
+    activation_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of activation bytes that a compiled forward may save; the rest is computed again in the backward."""
+
+    prefetch: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    """How many calls ahead of its use a bucket's gather is issued; "auto": as far as measured times ask."""
+
+    keep: Literal["auto", "none", "all"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
+    """Stage 3: buckets that stay gathered from one use to the next; "auto": as many as `memory_budget` has room for."""
+
+    memory_budget: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of device memory that "auto" may fill; none: gathers one bucket more ahead, keeps none."""
+
+    fuse: bool = True
+    """Issue the gathers of neighbouring small buckets in one launch."""
+
+    record_steps: Annotated[int, Field(ge=0)] = 3
+    """How many steps are timed before "auto" decides; 0: it never does."""
+
+    passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Passes of your own behind the built-in ones, each as "module:function"."""
+
+    dynamic: bool | None = None
+    """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
+
+
+class ExpertsConfig(BaseModel):
+    """Which parameters are experts', each rank's own, and how many ranks exchange tokens."""
+
+    model_config = STRICT
+
+    parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Patterns of the names of experts' parameters (fnmatch)."""
+
+    parallel_size: Annotated[int, Field(ge=1)] = 1
+    """How many consecutive ranks exchange tokens, each with experts of its own; 1: all ranks have the same experts."""
+
+    @model_validator(mode="after")
+    def _experts_have_names(self) -> Self:
+        if self.parallel_size > 1 and not self.parameters:
+            raise ValueError(
+                f"experts.parallel_size is {self.parallel_size}, but experts.parameters does not say which parameters "
+                'are experts\'; name them by patterns such as "*.experts.*"'
+            )
+        return self
+
+
+class ActivationsConfig(BaseModel):
+    """What becomes of activations that a forward has saved for its backward."""
+
+    model_config = STRICT
+
+    free_threshold_bytes: Annotated[int, Field(ge=0)] | None = None
+    """Activations of this size and more that no backward has used are freed before the optimizer step; None: none."""
+
+
+class OffloadConfig(BaseModel):
+    """What lives in host memory and comes to the device when it is needed."""
+
+    model_config = STRICT
+
+    optimizer: Literal["none", "all", "adaptive"] = "none"
+    """The optimizer's states, masters included; "adaptive": what of them `memory_budget` has no room for."""
+
+    params: bool = False
+    """Stage 3: shards, masters included, live in host memory; each is uploaded before it is gathered."""
+
+    memory_budget: Annotated[int, Field(ge=0)] | None = None
+    """Bytes of device memory that "adaptive" may fill beside what training itself takes at its peak."""
+
+    activations: bool = False
+    """What forwards have saved waits in host memory for its backward, where that does not follow at once."""
+
+    activations_threshold_bytes: Annotated[int, Field(ge=0)] = 1 << 20
+    """Activations below this size stay on the device."""
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> Self:
+        if self.optimizer == "adaptive" and self.memory_budget is None:
+            raise ValueError(
+                "offload.optimizer is 'adaptive', which needs a limit: set offload.memory_budget to the bytes of "
+                "device memory that may be used, or offload.optimizer to 'all'"
+            )
+        if self.optimizer != "adaptive" and self.memory_budget is not None:
+            raise ValueError(
+                f"offload.memory_budget is for offload.optimizer 'adaptive', not {self.optimizer!r}: leave it out"
+            )
+        return self
+
+
+class DebugConfig(BaseModel):
+    """Switches that make a run slower and its errors easier to place."""
+
+    model_config = STRICT
+
+    sync_before_reduce: bool = False
+    """Wait for the device before each reduction of gradients is issued."""
+
+    sync_after_reduce: bool = False
+    """Wait for each reduction of gradients to finish before anything else is done."""
+
+    sync_before_allgather: bool = False
+    """Wait for the device before each gather of parameters is issued."""
+
+    sync_after_allgather: bool = False
+    """Wait for each gather of parameters to finish before anything else is done."""
+
+    check_every_step: bool = False
+    """After every backward the ranks compare which collectives they have issued, and in which order."""
+
+
+class EngineDebugConfig(DebugConfig):
+    """As above, and what an engine has beside it."""
+
+    keep_gradient_targets: bool = False
+    """Reduced gradients have memory of their own from set-up on, instead of from their reduction to the update."""
