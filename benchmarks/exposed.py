@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import zeroweave as zw
 from benchmarks import launch
@@ -51,14 +49,8 @@ def parser() -> argparse.ArgumentParser:
 
 def rank_main(rank: int, world: int, port: int, a: argparse.Namespace, result: str) -> None:
     """One rank; rank 0 writes what it measured to `result`."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    device = launch.join(rank, world, port)
+    cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     model = build(SHAPES[a.model], device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=cuda)
@@ -146,10 +138,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     a = parser().parse_args(arguments)
     world = a.gpus or torch.cuda.device_count() or 2
-    with launch.temporary_folder() as folder:
-        result = folder / "rows.json"
-        mp.start_processes(rank_main, (world, launch.free_port(), a, str(result)), nprocs=world, start_method="spawn")
-        rows = json.loads(result.read_text())
+    rows = launch.spawned(rank_main, world, a)
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     text = f"{a.model}, ZeRO-3, {world} × {device}, sequence {a.seq}, micro-batch {a.micro_batch}\n\n{table(rows)}"
     print(text)

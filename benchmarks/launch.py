@@ -10,11 +10,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from benchmarks.worker import Record, Spec
 
@@ -41,6 +46,27 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+def join(rank: int, world: int, port: int) -> torch.device:
+    """Makes this process a rank of the default process group; returns what it computes on: GPU `rank`, or the CPU."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    return device
+
+
+def spawned(main: Callable[[int, int, int, Namespace, str], None], world: int, arguments: Namespace) -> Any:
+    """Runs `main(rank, world, port, arguments, path)` in new processes; what rank 0 leaves at the path, as JSON."""
+    with temporary_folder() as folder:
+        result = folder / "result.json"
+        mp.start_processes(main, (world, free_port(), arguments, str(result)), nprocs=world, start_method="spawn")
+        return json.loads(result.read_text())
 
 
 def environment(rank: int, world: int, port: int, cache: Path) -> dict[str, str]:

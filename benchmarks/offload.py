@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import zeroweave as zw
 from benchmarks import launch
@@ -58,14 +56,7 @@ def parser() -> argparse.ArgumentParser:
 
 def rank_main(rank: int, world: int, port: int, a: argparse.Namespace, result: str) -> None:
     """One rank; rank 0 writes the rows, of which each has the largest figures of all ranks, to `result`."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    device = launch.join(rank, world, port)
     rows: list[dict[str, Any]] = []
     for name, offload in SETTINGS.items():
         if name == "adaptive":
@@ -175,10 +166,7 @@ def problems(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     a = parser().parse_args(arguments)
     world = a.gpus or torch.cuda.device_count() or 2
-    with launch.temporary_folder() as folder:
-        result = folder / "rows.json"
-        mp.start_processes(rank_main, (world, launch.free_port(), a, str(result)), nprocs=world, start_method="spawn")
-        rows = json.loads(result.read_text())
+    rows = launch.spawned(rank_main, world, a)
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
     text = f"{a.model}, ZeRO-3, {world} × {device}, sequence {a.seq}, micro-batch {a.micro_batch}\n\n{table(rows)}"
     missed = problems(rows)

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 import zeroweave as zw
@@ -198,9 +197,9 @@ def predict(blocks: int, delay: float, compute: float, steps: int) -> list[dict[
     return rows
 
 
-def work(rank: int, a: argparse.Namespace, port: int, out: str) -> None:
-    """One rank."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(a.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def work(rank: int, world: int, port: int, a: argparse.Namespace, out: str) -> None:
+    """One rank, on the CPU."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:
@@ -223,10 +222,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     a = parser().parse_args(arguments)
-    with launch.temporary_folder() as folder:
-        out = folder / "found.json"
-        multiprocessing.spawn(work, (a, launch.free_port(), str(out)), nprocs=a.ranks)  # type: ignore[no-untyped-call]
-        found = json.loads(out.read_text())
+    found = launch.spawned(work, a.ranks, a)
     once = found["reschedule"]
     print(f"{a.blocks} blocks, {once['instructions']} instructions, {a.ranks} ranks: {once['recompiles']} recompiles\n")
     print("| engine.reschedule | ms, median of 9 (min–max) |\n|---|---|")
