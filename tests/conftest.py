@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's TCPStore looks up the name of every peer, which costs 5 s each time that a name server does not answer.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 
@@ -35,9 +37,12 @@ def frozen() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
-    """`pools(world)`: this module's pool of that size, started at its first job, kept for the module."""
+    """`pools(world)`: the pool of that size, started at its first job and kept to the end.
+
+    What a process imports and initialises for its first compilation costs more than most tests.
+    """
     started: dict[int, Pool] = {}
 
     def pool(world: int) -> Pool:

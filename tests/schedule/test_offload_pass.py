@@ -103,6 +103,25 @@ def test_moves_stand_in_front_of_what_prepares_a_call() -> None:
     assert after.instructions[at + 2 : at + 4] == (Wait(2), Run(forward(2), (2,)))
 
 
+def test_what_eager_code_asks_for_in_the_middle_comes_back_one_call_ahead_as_well() -> None:
+    """A backward of eager code begins, asks for what its forward saved, and hands its gradients over."""
+    record: list[Event] = []
+    for block in range(4):
+        record += [Entered(forward(block), (block,)), Left(forward(block))]
+    for block in reversed(range(4)):
+        record += [
+            Entered(backward(block), (block,)),
+            Needed(forward(block), 0, 8),
+            Ready(block),
+            Left(backward(block)),
+        ]
+    after = offload(of((*record, Micro()), blocks=4))
+    verify(after)
+    runs = [Run(backward(block), (block,)) for block in reversed(range(4))]
+    found = [i for i in after.instructions if i in runs or isinstance(i, Reload)]
+    assert found == [runs[0], Reload(forward(1)), runs[1], Reload(forward(0)), *runs[2:]]
+
+
 def test_a_call_with_calls_inside_leaves_when_it_is_over() -> None:
     """A parent's activations are those that were saved behind its last child."""
     inner, outer = forward(1), forward(0)

@@ -7,8 +7,6 @@ No copy makes the host wait. A tensor in host memory (`Host`) remembers the last
 waits for that on its stream; code of the host itself calls `finish` before it reads or writes one. Device copies are
 allocated on the stream that asks for them, and are referred to until that stream has waited for all that reads or
 writes them, so that their memory is the computation's own, before and after.
-
-Without a GPU the same are plain copies in plain memory.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.layout import BucketLayout
+from zeroweave.runtime.lane import Lane
 
 _CALLS: Final = 8
 """So many calls of the next forward may begin before the compute stream waits for the last downloads of a step."""
@@ -106,68 +105,45 @@ class Lanes:
         self.device = device
         self.staged = Gauge()
         self.issuing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._cuda = device.type == "cuda"
-        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+        self._up, self._down = Lane(device), Lane(device)
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
         self._together = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Host:
         """A new tensor [numel] in host memory."""
-        return Host(torch.zeros(numel, dtype=dtype, pin_memory=self._cuda))
-
-    @property
-    def _up(self) -> torch.cuda.Stream:
-        return self._made()[0]
-
-    @property
-    def _down(self) -> torch.cuda.Stream:
-        return self._made()[1]
-
-    def _made(self) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        if self._streams is None:
-            self._streams = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        return self._streams
+        return Host(self._up.zeros(numel, dtype))
 
     # ------------------------------------------------------------------ copies
     @torch.no_grad()
     def upload(self, hosts: Sequence[Host]) -> Upload:
         """Starts to copy tensors to the device."""
-        if not self._cuda:
-            return Upload(tuple(host.tensor.clone() for host in hosts), None)
         copies = tuple(torch.empty(h.tensor.shape, dtype=h.tensor.dtype, device=self.device) for h in hosts)
-        up = self._up
-        up.wait_stream(torch.cuda.current_stream(self.device))  # which may still use the memory of what was freed
-        with torch.cuda.stream(up):
+        with self._up.issue():  # behind whatever may still use the memory of what was freed
             for host, copy in zip(hosts, copies, strict=True):
-                if host.copied is not None:
-                    up.wait_event(host.copied)
-                copy.copy_(host.tensor, non_blocking=True)
-            event = up.record_event()
+                self._up.wait(host.copied)
+                self._up.copy(copy, host.tensor)
+            mark = self._up.mark()
         for host in hosts:
-            host.copied = event
-        return Upload(copies, event)
+            host.copied = mark
+        return Upload(copies, mark)
 
     @torch.no_grad()
     def download(self, copies: Sequence[Download]) -> None:
         """Starts to copy tensors to host memory, in order. Nobody may write them from now on."""
         if not copies:
             return
-        if not self._cuda:
+        with self._down.issue():
             for tensor, host, start in copies:
-                host.tensor[start : start + tensor.numel()].copy_(tensor)
-            return
-        current, down = torch.cuda.current_stream(self.device), self._down
-        down.wait_stream(current)
-        with torch.cuda.stream(down):
-            for tensor, host, start in copies:
-                if host.copied is not None:
-                    down.wait_event(host.copied)
-                host.tensor[start : start + tensor.numel()].copy_(tensor, non_blocking=True)
-            event = down.record_event()
+                self._down.wait(host.copied)
+                self._down.copy(host.tensor[start : start + tensor.numel()], tensor)
+            mark = self._down.mark()
         for _, host, _ in copies:
-            host.copied = event
-        self._leaving.append(_Leaving(current, event, [tensor for tensor, _, _ in copies]))
+            host.copied = mark
+        if mark is None:  # the copies are over
+            return
+        current = torch.cuda.current_stream(self.device)
+        self._leaving.append(_Leaving(current, mark, [tensor for tensor, _, _ in copies]))
         self._calls = 0
         self.retire(2)
 
@@ -190,8 +166,8 @@ class Lanes:
 
     def finish(self) -> None:
         """The host waits for all copies: it may read and write what lies in its memory from here on."""
-        for stream in self._streams or ():
-            stream.synchronize()
+        self._up.finish()
+        self._down.finish()
         self.retire(0)
 
     # ------------------------------------------------------------------ gathers
@@ -213,13 +189,13 @@ class Lanes:
         event = None
         with self.issuing():
             upload = self.upload([shard])
-            if not self._cuda or self._together:
+            if (stream := self._up.stream) is None or self._together:
                 (staged,) = upload.wait()
                 pending = transport.all_gather(flat, staged, layout)
             else:
-                with torch.cuda.stream(self._up):  # which the collective waits for, and the computation does not
+                with torch.cuda.stream(stream):  # which the collective waits for, and the computation does not
                     (staged,) = upload.wait()
                     pending = transport.all_gather(flat, staged, layout)
-                    event = self._up.record_event()
+                    event = self._up.mark()
         self.staged.add(staged.nbytes)
         return _Gathering(pending, event, staged, self.staged.add)

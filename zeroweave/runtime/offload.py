@@ -22,8 +22,8 @@ from torch import nn
 
 from zeroweave._torch import storage_key
 from zeroweave.comm.ledger import Gauge
-from zeroweave.runtime.copies import Copies
 from zeroweave.runtime.free import free_storages, unshared
+from zeroweave.runtime.lane import Lane
 from zeroweave.runtime.saved import Group, Home, HostCopy, Saved
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import Call, Instruction, Offload, Release, Reload
@@ -43,7 +43,7 @@ class Offloading:
 
     def __init__(self, threshold: int, device: torch.device) -> None:
         self._threshold, self._device = threshold, device
-        self._copies = Copies(device)
+        self._lane = Lane(device)
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
         self._fresh: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._groups: dict[tuple[Call, int], Group] = {}
@@ -107,7 +107,7 @@ class Offloading:
             self._bring_back([home], nullcontext())
         home.host = None  # if it is leaving, it stays after all
         if home in self._arriving:
-            self._copies.wait(home.mark)
+            self._lane.wait(home.mark)
             del self._arriving[home]
 
     def _note_needed(self, group: Group) -> None:
@@ -158,17 +158,17 @@ class Offloading:
         self, homes: list[Home], timing: AbstractContextManager[None]
     ) -> tuple[list[tuple[Home, torch.UntypedStorage]], Any]:
         leaving: list[tuple[Home, torch.UntypedStorage]] = []
-        with self._copies.issue(), timing:
+        with self._lane.issue(), timing:
             for home in homes:
                 self._held.discard(home)
-                home.host = HostCopy(self._copies.empty(home.nbytes), self.host)
-                self._copies.copy(home.host.content, _bytes(home.storage))
+                home.host = HostCopy(self._lane.empty(home.nbytes), self.host)
+                self._lane.copy(home.host.content, _bytes(home.storage))
                 leaving.append((home, home.storage))
-        return leaving, self._copies.mark()
+        return leaving, self._lane.mark()
 
     def _release(self, group: Group) -> None:
         leaving, mark = self._leaving.pop(group, ([], None))
-        self._copies.wait(mark)
+        self._lane.wait(mark)
         homes = [home for home, _ in leaving if home.host is not None]
         del leaving  # which holds the storages as well
         for home in homes:
@@ -184,11 +184,11 @@ class Offloading:
             storage = home.storage
             storage.resize_(home.nbytes)
             coming.append((home, storage))
-        with self._copies.issue(), timing:
+        with self._lane.issue(), timing:
             for home, storage in coming:
                 assert home.host is not None
-                self._copies.copy(_bytes(storage), home.host.content)
-        mark = self._copies.mark()
+                self._lane.copy(_bytes(storage), home.host.content)
+        mark = self._lane.mark()
         for home, storage in coming:
             home.away, home.host, home.mark = False, None, mark
             self._arriving[home] = storage
@@ -196,14 +196,14 @@ class Offloading:
     def arrive(self) -> None:
         """Whatever is on its way back is there for everything that is computed from now on."""
         for home in self._arriving:
-            self._copies.wait(home.mark)
+            self._lane.wait(home.mark)
         self._arriving.clear()
 
     def settle(self) -> None:
         """Nothing is under way any more: what is leaving stays."""
         self.arrive()
         for leaving, mark in self._leaving.values():
-            self._copies.wait(mark)
+            self._lane.wait(mark)
             for home, _ in leaving:
                 home.host = None
         self._leaving.clear()

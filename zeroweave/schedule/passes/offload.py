@@ -28,6 +28,8 @@ def offload(schedule: Schedule) -> Schedule:
     for (call, number), (event, _) in needs(schedule.record).items():
         leave = runs.after[call, number]  # numbers of Runs
         back = bisect_left(runs.events, event) - 1
+        if event < runs.over[back] and runs.uses[back] & runs.buckets[call]:
+            back -= 1  # that call needs it: of eager code, which asks in the middle
         if leave + 1 < back:
             for run, kind in ((leave, Offload), (leave + 1, Release), (back, Reload)):
                 inserted.setdefault(runs.slots[run], []).append(kind(call, number))
@@ -44,17 +46,21 @@ def offload(schedule: Schedule) -> Schedule:
 class _Runs:
     """The Runs of a schedule, numbered from 0.
 
-    slots[r]: index in front of Run r and what prepares it. events[r]: how many events come before Run r.
-    after[call, number]: the first Run behind the end of that call.
+    slots[r]: index in front of Run r and what prepares it. events[r]: how many events come before Run r, over[r]: up to
+    its call's end. uses[r]: its buckets, buckets[call]: those of a call. after[call, number]: the first Run behind the
+    end of that call.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.slots: list[int] = []
         self.events: list[int] = []
+        self.over: list[int] = []
+        self.uses: list[set[int]] = []
+        self.buckets: dict[Call, set[int]] = {}
         self.after: dict[tuple[Call, int], int] = {}
         instructions = schedule.instructions
         begun: Counter[Call] = Counter()
-        running: dict[Call, list[int]] = {}
+        running: dict[Call, list[tuple[int, int]]] = {}
         events = 0
         for index, instruction in enumerate(instructions):
             if isinstance(instruction, Run):
@@ -64,11 +70,16 @@ class _Runs:
                     slot -= 1
                 self.slots.append(slot)
                 self.events.append(events)
+                self.over.append(events + 1)
+                self.uses.append(set(instruction.uses))
+                self.buckets.setdefault(call, set()).update(instruction.uses)
                 if index in schedule.lasting:
-                    running.setdefault(call, []).append(begun[call])
+                    running.setdefault(call, []).append((begun[call], len(self.slots) - 1))
                 else:
                     self.after[call, begun[call]] = len(self.slots)
                 begun[call] += 1
             elif isinstance(instruction, End):
-                self.after[instruction.call, running[instruction.call].pop()] = len(self.slots)
+                number, run = running[instruction.call].pop()
+                self.after[instruction.call, number] = len(self.slots)
+                self.over[run] = events + 1
             events += is_event(instruction)
