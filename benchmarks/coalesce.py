@@ -216,7 +216,10 @@ def plan(a: argparse.Namespace) -> tuple[list[Spec], list[str]]:
         engines.remove("deepspeed")
         notes.append("DeepSpeed is not installed")
     sizes = (a.width, a.layers, a.rows, numbers(a.backwards), modes, a.warm, a.rounds, a.lower, a.blocks, a.accumulate)
-    return [Spec(engine, stage, *sizes) for engine in engines for stage in numbers(a.stages)], notes
+    specs = [Spec(name, stage, *sizes) for name in engines if name != "plain" for stage in numbers(a.stages)]
+    if "plain" in engines:  # it has neither stages nor reductions
+        specs.append(replace(Spec("plain", 0, *sizes), modes=("coalesce",)))
+    return specs, notes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -230,14 +233,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with launch.temporary_folder() as scratch, ((a.out or scratch) / "coalesce.log").open("w") as log:
         for spec in specs:
             name, begin = f"{spec.engine} stage {spec.stage}", time.monotonic()
-            timeout = a.timeout if spec.engine == "zeroweave" else a.peer_timeout
+            timeout = a.peer_timeout if spec.engine == "deepspeed" else a.timeout
             # one folder of compiler caches: the stages' graphs are much the same
             found, said, failure = measure(spec, a.gpus, timeout, log, scratch / "cache")
             rows += found
             about |= said
             print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
             if failure is not None:
-                failed = failed or spec.engine == "zeroweave"
+                failed = failed or spec.engine != "deepspeed"
                 notes.append(f"{name}: {reason_of(failure)}")
                 print(failure, flush=True)
             if a.out is not None:  # after each one, so that a later failure costs nothing

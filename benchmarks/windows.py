@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MIB = float(2**20)
-ENGINES = ("zeroweave", "deepspeed")
+ENGINES = ("zeroweave", "deepspeed", "plain")
+"""`plain`: torch.compile alone, on each GPU for itself; what the same computation takes without ZeRO."""
 MODES = ("baseline", "no_sync", "coalesce")
 
 
@@ -102,8 +103,36 @@ def build(spec: Spec) -> nn.Module:
     return MLP(spec)
 
 
+class Plain:
+    """The methods of an engine for a model that is not sharded: gradients add up in `.grad`, nothing is reduced."""
+
+    def __init__(self, spec: Spec, device: torch.device) -> None:
+        model = build(spec).to(device, torch.bfloat16)
+        self._run = model if spec.lower == "none" else torch.compile(model, backend=spec.lower)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        loss: Tensor = self._run(x)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def coalesce_grad_reduction(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def destroy(self) -> None:
+        pass
+
+
 def start(spec: Spec, device: torch.device) -> Any:
     """The engine: bf16 parameters, fp32 masters, AdamW, one backward a window unless told otherwise."""
+    if spec.engine == "plain":
+        return Plain(spec, device)
     model = build(spec)
     if spec.engine == "deepspeed":
         warnings.simplefilter("ignore", FutureWarning)  # of every collective that it calls by a deprecated name
@@ -228,6 +257,8 @@ class Measured:
             self._engine.step()
             traffic = {k: t - before[k] if k in before else t for k, t in self._engine.stats.total.items()}
             return {k: t.calls for k, t in traffic.items() if t.calls}, sum(t.wire for t in traffic.values()) / MIB
+        if self._spec.engine == "plain":
+            return {}, 0.0
         with Dispatched(dist.get_world_size()) as seen:
             window(self._engine, mode, n, self._x)
             self._engine.step()
@@ -270,7 +301,7 @@ def _size(argument: Any) -> tuple[int, int]:
 
 def reason(spec: Spec, mode: str, engine: Any) -> str | None:
     """Why an engine cannot run a mode; None where it can."""
-    if spec.engine == "zeroweave":
+    if spec.engine != "deepspeed":
         return None
     if mode == "no_sync" and spec.stage > 1:
         return "no_sync is refused at stages 2 and 3"

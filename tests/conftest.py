@@ -41,13 +41,14 @@ def frozen() -> None:
 def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
     """`pools(world)`: the pool of that size, started at its first job and kept to the end.
 
-    What a process imports and initialises for its first compilation costs more than most tests.
+    What a process imports and initialises for its first compilation costs more than most tests. Up to two ranks have
+    hash seeds of their own, see `Pool`.
     """
     started: dict[int, Pool] = {}
 
     def pool(world: int) -> Pool:
         if world not in started:
-            started[world] = Pool(world, tmp_path_factory.mktemp(f"ranks{world}"))
+            started[world] = Pool(world, tmp_path_factory.mktemp(f"ranks{world}"), forked=world > 2)
         return started[world]
 
     yield pool
@@ -61,7 +62,7 @@ def disposable(tmp_path: Path) -> Iterator[Callable[[int], Pool]]:
     made: list[Pool] = []
 
     def pool(world: int) -> Pool:
-        made.append(Pool(world, tmp_path, deadline=120.0))
+        made.append(Pool(world, tmp_path, deadline=120.0, forked=True))
         return made[-1]
 
     yield pool

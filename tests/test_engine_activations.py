@@ -11,24 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
+from tests.twins import MODES, WIDTH, Block
 from zeroweave.schedule import Free
 
 pytestmark = pytest.mark.oldest
 
-WIDTH, ROWS = 8, 512
+ROWS = 512
 BYTES = ROWS * WIDTH * 4
 """Of one activation; parameters are far smaller."""
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):

@@ -11,25 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
+from tests.twins import MODES, WIDTH, Block
 from zeroweave.runtime.lane import Lane
 from zeroweave.schedule import Free, Offload, Release, Reload
 
 pytestmark = pytest.mark.oldest
 
-WIDTH, ROWS, BLOCKS = 8, 512, 6
+ROWS, BLOCKS = 512, 6
 BYTES = ROWS * WIDTH * 4
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 LARGER = ["eager", pytest.param("aot_eager", marks=pytest.mark.matrix)]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, WIDTH)
-        self.down = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):

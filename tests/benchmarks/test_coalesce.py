@@ -16,9 +16,12 @@ SMALL = "--width 16 --layers 2 --rows 4 --backwards 2 --warm 1 --rounds 1 --lowe
 
 
 def test_all_modes_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL.split(), "--stages", "2", "--engines", "zeroweave", "--out", str(tmp_path)]
+    arguments = [*SMALL.split(), "--stages", "2", "--engines", "zeroweave,plain", "--out", str(tmp_path)]
     assert coalesce.main(arguments) == 0, capsys.readouterr().out
-    rows = {row["mode"]: row for row in json.loads((tmp_path / "coalesce.json").read_text())["rows"]}
+    *found, plain = json.loads((tmp_path / "coalesce.json").read_text())["rows"]
+    assert plain["engine"] == "plain" and plain["backwards_ms"] > 0 and not plain["collectives"] and plain["wire"] == 0
+    rows = {row["mode"]: row for row in found}
+    assert plain["loss"] == pytest.approx(rows["coalesce"]["loss"], rel=0.05)
     assert list(rows) == ["baseline", "no_sync", "coalesce"]
     for mode, row in rows.items():
         assert row["step_ms"] > 0 and row["backwards_ms"] > 0 and row["peak"] is None
@@ -52,7 +55,7 @@ def test_a_peer_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     specs, notes = coalesce.plan(coalesce.parser().parse_args(["--stages", "2,3"]))
-    assert [(spec.engine, spec.stage) for spec in specs] == [("zeroweave", 2), ("zeroweave", 3)]
+    assert [(spec.engine, spec.stage) for spec in specs] == [("zeroweave", 2), ("zeroweave", 3), ("plain", 0)]
     assert notes == ["DeepSpeed is not installed"]
 
 

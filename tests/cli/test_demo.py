@@ -12,7 +12,7 @@ from tests.cli.commands import zeroweave
 
 WAYS = [
     pytest.param((3, ["--eager", "--profile"]), id="stage 3, eager, profiled"),
-    pytest.param((1, ["--lower", "aot_eager"]), id="stage 1, aot_eager"),
+    pytest.param((1, ["--lower", "aot_eager"]), id="stage 1, aot_eager", marks=pytest.mark.matrix),
 ]
 
 

@@ -54,6 +54,11 @@ def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(cli.app, ["schedule", *map(str, arguments)])
 
 
+def without_breaks(text: str) -> str:
+    """What an error's frame says, wherever it breaks lines and names."""
+    return "".join(text.replace("│", "").split())
+
+
 def lanes(events: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """A trace's slices by the names of their process and thread."""
     names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -74,7 +79,7 @@ def test_a_saved_schedule_without_times(tmp_path: Path, schedule: Schedule) -> N
     assert all(schedule.describe(each) in done.output for each in schedule.instructions)
     assert "no times" in done.output and "predicted" not in done.output
     refused = invoke(path, "--trace", tmp_path / "trace.json")
-    assert refused.exit_code == 2 and "has no times" in refused.output
+    assert refused.exit_code == 2 and "hasnotimes" in without_breaks(refused.output)
     assert not (tmp_path / "trace.json").exists()
 
 
@@ -92,7 +97,8 @@ def test_what_is_no_saved_schedule(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text("{}")
     done = invoke(path)
-    assert done.exit_code == 2 and "other.json" in done.output and "version" in done.output
+    said = without_breaks(done.output)
+    assert done.exit_code == 2 and "other.json" in said and "version" in said
     path.write_text("{")
     assert invoke(path, "--more").exit_code == 2
     assert invoke(tmp_path / "nowhere.json").exit_code == 2

@@ -81,7 +81,7 @@ def one_fails(culprit: int) -> tuple[bool, str | None, float]:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize(("world", "culprit"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("world", "culprit"), [pytest.param(2, 1, marks=pytest.mark.matrix), (3, 0)])
 def test_ranks_that_wait_for_a_failed_one_are_ended(disposable: Pools, world: int, culprit: int) -> None:
     outcomes = disposable(world).outcomes(one_fails, culprit)
     shared, fatal, begin = outcomes[culprit].value
@@ -214,7 +214,7 @@ def close_at_different_times(first: int) -> list[str]:
     return ["slow" if took > 2.0 else "ok", "failed" if raised(made, "forward", "late") else "closed"]
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.matrix)])
 def test_ranks_may_close_at_different_times(pools: Pools, first: int) -> None:
     outcomes = pools(2).outcomes(close_at_different_times, first)
     assert [outcome.value for outcome in outcomes] == [["ok", "closed"]] * 2

@@ -138,7 +138,7 @@ def one_is_late(late: int, deadline: float) -> tuple[str, str, float]:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.matrix), 3])
 def test_a_missing_rank_is_named_at_the_deadline(pools: Pools, world: int) -> None:
     late = world - 1
     results = pools(world).run(one_is_late, late, 1.5)

@@ -104,12 +104,22 @@ class Pool:
     """`world` worker processes with one gloo group; see the module's docstring.
 
     `directory` receives stderr and stack files. `fresh_dynamo` resets Dynamo between jobs, so that Dynamo's
-    limits, which count per process, see each job alone.
+    limits, which count per process, see each job alone. `forked` workers come from a process that has imported torch
+    already, and start at once; what they lack is a hash seed of their own, by which ranks iterate over sets of strings
+    in different orders.
     """
 
-    def __init__(self, world: int, directory: Path, deadline: float = DEADLINE, fresh_dynamo: bool = True) -> None:
+    def __init__(
+        self,
+        world: int,
+        directory: Path,
+        deadline: float = DEADLINE,
+        fresh_dynamo: bool = True,
+        forked: bool = False,
+    ) -> None:
         self.world = world
         self.deadline = deadline
+        self._context = _forking() if forked else multiprocessing.get_context("spawn")
         self._fresh_dynamo = fresh_dynamo
         self._directory = directory
         self._workers: list[_Worker] = []
@@ -189,9 +199,8 @@ class Pool:
         self.kill()
         self._starts += 1
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
+            ours, theirs = self._context.Pipe()
             stderr, stacks = (self._directory / f"{kind}.{self._starts}.{rank}" for kind in ("stderr", "stacks"))
             arguments = (
                 rank,
@@ -201,8 +210,9 @@ class Pool:
                 str(stderr),
                 str(stacks),
                 self._fresh_dynamo,
+                dict(os.environ),
             )
-            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
+            process = self._context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
             self._workers.append(_Worker(rank, process, ours, stderr, stacks))
@@ -234,8 +244,26 @@ class Pool:
         self._store = None
 
 
-def _serve(rank: int, world: int, port: int, jobs: Connection, stderr: str, stacks: str, fresh_dynamo: bool) -> None:
+def _forking() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    # None of these starts a thread, which would be missing in the workers.
+    context.set_forkserver_preload(["torch.distributed", "torch._inductor.compile_fx", "zeroweave.initialize"])
+    return context
+
+
+def _serve(
+    rank: int,
+    world: int,
+    port: int,
+    jobs: Connection,
+    stderr: str,
+    stacks: str,
+    fresh_dynamo: bool,
+    environment: dict[str, str],
+) -> None:
     """A worker's life: join the group, then run jobs until told to leave."""
+    os.environ.clear()  # a forked one has that of the first test
+    os.environ.update(environment)
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     stack_file = open(stacks, "w")

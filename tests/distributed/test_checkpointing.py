@@ -16,13 +16,13 @@ from tests.distributed.parity import Case, check, run_case
 Pools = Callable[[int], Pool]
 CHECKPOINTED = ("checkpoint", "checkpoint_reentrant", "checkpoint_inside", "checkpoint_inside_reentrant")
 MORE = [
-    case
+    pytest.param(case, id=str(case), marks=[] if model in CHECKPOINTED[1:3] else [pytest.mark.matrix])
     for model, stage, mode in itertools.product(CHECKPOINTED, (1, 2, 3), ("aot_eager", "eager"))
     if (case := Case(model, stage, mode, 1)) not in cases.DAILY
 ]
 
 
-@pytest.mark.parametrize("case", MORE, ids=str)
+@pytest.mark.parametrize("case", MORE)
 def test_checkpoints_at_every_stage(pools: Pools, case: Case) -> None:
     """Beside the rows that `test_parity` has of these models."""
     check(case, pools(2).run(run_case, case))

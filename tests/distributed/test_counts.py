@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -53,11 +54,17 @@ def measure(name: str, stage: int, mode: str, gas: int) -> dict[str, Any]:
         }
 
 
+@pytest.fixture(scope="module")
+def measured(pools: Pools) -> Callable[..., list[dict[str, Any]]]:
+    """What `measure` of the decoder finds on two ranks; measured once."""
+    return cache(lambda stage, mode, gas: pools(2).run(measure, "decoder", stage, mode, gas))
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("stage", "gas"), [(1, 1), (2, 1), (3, 1), (1, 3), (2, 3), (3, 3)])
-def test_three_counts_agree(pools: Pools, stage: int, gas: int, mode: str) -> None:
+def test_three_counts_agree(measured: Callable[..., list[dict[str, Any]]], stage: int, gas: int, mode: str) -> None:
     world = 2
-    for found in pools(world).run(measure, "decoder", stage, mode, gas):
+    for found in measured(stage, mode, gas):
         assert found["independent"] == found["scheduled"]
         for kind in ("all_gather", "reduce_scatter"):
             sizes = [numel for each, numel in found["independent"] if each == kind]
@@ -68,9 +75,11 @@ def test_three_counts_agree(pools: Pools, stage: int, gas: int, mode: str) -> No
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_no_collective_beyond_what_the_stage_needs(pools: Pools, stage: int, mode: str) -> None:
+def test_no_collective_beyond_what_the_stage_needs(
+    measured: Callable[..., list[dict[str, Any]]], stage: int, mode: str
+) -> None:
     """One reduction per bucket; one gather at stages 1 and 2; at stage 3 one for each direction that needs values."""
-    found = pools(2).run(measure, "decoder", stage, mode, 1)[0]
+    found = measured(stage, mode, 1)[0]
     names = {bucket.id: bucket.name for bucket in found["buckets"]}
     blocks = [bucket for bucket, name in names.items() if name.startswith("blocks.")]
     assert len(blocks) == 4 and len(names) == 6  # embedding, four blocks, tail

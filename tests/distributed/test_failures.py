@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,8 +155,9 @@ def leave_without_destroying(stage: int) -> None:
     engine.destroy()
 
 
-def test_a_rank_that_leaves(disposable: Disposable) -> None:
-    outcomes = disposable(2).outcomes(leave_without_destroying, 3)
+def test_a_rank_that_leaves(tmp_path: Path) -> None:
+    with Pool(2, tmp_path) as pool:  # not forked: what is registered with atexit must run
+        outcomes = pool.outcomes(leave_without_destroying, 3)
     assert outcomes[1].exit_code is not None
     assert outcomes[0].failed and "rank 1" in outcomes[0].stderr + outcomes[0].message, outcomes[0].describe()
 

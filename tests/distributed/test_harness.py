@@ -61,5 +61,5 @@ def test_a_process_ends(pools: Pools) -> None:
 
 def test_a_deadline_shows_the_stacks_and_the_pool_starts_afresh(pools: Pools) -> None:
     with pytest.raises(DeadlineExceeded, match="wait_forever_on"):
-        pools(2).run(wait_forever_on, 1, deadline=8.0)
+        pools(2).run(wait_forever_on, 1, deadline=4.0)
     assert pools(2).run(add, 0.0)[0][1] == 1.0
