@@ -10,6 +10,7 @@ import pytest
 from benchmarks import lm
 
 
+@pytest.mark.matrix
 def test_implementations_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "zeroweave-z3,fsdp2-z3"
     arguments = f"--model tiny --seq 32 --impl {names} --gpus 2 --steps 4 --warm 3 --lower aot_eager"

@@ -82,6 +82,7 @@ def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int
     assert " |" in output and "*" in output
 
 
+@pytest.mark.matrix
 def test_an_error_of_a_rank_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
     done = zeroweave("demo", "--eager", "--steps", 1, "--json", tmp_path / "no" / "such" / "folder.json")
     assert done.returncode == 1

@@ -53,6 +53,7 @@ def test_an_exception_gives_its_reason_and_no_frames_of_the_runner(script: Path)
     assert "runner.py" not in done.stderr
 
 
+@pytest.mark.matrix
 def test_the_exit_code_of_the_script_is_kept(script: Path) -> None:
     done = zeroweave("run", "--nproc-per-node=2", script, "exit")
     assert done.returncode == 7

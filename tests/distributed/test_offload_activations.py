@@ -138,7 +138,7 @@ DAILY = [
     (1, "aot_eager", "reentrant"),
     (1, "eager", "retained"),
     (3, "aot_eager", "two forwards"),
-    (3, "inductor", "plain"),
+    pytest.param(3, "inductor", "plain", marks=pytest.mark.matrix),
 ]
 PRODUCT = [(stage, mode, way) for stage in (1, 2, 3) for mode in ("eager", "aot_eager") for way in WAYS]
 

@@ -66,7 +66,9 @@ def without_sync(stage: int, mode: str) -> tuple[list[tuple[float, str]], tuple[
 
 
 @pytest.mark.parametrize(
-    ("stage", "mode"), [(1, "aot_eager"), (2, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")]
+    ("stage", "mode"),
+    [(1, "aot_eager"), (2, "eager"), (3, "aot_eager")]
+    + [pytest.param(stage, mode, marks=pytest.mark.matrix) for stage, mode in [(2, "aot_eager"), (3, "eager")]],
 )
 def test_no_sync_reduces_once_a_step(pools: Pools, stage: int, mode: str) -> None:
     for gradients, parameters, _, _ in pools(2).run(without_sync, stage, mode):
