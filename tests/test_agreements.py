@@ -31,7 +31,7 @@ class Others:
         self.told.append((place, mine))
         if self.differ:
             raise AgreementError("the ranks issued different collectives")
-        return Decision(mine.had_gradient, adopt=False)
+        return Decision(mine.flags, adopt=False)
 
     def post_counts(self, step: int, count: int) -> None:
         self.told.append(("counts", step, count))
@@ -55,8 +55,8 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     assert first.hash != second.hash
     assert others.told == [("the check after backward 1", first), ("the check after backward 2", second)]
     others.told.clear()
-    decision = made.step(b"\1", SCHEDULE)
-    assert decision == Decision(b"\1", adopt=False)
+    found = made.step(b"\1", b"", b"", SCHEDULE)
+    assert found.decision == Decision(b"\1", adopt=False)
     mine = Agreement(4, 2, ledger.hash, b"\1", SCHEDULE.fingerprint, SCHEDULE.shape)
     assert others.told == [("counts", 4, 2), ("agreement", mine)]
     made.backward()
@@ -70,7 +70,7 @@ def test_a_rank_waits_for_gradients_after_it_has_told_what_it_issued() -> None:
         assert others.told == [("counts", 4, 0)]
         return True
 
-    made.step(b"", SCHEDULE, look)
+    made.step(b"", b"", b"", SCHEDULE, look)
     assert others.told[-1][1].nonfinite
 
 
@@ -87,7 +87,9 @@ def test_while_communication_is_skipped_nobody_is_asked() -> None:
     made, others, transport, _ = agreements()
     transport.skip(True)
     made.backward()
-    assert made.step(b"\1\0", SCHEDULE, lambda: True) == Decision(b"\1\0", adopt=True, nonfinite=True)
+    found = made.step(b"\1\0", b"\1", b"\0", SCHEDULE, lambda: True)
+    assert found.decision == Decision(b"\1\0\1\0", adopt=True, nonfinite=True)
+    assert (found.had_gradient, found.late, found.viewed) == (b"\1\0", b"\1", b"\0")
     assert others.told == []
     transport.skip(False)
     made.backward()

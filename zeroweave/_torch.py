@@ -34,6 +34,17 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+def lent(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor under a storage object of its own, which does not own it.
+
+    Whoever lends must keep `tensor` until the memory is not used any more. Why: backends keep what they are handed for
+    as long as their threads please. The storage that counts its users is not among it.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(cast(Any, storage), 0, tensor.shape, tensor.stride())
+
+
 def current_graph_task() -> int:
     """The id of the backward that this thread runs, -1 outside of one.
 
@@ -414,6 +425,16 @@ def recomputing() -> bool:
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+def checkpoint_segment() -> int:
+    """What tells this non-reentrant checkpoint from others, while its function runs for the first time; 0 outside.
+
+    Why: in a backward everything inside runs again before anything inside is differentiated.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[1], "__qualname__", "")
+    return id(hooks[1]) if inside else 0  # graphs that are alive hold the hook, so that its id is its own
 
 
 def wrapper_like(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:

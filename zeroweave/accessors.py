@@ -13,7 +13,7 @@ from zeroweave.calls import Calls
 from zeroweave.config import Config
 from zeroweave.eager.access import Shown
 from zeroweave.errors import EngineError
-from zeroweave.guard import Guard
+from zeroweave.guard import Agreements, Guard
 from zeroweave.layout import Fragment
 from zeroweave.optim.scaler import Scaler
 from zeroweave.optim.step import ShardedOptimizer
@@ -36,6 +36,7 @@ class Accessors(Windows):
     _parts: Parts
     _runtime: Runtime
     _guard: Guard
+    _agreements: Agreements
     _scaler: Scaler
     _calls: Calls
     _opened: Opened
@@ -259,12 +260,18 @@ class Accessors(Windows):
         with self._opened.closed():
             self._abort()  # nothing stays gathered with the old values
             yield
+            self._rewrite_views()
 
     def _refuse_inside(self, what: str, profiling: bool = True) -> None:
         if profiling and self._parts.transport.skips:
             raise EngineError(f"{what} inside `with engine.profiling():`, where values mean nothing: leave it first")
         if self._runtime.writable:
             raise EngineError(f"{what} inside `with engine.full_parameters():`, which keeps writes: leave it first")
+
+    def _rewrite_views(self) -> None:
+        """Views that user code keeps show new values. Collective."""
+        viewed = self._agreements.union("which parameters are viewed", self._runtime.viewed())
+        self._runtime.rewrite_views(viewed)
 
     def _abort(self) -> None:
         raise NotImplementedError

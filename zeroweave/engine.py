@@ -15,11 +15,12 @@ from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.ledger import Ledger
 from zeroweave.eager.access import Shown
 from zeroweave.errors import EngineError
-from zeroweave.guard import Agreements, Guard, Progress
+from zeroweave.guard import Agreements, Found, Guard, Progress
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.samples import Samples
 from zeroweave.scaling import Scaling, scaler_of
+from zeroweave.schedule import Schedule
 from zeroweave.scheduler import scheduler_of
 from zeroweave.scheduling import Scheduling
 from zeroweave.snapshot import Snapshot
@@ -168,10 +169,17 @@ class Engine(Scheduling, Scaling, Accessors):
         runtime.reduce_rest()
         followed = replay.arrive()
         self._opened.close()
-        replay.lingering.refuse_views()
+        if not followed:
+            asked = replay.record.asked()
+            if not replay.keep:  # else ranks may compute different things, and each records its own
+                asked = self._agreements.union("what the backwards needed", asked)
+            replay.record.prune(asked)
         candidate = self._scheduler.candidate(followed)
-        decision = self._agreements.step(gradients.had_gradient(), candidate, self._nonfinite)
-        absent = gradients.absent(decision.had_gradient)
+        found = self._agree(candidate)
+        if late := gradients.marked(found.late):
+            replay.reduce_late(late)
+            found = self._agree(candidate)
+        decision, absent = found.decision, gradients.absent(found.had_gradient)
         applies = self._may_apply(decision.nonfinite)
         if applies:
             if self.config.gradient_clipping is not None:
@@ -185,6 +193,8 @@ class Engine(Scheduling, Scaling, Accessors):
         self._executed = tuple(replay.executed)
         runtime.next_window(self._scheduler.next(candidate, decision.adopt, applies))
         runtime.release_kept()
+        if applies:
+            runtime.rewrite_views(found.viewed)
         self._scaler.next_window(stepped=applies)
         if self._adaptive is not None and applies and not self._parts.transport.skips:
             self._adaptive.step_ended(self._scheduler.settled)
@@ -198,6 +208,12 @@ class Engine(Scheduling, Scaling, Accessors):
             self._traffic = self._parts.ledger.step()
             self._parts.ledger.begin_step()
         return applies
+
+    def _agree(self, candidate: Schedule) -> Found:
+        gradients = self._runtime.gradients
+        return self._agreements.step(
+            gradients.had_gradient(), gradients.late(), self._runtime.viewed(), candidate, self._nonfinite
+        )
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
@@ -225,13 +241,13 @@ class Engine(Scheduling, Scaling, Accessors):
             reopen = self._opened.is_open
             self._opened.close()
             self._abort()  # nothing stays gathered
-            self._runtime.replay.lingering.refuse_views()
             before = Snapshot(self._parts, self.lr_scheduler)
             before.attributes(self._progress, "step")
             before.attributes(self, "micro_steps", "skipped_steps", "_applied", "_boundary", "_executed")
             self._scaler.keep(before.attributes)
         with ExitStack() as after:  # all of it, whichever raises; the last first
             after.callback(self._reopen, reopen)
+            after.callback(self._rewrite_views)
             after.callback(before.restore)
             after.callback(self._parts.transport.skip, False)
             after.callback(self._abort)

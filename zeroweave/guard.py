@@ -33,6 +33,20 @@ class Progress:
         return self.step, self.ledger.count
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of an engine know of a step together, a byte each: 1 where it holds for any rank.
+
+    `had_gradient`: see `Gradients.had_gradient`; `late`: the buckets with gradients that no reduction has had;
+    `viewed`: those of which user code still has views.
+    """
+
+    decision: Decision
+    had_gradient: bytes
+    late: bytes
+    viewed: bytes
+
+
 class Agreements:
     """What the ranks of one engine compare, and decide together.
 
@@ -44,7 +58,14 @@ class Agreements:
         self._alarm, self._progress = alarm, progress
         self._backwards = self._changes = self._agreed = 0
 
-    def step(self, had_gradient: bytes, candidate: Schedule, nonfinite: Callable[[], bool] = lambda: False) -> Decision:
+    def step(
+        self,
+        had_gradient: bytes,
+        late: bytes,
+        viewed: bytes,
+        candidate: Schedule,
+        nonfinite: Callable[[], bool] = lambda: False,
+    ) -> Found:
         """The agreement of an optimizer step; see `comm.control.Agreement`.
 
         `nonfinite()` may wait for collectives: by then this rank has told how many it has issued. Raises
@@ -55,13 +76,22 @@ class Agreements:
         if not self._transport.skips:
             self._alarm.post_counts(step, count)
         digest, found = self._progress.ledger.hash, nonfinite()
-        mine = Agreement(step, count, digest, had_gradient, candidate.fingerprint, candidate.shape, found)
-        if self._transport.skips:
-            return decide([mine])
-        decision = self._agree(mine, "agreement")
+        flags = had_gradient + late + viewed
+        mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
+        decision = decide([mine]) if self._transport.skips else self._agree(mine, "agreement")
         if decision.differ:
             self.schedule(candidate)
-        return decision
+        flags, split = decision.flags, len(had_gradient) + len(late)
+        return Found(decision, flags[: len(had_gradient)], flags[len(had_gradient) : split], flags[split:])
+
+    def union(self, what: str, flags: bytes) -> bytes:
+        """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""
+        if self._transport.skips:
+            return flags
+        ranks = self._control.all_gather_bytes(flags, f"{what} of step {self._progress.step}")
+        if any(len(theirs) != len(flags) for theirs in ranks):
+            return flags  # the agreement of the step says what differs
+        return bytes(map(max, zip(*ranks, strict=True)))
 
     def backward(self) -> None:
         """Raises `AgreementError` unless all ranks have issued the same collectives up to this end of a backward."""

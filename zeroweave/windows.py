@@ -17,7 +17,7 @@ from torch import nn
 
 from zeroweave.config import Config
 from zeroweave.errors import EngineError, UnsupportedWindow
-from zeroweave.guard import Guard
+from zeroweave.guard import Agreements, Guard
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.state import Parts
 
@@ -35,6 +35,7 @@ class Windows:
     _parts: Parts
     _runtime: Runtime
     _guard: Guard
+    _agreements: Agreements
     _window_steps: int
     _boundary: bool | None
     _deferring: Deferring | None = None
@@ -126,7 +127,11 @@ class Windows:
     def _reduce_rest(self, what: str) -> bool:
         """`what` needs reduced gradients: those that have not been reduced yet are now. Was there anything?"""
         self._refuse_coalescing(what)
-        return self._runtime.reduce_rest()
+        reduced = self._runtime.reduce_rest()
+        gradients = self._runtime.gradients
+        if late := gradients.marked(self._agreements.union("late gradients", gradients.late())):
+            self._runtime.replay.reduce_late(late)
+        return reduced or bool(late)
 
     def _refuse_block(self) -> None:
         self._refuse_coalescing("coalesce_grad_reduction()")

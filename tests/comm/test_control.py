@@ -18,7 +18,7 @@ Pools = Callable[[int], Pool]
 
 
 def test_decisions() -> None:
-    one = Agreement(step=3, count=7, hash=2**63 + 1, had_gradient=b"\x01\x00\x80", candidate=9)
+    one = Agreement(step=3, count=7, hash=2**63 + 1, flags=b"\x01\x00\x80", candidate=9)
     other = Agreement(3, 7, 2**63 + 1, b"\x02\x00\x01", 9)
     assert decide([one, other]) == Decision(b"\x03\x00\x81", adopt=True)
     assert not decide([one, Agreement(3, 7, 2**63 + 1, b"\0\0\0", 8)]).adopt
@@ -71,7 +71,7 @@ def exchange() -> dict[str, object]:
             "broadcast": [control.broadcast_object(f"from {rank}", source) for source in range(control.world)],
             "decision": control.agree(Agreement(1, 2, 3, bytes([1 << rank, 0]), 4)),
             "one is not finite": control.agree(Agreement(1, 2, 3, b"", nonfinite=rank == 1)).nonfinite,
-            "many": len(control.agree(Agreement(2, 2, 3, bytes(50_000), 4)).had_gradient),
+            "many": len(control.agree(Agreement(2, 2, 3, bytes(50_000), 4)).flags),
         }
     finally:
         control.close()

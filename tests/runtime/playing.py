@@ -77,6 +77,7 @@ class Player:
                 case Ready(bucket):
                     replay.reducing = reduces = True
                     self.deliver(bucket)
+                    replay.turn(bucket)
                     self.clock.now += next(seconds, 0.0)
                 case Micro():
                     replay.reducing = reduces

@@ -40,15 +40,15 @@ _SETTLE_SECONDS = 0.3
 class Agreement:
     """What one rank brings to the agreement of a step.
 
-    `count` and `hash` are the ledger's; `had_gradient` has one bit or byte per parameter, of the same length
-    on all ranks; `candidate` is the hash of the schedule that this rank would adopt, 0 for none, and `record`
+    `count` and `hash` are the ledger's; `flags` are bits or bytes, equally many on all ranks, of which the decision has
+    each that any rank has; `candidate` is the hash of the schedule that this rank would adopt, 0 for none, and `record`
     that of the computation that it was made for. 64 bits each. `nonfinite`: a gradient of this rank is.
     """
 
     step: int
     count: int
     hash: int
-    had_gradient: bytes
+    flags: bytes
     candidate: int = 0
     record: int = 0
     nonfinite: bool = False
@@ -56,13 +56,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks take away: where any had a gradient, and whether all would adopt one schedule.
+    """What all ranks take away: the flags of any of them, and whether all would adopt one schedule.
 
     `differ`: they would not, although all compute the same: something other than the step made the difference.
     `nonfinite`: some rank's gradients are.
     """
 
-    had_gradient: bytes
+    flags: bytes
     adopt: bool
     differ: bool = False
     nonfinite: bool = False
@@ -138,7 +138,7 @@ class Control:
         Costs one all-gather and no device synchronisation.
         """
         fields = (mine.step, mine.count, mine.hash, mine.candidate, mine.record, mine.nonfinite)
-        packed = _FIELDS.pack(*fields) + mine.had_gradient
+        packed = _FIELDS.pack(*fields) + mine.flags
         return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"{place} of step {mine.step}")])
 
     def barrier(self, label: str = "barrier") -> None:
@@ -257,10 +257,10 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
     for rank, other in enumerate(all_ranks):
         if other.step != first.step:
             raise AgreementError(f"rank 0 is at step {first.step}, rank {rank} at step {other.step}")
-        if len(other.had_gradient) != len(first.had_gradient):
+        if len(other.flags) != len(first.flags):
             raise AgreementError(
-                f"rank 0 tells of {len(first.had_gradient)} bytes of gradients, "
-                f"rank {rank} of {len(other.had_gradient)}: their models differ"
+                f"rank 0 tells of {len(first.flags)} bytes of flags, "
+                f"rank {rank} of {len(other.flags)}: their models differ"
             )
         if (other.count, other.hash) != (first.count, first.hash):
             raise Diverged(
@@ -272,12 +272,12 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
             )
     bits = 0
     for each in all_ranks:
-        bits |= int.from_bytes(each.had_gradient, "little")
+        bits |= int.from_bytes(each.flags, "little")
     candidates, records = {each.candidate for each in all_ranks}, {each.record for each in all_ranks}
     adopt = len(candidates) == 1 and 0 not in candidates
     differ = len(candidates) > 1 and len(records) == 1
     nonfinite = any(each.nonfinite for each in all_ranks)
-    return Decision(bits.to_bytes(len(first.had_gradient), "little"), adopt, differ, nonfinite)
+    return Decision(bits.to_bytes(len(first.flags), "little"), adopt, differ, nonfinite)
 
 
 def _unpack(data: bytes) -> Agreement:

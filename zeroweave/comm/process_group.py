@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch import coalescing, foreach_copy_, new_process_group
+from zeroweave._torch import coalescing, foreach_copy_, lent, new_process_group
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
@@ -78,16 +77,6 @@ class _Done:
         return clock.mark()
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous CPU tensor under another storage object.
-
-    Threads of gloo hold views of a result for a moment longer than the collective takes. Of an alias they may:
-    the storage that a bucket counts the users of has none of them.
-    """
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype)
-
-
 def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
     """Copies `parts` into their places in `flat` [numel], with zeros wherever no part lies."""
     if isinstance(parts, torch.Tensor):
@@ -117,6 +106,9 @@ def _tensors(parts: Parts) -> Iterable[torch.Tensor]:
 
 class ProcessGroupTransport:
     """Collectives of one process group, that of the sharding group `name`, counted in a ledger.
+
+    What the backend is handed is lent: its threads hold tensors for longer than a collective takes, and nobody who
+    counts the users of a storage may see them.
 
     Reductions divide by `divisor` (None: the ranks of the group).
 
@@ -172,9 +164,9 @@ class ProcessGroupTransport:
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
-        target = _alias(flat) if self.device.type == "cpu" else flat
+        target = lent(flat)
         if shard.dtype == flat.dtype:
-            work = _all_gather(target, shard, group=self.group, async_op=True)
+            work = _all_gather(target, lent(shard), group=self.group, async_op=True)
         else:
             with self._beside():
                 start, stop = layout.shard_range(self.rank)
@@ -202,10 +194,10 @@ class ProcessGroupTransport:
             self._count("reduce_scatter", flat, layout.id)
             chunks = layout.chunks
             if min(chunks) == max(chunks):
-                work = _reduce_scatter(out, flat, op=kind, group=self.group, async_op=True)
+                work = _reduce_scatter(lent(out), lent(flat), op=kind, group=self.group, async_op=True)
             else:
-                inputs = list(flat.split(list(chunks)))
-                work = dist.reduce_scatter(out, inputs, op=kind, group=self.group, async_op=True)
+                inputs = list(lent(flat).split(list(chunks)))
+                work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
         return _Work(work, flat, out, *_tensors(parts))
 
     @torch.no_grad()
@@ -214,16 +206,16 @@ class ProcessGroupTransport:
             lay_out(out, parts, layout)
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
-            work = dist.all_reduce(out, op=kind, group=self.group, async_op=True)
+            work = dist.all_reduce(lent(out), op=kind, group=self.group, async_op=True)
         return _Work(work, out, *_tensors(parts))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._count("broadcast", tensor, -1)
-        dist.broadcast(tensor, group_src=source, group=self.group)
+        dist.broadcast(lent(tensor), group_src=source, group=self.group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._count("all_reduce", tensor, -1)
-        dist.all_reduce(tensor, group=self.group)
+        dist.all_reduce(lent(tensor), group=self.group)
 
 
 class LocalTransport:

@@ -13,7 +13,8 @@ import torch
 
 from zeroweave._torch import version, view_base
 from zeroweave.runtime.bucket import Bucket
-from zeroweave.runtime.runtime import Frame, Runtime
+from zeroweave.runtime.frame import Frame
+from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.saved import Saved
 
 

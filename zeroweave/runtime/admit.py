@@ -7,10 +7,13 @@ nothing and allocates nothing; after it has passed, `rest.rest` is expected to s
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterator
+from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.weight_norm import WeightNorm
@@ -18,6 +21,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from zeroweave import _torch
 from zeroweave.errors import ParameterError
 from zeroweave.runtime.stub import AtRest
+
+_TRANSIENT_SECONDS: Final = 2.0
+"""How long threads of a communication backend may go on to hold what a collective was handed."""
 
 # Classes of torch that wrap a model, by name: importing FSDP only to ask for its class would be slow.
 _WRAPPERS = {
@@ -186,10 +192,11 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
         for parameter in module.parameters(recurse=False)
     }
     watched = _weakly_referenced(model, parameters)
+    _await_references(parameters)
     for name, parameter in parameters.items():
         if name in watched:
             offenders.add("weakly referenced (weakref, WeakKeyDictionary, an earlier torch.compile); drop those", name)
-        if _torch.use_count(parameter) > 1 + parameter.requires_grad:  # one more by AccumulateGrad is no obstacle
+        if _is_in_use(parameter):
             if id(parameter) in normed:
                 reason = "in the graph of torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations"
             else:
@@ -201,6 +208,18 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
             offenders.add("has post-accumulate-grad hooks, which would never run; remove them", name)
         if parameter.grad is not None:
             offenders.add("has a gradient; call model.zero_grad() first", name)
+
+
+def _is_in_use(parameter: nn.Parameter) -> bool:
+    """Does anything in C++ hold the parameter? An AccumulateGrad node is no obstacle."""
+    return _torch.use_count(parameter) > 1 + parameter.requires_grad
+
+
+def _await_references(parameters: dict[str, nn.Parameter]) -> None:
+    """Lets references go that no program holds: those of a collective over the parameters that is over."""
+    end = time.monotonic() + _TRANSIENT_SECONDS * dist.is_initialized()
+    while time.monotonic() < end and any(map(_is_in_use, parameters.values())):
+        time.sleep(0.02)
 
 
 def _weakly_referenced(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:

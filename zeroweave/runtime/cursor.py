@@ -34,6 +34,14 @@ class Cursor:
         rest = range(self.index, len(self._instructions))
         return next((self._instructions[i] for i in rest if isinstance(self._instructions[i], _EVENTS)), None)
 
+    def beyond(self, kind: type[Instruction]) -> Instruction | None:
+        """The next event or update that is not of this kind."""
+        for index in range(self.index, len(self._instructions)):
+            instruction = self._instructions[index]
+            if isinstance(instruction, _EVENTS) and not isinstance(instruction, kind):
+                return instruction
+        return None
+
     def ahead(self, instruction: Instruction) -> bool:
         """Is the instruction still to come?"""
         return instruction in self._instructions[self.index :]

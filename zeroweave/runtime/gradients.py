@@ -214,8 +214,22 @@ class Gradients:
 
     # ------------------------------------------------------------------ backward and window
     def unissued(self) -> tuple[int, ...]:
-        """The buckets not yet reduced in this backward, or again holding parts, in the agreed order."""
-        return tuple(b for b in self.order if not self._accounts[b].issued or self._accounts[b].parts)
+        """The buckets not yet reduced in this backward, in the agreed order."""
+        return tuple(b for b in self.order if not self._accounts[b].issued)
+
+    def is_unissued(self, bucket_id: int) -> bool:
+        """Is the bucket trained, and not yet reduced in this backward?"""
+        account = self._accounts.get(bucket_id)
+        return account is not None and not account.issued
+
+    def late(self) -> bytes:
+        """A byte per trainable bucket, by id: 1 where gradients have come since its last reduction."""
+        return bytes(bool(account.parts) for _, account in sorted(self._accounts.items()))
+
+    def marked(self, flags: bytes) -> tuple[int, ...]:
+        """The trainable buckets that are marked in such bytes, in the agreed order."""
+        marks = dict(zip(sorted(self._accounts), flags, strict=True))
+        return tuple(bucket for bucket in self.order if marks[bucket])
 
     def awaits_turn(self, bucket_id: int) -> bool:
         """Was the bucket reported ready in this backward, and not issued yet?"""
@@ -223,10 +237,13 @@ class Gradients:
         return account.reported and not account.issued
 
     def end_backward(self, reduced: bool = True) -> None:
-        """Announced gradients that did not come count as zeros; the next backward reduces every bucket anew."""
+        """Announced gradients that did not come count as zeros; the next backward reduces every bucket anew.
+
+        What came after its bucket's reduction goes with the next one.
+        """
         self.unreduced = not reduced
         for account in self._accounts.values():
-            if account.parts:
+            if account.parts and not account.issued:
                 raise ZeroweaveError(f"bucket {account.bucket.layout.name!r}: a gradient entered no reduction")
             account.announced.clear()
             account.expected.clear()

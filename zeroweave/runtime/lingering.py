@@ -1,11 +1,13 @@
-"""Buckets that some tensor still views when their last hold is dropped: freed later, refused at the step."""
+"""Buckets that some tensor still views when their last hold is dropped: freed later, and rewritten with new values.
+
+How many users a storage has decides when memory is freed, and whether a gather is worth its while; never whether a
+program may go on. The last reference may go with a garbage collection, or when another thread looks.
+"""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 
-from zeroweave.errors import ParameterError
 from zeroweave.runtime.bucket import Bucket
 
 
@@ -29,13 +31,18 @@ class Lingering:
             if self._buckets[bucket].holds or self._buckets[bucket].free():
                 self._lingering.discard(bucket)
 
-    def refuse_views(self) -> None:
-        """Raises if a view of a gathered parameter is still alive: it would keep the values of this step."""
+    def viewed(self) -> bytes:
+        """A byte per bucket, by id: 1 where some tensor of this rank still views its flat."""
         self.sweep()
-        if any(b.viewed for b in self._buckets.values()):
-            gc.collect()  # a view in a cycle of garbage is nobody's
-        if names := [b.layout.name for b in self._buckets.values() if b.viewed]:
-            raise ParameterError(
-                f"a view of a parameter of {', '.join(map(repr, names))} is alive at the step and would keep old "
-                "values; keep a `.clone()` of it instead, or delete it before engine.step()"
-            )
+        return bytes(bucket.viewed for _, bucket in sorted(self._buckets.items()))
+
+    def rewrite(self, viewed: bytes) -> None:
+        """Gathers the buckets marked in `viewed`, which all ranks have agreed on, whose shards have new values.
+
+        A view that user code keeps shows them then, as one of an ordinary parameter does.
+        """
+        for (bucket, each), marked in zip(sorted(self._buckets.items()), viewed, strict=True):
+            if marked:
+                each.unshard()
+                each.wait()
+                self.reshard(bucket)

@@ -8,7 +8,7 @@ each event generates the instructions that it needs at that moment, and they go 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -17,13 +17,13 @@ from zeroweave.runtime.cursor import Cursor
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.lingering import Lingering
 from zeroweave.runtime.offload import Offloading
+from zeroweave.runtime.record import Record
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import (
     Call,
     End,
     Entered,
-    Event,
     Free,
     Fuse,
     Instruction,
@@ -49,6 +49,9 @@ class _OpenCall(NamedTuple):
     uses: tuple[int, ...]
     lasts: bool
     """does the schedule have an `End` for it?"""
+    entered: int
+    """where the record has it"""
+    asked: set[int] | None
 
 
 class Replay:
@@ -82,23 +85,28 @@ class Replay:
         self._begin()
 
     def _begin(self) -> None:
-        self.record: list[Event] = []
+        self.record = Record()
         self.executed: list[Instruction] = []
         self.departed = False
         self.reducing = False
         """does a backward run whose gradients are reduced?"""
         self._cursor = Cursor()
+        self._passed: dict[int, None] = {}
+        """buckets whose turn has come in the present backward, in that order"""
         self._calls: Counter[Call] = Counter()
         """how often each call was entered"""
         self._open: list[_OpenCall] = []
         self._holds: Counter[int] = Counter()
 
     # ------------------------------------------------------------------ events
-    def entered(self, call: Call, uses: tuple[int, ...]) -> int:
-        """A call begins: makes the buckets whose values it needs usable. Returns its number among equal calls."""
+    def entered(self, call: Call, uses: tuple[int, ...], asked: set[int] | None = None) -> int:
+        """A call begins: makes the buckets whose values it needs usable. Returns its number among equal calls.
+
+        `asked`: will say, when it is over, which of them this rank has really needed; None: all. See `Record`.
+        """
         self.lingering.sweep()
         self._reduce_overdue(Run(call, uses))
-        self.record.append(Entered(call, uses))
+        index = self.record.add(Entered(call, uses))
         lasts = False
         if self._advance(Run(call, uses)):
             assert self.schedule is not None
@@ -108,7 +116,7 @@ class Replay:
             for bucket in uses:
                 self._acquire(bucket)
             self.executed.append(Run(call, uses))
-        self._open.append(_OpenCall(call, uses, lasts))
+        self._open.append(_OpenCall(call, uses, lasts, index, asked))
         self._calls[call] += 1
         self._reduce_due()
         return self._calls[call] - 1
@@ -119,7 +127,9 @@ class Replay:
         ended = self._open[index]
         if ended.lasts:
             self._reduce_overdue(End(call))
-        self.record.append(Left(call))
+        place = self.record.add(Left(call))
+        if ended.asked is not None:
+            self.record.suppose(ended.entered, place, ended.asked)
         del self._open[index]
         if self.following:
             if ended.lasts and not self._advance(End(call)):
@@ -134,21 +144,25 @@ class Replay:
         self.lingering.sweep()
 
     def ready(self, bucket: int) -> None:
-        """A bucket's gradients of this backward are complete: reduced now, or when its turn comes."""
-        if self._ahead(Reduce(bucket)):
-            self._reduce_due()
+        """A bucket's gradients of this backward are complete: reduced now, if the schedule has it next."""
+        self._reduce_due()
+
+    def turn(self, bucket: int) -> None:
+        """Nothing that is still to come in this backward uses the bucket: its turn, where no schedule says when.
+
+        What has it follows from the forward alone. So all ranks reduce it now, as it is, if it has no gradient with
+        zeros; a gradient that comes later waits for another reduction.
+        """
+        if not self.reducing or not self._gradients.is_unissued(bucket):
             return
-        if self.following:
-            if not self._gradients.awaits_turn(bucket):
-                return  # it became ready together with another bucket, and their turns followed each other
-            self._depart()  # which records all that wait, this one as well
-        else:
-            self.record.append(Ready(bucket))
-        self._issue_in_turn()
+        self._passed[bucket] = None
+        if not self.following:
+            self.record.add(Ready(bucket))
+            self._issue_in_turn()
 
     def needed(self, call: Call, number: int, nbytes: int) -> None:
         """A backward asks for what a call has saved; see `Needed`."""
-        self.record.append(Needed(call, number, nbytes))
+        self.record.add(Needed(call, number, nbytes))
 
     def forward_ended(self) -> None:
         """The outermost forward is over: every kept bucket has been gathered, used here or not."""
@@ -161,26 +175,34 @@ class Replay:
             while waiting := self._gradients.unissued():
                 following = self._next_reduction()
                 bucket = following if following in waiting else waiting[0]
-                if self._gradients.awaits_turn(bucket) and not self.following:
+                if bucket in self._passed and not self.following:
                     self._issue(bucket)
                 else:
                     self._flush(bucket)
+        self._passed.clear()
         if self._offloading is not None:
             self._offloading.arrive()
-        self.record.append(Micro())
+        self.record.add(Micro())
 
     def _flush(self, bucket: int) -> None:
         """Reduces a bucket although gradients that were announced, or all of them, are missing."""
         if self._next_reduction() == bucket:
-            self.record.append(Ready(bucket))
+            self.record.add(Ready(bucket))
             self._advance(Reduce(bucket))
             self._trail()
             return
-        waited = self.following and self._gradients.awaits_turn(bucket)
         self._depart()
-        if not waited:
-            self.record.append(Ready(bucket))
+        if not self._gradients.is_unissued(bucket):
+            return  # it had its turn by that
+        if bucket not in self._passed:
+            self.record.add(Ready(bucket))
         self._issue(bucket)
+
+    def reduce_late(self, buckets: Iterable[int]) -> None:
+        """Reduces again, before the optimizer step, what had its turn before all of its gradients came."""
+        self._depart()
+        for bucket in buckets:
+            self._issue(bucket)
 
     def arrive(self) -> bool:
         """The window's computations are over. Did they follow the schedule to the end?"""
@@ -294,8 +316,6 @@ class Replay:
         self.departures += 1
         if self._offloading is not None:
             self._offloading.settle()
-        # what was complete early has waited for its turn without a word in the record
-        self.record += [Ready(b) for b in self._gradients.unissued() if self._gradients.awaits_turn(b)]
         needed = Counter(b for each in self._open for b in each.uses)
         for bucket, held in list(self._holds.items()):
             if bucket in self.keep:
@@ -304,6 +324,17 @@ class Replay:
                 self._execute(Reshard(bucket))
             for _ in range(needed[bucket] - held):
                 self._execute(Unshard(bucket))
+        for bucket in self._passed:
+            if self._gradients.is_unissued(bucket):
+                self.record.add(Ready(bucket))
+        self._issue_in_turn()
+
+    def planned(self, call: Call) -> tuple[int, ...] | None:
+        """The buckets that a call which begins now uses by the schedule, () for none; None where none is followed."""
+        if not self.following:
+            return None
+        event = self._cursor.beyond(Reduce)
+        return event.uses if isinstance(event, Run) and event.call == call else ()
 
     # ------------------------------------------------------------------ on demand
     def _acquire(self, bucket: int) -> None:
@@ -329,10 +360,13 @@ class Replay:
         return [i.bucket for i in self.schedule.instructions if isinstance(i, Unshard) and i.bucket in self.keep]
 
     def _issue_in_turn(self) -> None:
-        for bucket in self._gradients.unissued():
-            if not self._gradients.awaits_turn(bucket):
+        # Kept buckets have one order whatever a rank computes, as nothing is gathered between their reductions.
+        order = self._gradients.unissued() if self.keep else tuple(self._passed)
+        for bucket in order:
+            if bucket not in self._passed:
                 return
-            self._issue(bucket)
+            if self._gradients.is_unissued(bucket):
+                self._issue(bucket)
 
     def _issue(self, bucket: int) -> None:
         while len(flying := self._gradients.reductions.in_flight) >= self._depth or bucket in flying:

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from zeroweave._torch import accumulates, at_end_of_backward, current_graph_task, place_key
+from zeroweave._torch import accumulates, at_end_of_backward, current_graph_task, place_key, recomputing
 from zeroweave.comm.ledger import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.bucket import Bucket, Directory
+from zeroweave.runtime.frame import Frame
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
 from zeroweave.runtime.lanes import Lanes
@@ -30,28 +31,8 @@ from zeroweave.runtime.offload import Offloading
 from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.replay import Replay
 from zeroweave.runtime.shard import Shard
+from zeroweave.runtime.way_back import WayBack
 from zeroweave.schedule import Call, Schedule
-
-
-@dataclass(slots=True, eq=False)
-class Frame:
-    """One execution of a call.
-
-    `handles` counts the views of flats that its eager code saved for the backward, `unpacked` those that the
-    backward has asked for; `origin` is, in a backward entered that way, the forward call that saved them. `number` is
-    its place among the window's equal calls, from 0.
-    """
-
-    call: Call
-    uses: tuple[int, ...]
-    replay: Replay
-    parent: Frame | None = None
-    origin: Frame | None = None
-    number: int = 0
-    announced: set[tuple[int, int]] = field(default_factory=set)
-    reads: list[Frame] = field(default_factory=list)
-    handles: int = 0
-    unpacked: int = 0
 
 
 @dataclass(slots=True)
@@ -117,7 +98,7 @@ class Runtime:
         """the graph task that was last found to accumulate or not"""
         self._whole = -1
         """the graph task that is known to accumulate into every parameter that it reaches"""
-        self._backward_frames: dict[int, list[Frame]] = {}
+        self._back = WayBack(self.replay, self._acquire, self.leave)
         self._session_reads: list[Frame] | None = None
         self._session: Frame | None = None
         self._backward_reads: list[Frame] = []
@@ -170,18 +151,29 @@ class Runtime:
 
     def enter(self, name: str, phase: str, uses: tuple[int, ...]) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left."""
-        backward = phase == "backward"
         self.lanes.sweep()
-        if backward:
+        if phase == "backward":
             self.note_backward()
-            self._leave_finished()
-        replay = self.replay if backward or self._training else self._inference
-        frame = Frame(Call(name, "backward" if backward else "forward"), uses, replay, self._frame)
-        frame.number = replay.entered(frame.call, uses)
-        self._in_use.update(uses)
-        if not backward:
-            self._frame = frame
+            return self._back.enter(name, uses)
+        self._frame = self._enter_forward(Frame(Call(name, "forward"), uses, self._forwards, self._frame))
+        return self._frame
+
+    @property
+    def _forwards(self) -> Replay:
+        """What executes the forward calls of now."""
+        return self.replay if self._training else self._inference
+
+    def _enter_forward(self, frame: Frame) -> Frame:
+        again = recomputing()
+        self._back.recompute(frame.call.name)
+        if self._training and torch.is_grad_enabled() and not again:
+            self._back.tape.entered(frame)
+        self._acquire(frame)
         return frame
+
+    def _acquire(self, frame: Frame) -> None:
+        frame.number = frame.replay.entered(frame.call, frame.uses, frame.asked)
+        self._in_use.update(frame.uses)
 
     def leave(self, frame: Frame) -> None:
         """A call ends, and with it the reads of parameters that happened inside."""
@@ -191,17 +183,20 @@ class Runtime:
             self._saved.clear()
             if frame.replay is self.replay:
                 self.activations.end_call(frame.call, frame.number)
-        self._in_use.subtract(frame.uses)
-        frame.replay.left(frame.call)
+        if not frame.covered:
+            self._release(frame)
         if not self.writable:
             for bucket in frame.uses:
                 self.buckets[bucket].check_unchanged()
 
+    def _release(self, frame: Frame) -> None:
+        self._in_use.subtract(frame.uses)
+        self._back.tape.left(frame)
+        frame.replay.left(frame.call)
+
     def _leave_reads(self, reads: list[Frame]) -> None:
         while reads:
-            read = reads.pop()
-            self._in_use.subtract(read.uses)
-            read.replay.left(read.call)
+            self._release(reads.pop())
 
     def read(self, bucket: Bucket) -> None:
         """Eager code reads a parameter: its bucket is usable until the innermost call is left."""
@@ -215,9 +210,9 @@ class Runtime:
             reads = self._backward_reads
         else:
             raise EngineError(f"a parameter of bucket {bucket.layout.name!r} is read outside of a call")
-        innermost = self._frame
-        reads.append(self.enter(f"{bucket.layout.name} (read)", "forward", (bucket.id,)))
-        self._frame = innermost
+        self.lanes.sweep()
+        call = Call(f"{bucket.layout.name} (read)", "forward")
+        reads.append(self._enter_forward(Frame(call, (bucket.id,), self._forwards, self._frame, is_read=True)))
 
     # ------------------------------------------------------------------ saved tensors
     def saved(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -235,29 +230,10 @@ class Runtime:
         return True
 
     def use_in_backward(self, bucket: Bucket, origin: Frame) -> None:
-        """A node of the backward needs a tensor that the eager code of the call `origin` saved.
-
-        The first one enters the backward of that call. Calls whose tensors have all been asked for are
-        left before: their nodes have run.
-        """
+        """A node of the backward needs a tensor that the eager code of the call `origin` saved."""
         self.note_backward()
-        frames = self._backward_frames.setdefault(bucket.id, [])
-        origin.unpacked += 1
-        if any(f.origin is origin for f in frames):
-            return
-        frame = self.enter(bucket.layout.name, "backward", (bucket.id,))
-        frame.origin = origin
-        frames.append(frame)
-
-    def _leave_finished(self, everything: bool = False) -> None:
-        for frames in self._backward_frames.values():
-            for frame in list(frames):
-                origin = frame.origin
-                assert origin is not None
-                if everything or origin.unpacked >= origin.handles:
-                    frames.remove(frame)
-                    origin.unpacked = 0
-                    self.leave(frame)
+        self.lanes.sweep()
+        self._back.use(bucket, origin)
 
     # ------------------------------------------------------------------ gradients
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
@@ -326,10 +302,12 @@ class Runtime:
         if trains or any(accumulates(p) for b in self._trained for p in b.real):
             self._accumulating = True
             self.replay.reducing = self.reduces()
+            if not self.in_session:
+                self._back.begin()
 
     def _end_backward(self) -> None:
-        self._leave_finished(everything=True)
         self._leave_reads(self._backward_reads)
+        self._back.finish()
         if self._accumulating:
             if not self.replay.reducing:
                 for bucket_id in self.gradients.unissued():
@@ -338,7 +316,6 @@ class Runtime:
             self.gradients.end_backward(self.replay.reducing)
         self.replay.reducing = False
         self._backward = None
-        self._backward_frames.clear()
         self.replay.lingering.sweep()
         self.backward_ended(self._accumulating)
 
@@ -353,6 +330,7 @@ class Runtime:
     # ------------------------------------------------------------------ window
     def next_window(self, schedule: Schedule | None) -> None:
         """After the step or `zero_grad`: the next window follows `schedule`, in its order of reductions."""
+        self._back.clear()
         self.gradients.reset()
         self.gradients.set_order(None if schedule is None else schedule.reduce_order())
         self.replay.next_window(schedule)
@@ -368,10 +346,18 @@ class Runtime:
         self.replay.lingering.sweep()
         self._inference.lingering.sweep()
 
+    def viewed(self) -> bytes:
+        """A byte per bucket, by id: 1 where user code still has a view of its flat."""
+        return self.replay.lingering.viewed()
+
+    def rewrite_views(self, viewed: bytes) -> None:
+        """The shards have changed: such views, of the buckets that all ranks agree on, show the new values."""
+        self.replay.lingering.rewrite(viewed)
+
     def abort(self) -> None:
         """Forgets the window and drops every hold: after an exception, or `zero_grad` in mid-window."""
         self._frame, self._backward, self._session_reads = None, None, None
-        self._backward_frames.clear()
+        self._back.clear()
         self._backward_reads.clear()
         self._saved.clear()
         self._in_use.clear()

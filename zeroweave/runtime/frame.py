@@ -1,0 +1,39 @@
+"""One execution of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zeroweave.runtime.replay import Replay
+from zeroweave.schedule import Call
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """One execution of a call.
+
+    `handles` counts the views of flats that its eager code saved for the backward, `unpacked` those that the
+    backward has asked for; `origin` is, in a backward entered that way, the forward call that saved them. `number` is
+    its place among the window's equal calls, from 0. `is_read`: eager code reads a parameter that no call announced.
+    `covered`: a part of a backward whose frame is open already.
+
+    On the tape, `backward` is the open backward of a forward frame, and `asked` are the buckets whose values this rank
+    has needed there; `segment`: see `_torch.checkpoint_segment`.
+    """
+
+    call: Call
+    uses: tuple[int, ...]
+    replay: Replay
+    parent: Frame | None = None
+    origin: Frame | None = None
+    number: int = 0
+    announced: set[tuple[int, int]] = field(default_factory=set)
+    reads: list[Frame] = field(default_factory=list)
+    handles: int = 0
+    unpacked: int = 0
+    is_read: bool = False
+    covered: bool = False
+    backward: Frame | None = None
+    asked: set[int] | None = None
+    segment: int = 0
+    on_tape: bool = False

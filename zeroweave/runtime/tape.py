@@ -1,0 +1,118 @@
+"""The tape of a window's forward calls, and the way back over it, which a backward takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zeroweave._torch import checkpoint_segment
+from zeroweave.runtime.frame import Frame
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of the way back: the backward of `frame` begins, or ends.
+
+    `over`: the buckets that no call further back has used, so that no gradient of theirs is to come.
+    """
+
+    frame: Frame
+    begins: bool
+    over: tuple[int, ...] = ()
+
+
+class Tape:
+    """The forward calls of a window that no backward has passed, in the order in which they began and ended.
+
+    Autograd always runs the node that was made last of those that are left. So a backward comes to the calls in the
+    reverse of the order of the forward, and when it comes to one, it is done with whatever began behind its end. Which
+    calls it comes to may differ between ranks, which need not use the same parameters; the forward's calls may not.
+    So what a backward sends follows from the way back over the tape, whose steps all ranks take in one order:
+
+        forward      begin A · end A · begin B · begin C · end C · end B
+        way back     begins B · begins C · ends C · ends B · begins A · ends A
+    """
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Frame, bool]] = []
+        """(frame, is it its end?), oldest first"""
+        self._uses: Counter[int] = Counter()
+        """bucket -> frames on the tape that use it"""
+        self._ahead: set[Frame] = set()
+        """frames whose backward can begin"""
+        self._open: list[Frame] = []
+        """frames whose backward has begun, oldest first"""
+        self._before: list[tuple[Frame, bool]] = []
+        """the marks that the last backward found"""
+
+    def entered(self, frame: Frame) -> None:
+        """A forward call begins whose graph is kept."""
+        frame.segment, frame.on_tape = checkpoint_segment(), True
+        self._marks.append((frame, False))
+        self._uses.update(frame.uses)
+
+    def left(self, frame: Frame) -> None:
+        """A call ends; nothing to be noted where its beginning was not."""
+        if not frame.on_tape:
+            return
+        self._marks.append((frame, True))
+        self._ahead.add(frame)
+
+    def begin_backward(self) -> None:
+        """A backward begins. Where no call is left, it runs the last one's graph again."""
+        if not self._marks:
+            self._marks = list(self._before)
+            self._ahead = {frame for frame, is_end in self._marks if is_end}
+            self._uses = Counter(bucket for frame, is_end in self._marks if not is_end for bucket in frame.uses)
+        self._before = list(self._marks)
+
+    def knows(self, frame: Frame) -> bool:
+        """Can a backward come to this frame, or has it, and is not done with it?"""
+        return frame in self._ahead or frame in self._open
+
+    def last(self, name: str) -> Frame | None:
+        """The call of this name that a backward comes to first, or is at."""
+        for frame in reversed(self._open):
+            if frame.call.name == name:
+                return frame
+        return next((f for f, is_end in reversed(self._marks) if is_end and f.call.name == name), None)
+
+    def to(self, frame: Frame) -> Iterator[Step]:
+        """The way back up to the beginning of the backward of `frame`; none if it has begun."""
+        while frame in self._ahead:
+            yield self._step()
+
+    def to_recomputation(self, name: str) -> Iterator[Step]:
+        """The way back up to where a call is run forward again.
+
+        That is in front of its checkpoint, whose calls all run forward before the backward of the last of them; for
+        reentrant checkpoints, which leave no forward calls behind, what has begun is over.
+        """
+        found = self.last(name)
+        while self._marks and (found is None or found.segment == 0) and not self._marks[-1][1]:
+            yield self._step()
+        if found is not None and found.segment and found in self._ahead:
+            while not (self._marks[-1][1] and self._marks[-1][0].segment == found.segment):
+                yield self._step()
+
+    def rest(self) -> Iterator[Step]:
+        """The way back up to the beginning."""
+        while self._marks:
+            yield self._step()
+
+    def _step(self) -> Step:
+        frame, is_end = self._marks.pop()
+        if is_end:
+            self._ahead.discard(frame)
+            self._open.append(frame)
+            return Step(frame, begins=True)
+        if frame in self._open:  # else the forward of the frame did not end
+            self._open.remove(frame)
+        self._uses.subtract(frame.uses)
+        return Step(frame, begins=False, over=tuple(b for b in sorted(frame.uses, reverse=True) if not self._uses[b]))
+
+    def clear(self) -> None:
+        """Nothing can be differentiated any more."""
+        for held in (self._marks, self._uses, self._ahead, self._open, self._before):
+            held.clear()

@@ -1,0 +1,128 @@
+"""What a backward does with buckets: it goes back over the tape, and beside that holds what is asked for on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.frame import Frame
+from zeroweave.runtime.replay import Replay
+from zeroweave.runtime.tape import Step, Tape
+from zeroweave.schedule import Call
+
+
+class WayBack:
+    """The backwards of forward calls: which of them are open, and when the turns of buckets come.
+
+    `acquire(frame)` makes the buckets of a frame usable, `leave(frame)` ends it. `tape` is noted by whoever runs
+    forward calls.
+    """
+
+    def __init__(self, replay: Replay, acquire: Callable[[Frame], None], leave: Callable[[Frame], None]) -> None:
+        self._replay, self._acquire, self._leave = replay, acquire, leave
+        self.tape = Tape()
+        self.active = False
+        """does a backward run that goes back over the tape? One inside a forward, or for other gradients, does not"""
+        self._beside: dict[int, list[Frame]] = {}
+        """bucket -> backwards of eager code that are no step of the way: of code outside of calls, of inner graphs"""
+
+    # ------------------------------------------------------------------ its course
+    def begin(self) -> None:
+        """An outermost backward begins."""
+        self.active = True
+        self.tape.begin_backward()
+
+    def finish(self) -> None:
+        """The backward is over: whatever it has not come to is passed, because others may have."""
+        self.leave_finished(everything=True)
+        if self.active:
+            for step in self.tape.rest():
+                self._take(step)
+        self.active = False
+        self._beside.clear()
+
+    def clear(self) -> None:
+        """Forgets everything: after the step, or an exception."""
+        self.active = False
+        self.tape.clear()
+        self._beside.clear()
+
+    # ------------------------------------------------------------------ what the program tells
+    def enter(self, name: str, uses: tuple[int, ...]) -> Frame:
+        """Compiled code runs, of the backward of the call `name`."""
+        self.leave_finished()
+        call = Call(name, "backward")
+        if self.active and (origin := self.tape.last(name)) is not None:
+            missing = self._reach(origin, frozenset(uses))
+            if not missing:
+                return Frame(call, uses, self._replay, covered=True)
+            uses = tuple(sorted(missing))
+        frame = Frame(call, uses, self._replay)
+        self._acquire(frame)
+        return frame
+
+    def use(self, bucket: Bucket, origin: Frame) -> None:
+        """A node needs a tensor that the eager code of the call `origin` saved."""
+        origin.unpacked += 1
+        if self.active and self.tape.knows(origin) and not self._reach(origin, frozenset((bucket.id,))):
+            return
+        frames = self._beside.setdefault(bucket.id, [])
+        if any(frame.origin is origin for frame in frames):
+            return
+        self.leave_finished()
+        frame = Frame(Call(bucket.layout.name, "backward"), (bucket.id,), self._replay, origin=origin)
+        self._acquire(frame)
+        frames.append(frame)
+
+    def recompute(self, name: str) -> None:
+        """A call runs forward again, for its backward."""
+        if self.active:
+            for step in self.tape.to_recomputation(name):
+                self._take(step)
+
+    def leave_finished(self, everything: bool = False) -> None:
+        """Leaves what stands beside the way and was asked for all that it had saved: its nodes have run."""
+        for frames in self._beside.values():
+            for frame in list(frames):
+                origin = frame.origin
+                assert origin is not None
+                if everything or origin.unpacked >= origin.handles:
+                    frames.remove(frame)
+                    origin.unpacked = 0
+                    self._leave(frame)
+
+    # ------------------------------------------------------------------ steps
+    def _reach(self, origin: Frame, needed: frozenset[int]) -> frozenset[int]:
+        """The backward has come to a call and needs these buckets; returns those that it does not hold by that."""
+        for step in self.tape.to(origin):
+            self._take(step, needed if step.frame is origin else frozenset())
+        assert origin.asked is not None  # its backward has begun
+        origin.asked |= needed
+        return needed - frozenset(() if origin.backward is None else origin.backward.uses)
+
+    def _take(self, step: Step, needed: frozenset[int] = frozenset()) -> None:
+        """`needed`: the buckets that the program asks for where the step leads to."""
+        self.leave_finished()
+        if step.begins:
+            self._begin(step.frame, needed)
+            return
+        ended, step.frame.backward = step.frame.backward, None
+        if ended is not None:
+            self._leave(ended)
+        for bucket in step.over:
+            self._replay.turn(bucket)
+
+    def _begin(self, frame: Frame, needed: frozenset[int]) -> None:
+        """Makes usable what the schedule says; where there is none, whatever the forward has used.
+
+        This rank's backward may not come to the call: others' may.
+        """
+        if frame.is_read:
+            return  # the code that reads it lies anywhere behind it
+        call = Call(frame.call.name, "backward")
+        planned = self._replay.planned(call)
+        uses = frame.uses if planned is None else planned or tuple(sorted(needed))
+        frame.asked = set(needed)
+        if uses:
+            frame.backward = Frame(call, uses, self._replay, asked=frame.asked)
+            self._acquire(frame.backward)
