@@ -540,6 +540,23 @@ def is_step_replaced(optimizer: torch.optim.Optimizer) -> bool:
     return "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
+def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The attributes of `optimizer`, but for its hooks and for a `step` of its own. Why: a copy that is tried out calls
+    nobody, and `copy.deepcopy` of an optimizer leaves out all attributes but three."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name != "step" and not (name.startswith("_optimizer_") and name.endswith("_hooks"))
+    }
+
+
+def step_unheard(optimizer: torch.optim.Optimizer) -> None:
+    """The step of the optimizer's class, without the hooks for all optimizers. Why: torch wraps `step` in a function
+    that calls these."""
+    step = type(optimizer).step
+    (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)
+
+
 def foreach_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The 2-norm of each tensor, fp32, 0-dim. Why: one launch, and the public form rounds to bf16."""
     return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))

@@ -269,7 +269,8 @@ class Engine(Scheduling, Scaling, Accessors):
     def destroy(self) -> None:
         """Gives the model back as an ordinary one with its full parameters, and ends what the engine started.
 
-        Collective. The optimizer's groups hold the user's parameters again, without state.
+        Collective. The optimizer's groups hold the user's parameters again, and its state is that of whole parameters,
+        on every rank, in the dtypes that it keeps (float32 at least); `initialize` takes both over as they are.
         """
         if self._guard.destroyed:
             return
@@ -278,11 +279,12 @@ class Engine(Scheduling, Scaling, Accessors):
             self._refuse_coalescing("destroy()")
             self._abort()
             self._opened.close()
-            values = state.full_values(self._runtime, self._parts.original_dtypes)
+            values, optimizer = state.full_values(self._runtime, self._parts.original_dtypes), self._parts.optimizer
+            states = {} if optimizer is None else optimizer.gather(self._runtime.transport, self._parts.control)
         self._calls.remove()
         self._parts.places.restore(values.__getitem__)
-        if self._parts.optimizer is not None:
-            self._parts.optimizer.destroy()
+        if optimizer is not None:
+            optimizer.destroy(states)
         self._guard.close()
         self._parts.ends.close()
 

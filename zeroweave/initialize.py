@@ -30,6 +30,7 @@ from zeroweave.experts import find_experts, groups_of
 from zeroweave.layout import WORLD, BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.admit import check_optimizer
 from zeroweave.optim.scaler import checks
+from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.admit import check
 from zeroweave.runtime.policy import Policy
@@ -58,7 +59,8 @@ def initialize(
     them. The model moves to `cuda:LOCAL_RANK` where the group has a CUDA backend, else stays.
 
     `optimizer`: an element-wise torch.optim optimizer over `model.parameters()`, a callable from the
-    parameters to one, or None for evaluation only. It stays the user's object, with its groups.
+    parameters to one, or None for evaluation only. It stays the user's object, with its groups. State that it has is
+    taken over like the weights: rank 0's on all ranks.
 
     Raises ConfigError for a wrong config and ParameterError or EngineError for a model or an optimizer
     that is refused; nothing has been changed then.
@@ -250,6 +252,8 @@ def _assemble(
     parameters = _parameters(model, settings)
     specs = _specs(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset())
     _agree_on_model(control, model, specs, settings)
+    named = {name: p.tensor for name, p in parameters.items()}
+    told = agree(control, optimizer, named)
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     policy = _policy(settings, layouts)
@@ -267,17 +271,21 @@ def _assemble(
     _fill(runtime, parameters)
     runtime.lanes.finish()
     _share_buffers(model, device, runtime)
+    buckets, moments_off, states = list(runtime.buckets.values()), settings.offload.optimizer != "none", States()
+    if optimizer is not None:
+        home = torch.device("cpu") if moments_off else device
+        states = take(optimizer, buckets, named, told, transport, device, home)
 
     place = {s.name: (b.id, i) for b in layouts for i, s in enumerate(b.slots)}
     original = {name: p.tensor.dtype for name, p in parameters.items()}
     slot_of = {id(p.tensor): place[name] for name, p in parameters.items()}
-    del parameters
+    del parameters, named
     status = Status()
     places = rest(model, status, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
-        moments_off = settings.offload.optimizer != "none"
-        sharded = ShardedOptimizer(optimizer, list(runtime.buckets.values()), slot_of, runtime.lanes, moments_off)
+        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.lanes, states, moments_off)
+        states.clear()
     return Engine(
         Parts(
             model=model,

@@ -52,22 +52,22 @@ def test_everything_is_named_in_one_error(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW([model[0].weight, model[1].weight], lr=0.1)
     model[0].weight.grad = torch.ones(4, 4)
     optimizer.step()
+    optimizer.state[model[0].weight]["factors"] = torch.zeros(4, 1)
     optimizer.param_groups[0]["params"] += [model[1].weight, nn.Parameter(torch.zeros(3, 5))]
     with pytest.raises(ParameterError) as caught:
         check_optimizer(optimizer, model)
     text = str(caught.value)
     assert "optimizer over other parameters" in text and "param_groups[0]['params'][3] (3, 5)" in text
     assert "twice in its groups: 1.weight" in text
-    assert "has state already (0.weight)" in text
+    assert "state that cannot be cut like its parameters ('factors' [4, 1] of 0.weight [4, 4])" in text
 
 
-def test_used_adagrad_is_refused_and_a_fresh_one_is_not(model: nn.Module) -> None:
+def test_state_that_can_be_cut_passes(model: nn.Module) -> None:
     optimizer = torch.optim.Adagrad(model.parameters(), initial_accumulator_value=0.5)
-    check_optimizer(optimizer, model)
     model[1].bias.grad = torch.ones(2)
     optimizer.step()
-    with pytest.raises(ParameterError, match="state already"):
-        check_optimizer(optimizer, model)
+    optimizer.state[model[1].bias].update(note="kept", trust=torch.ones(1), seen=[1, 2])
+    check_optimizer(optimizer, model)
 
 
 def test_not_an_optimizer(model: nn.Module) -> None:

@@ -262,8 +262,8 @@ def test_optimizer_state_dicts_are_refused_until_destroy() -> None:
     with pytest.raises(ParameterError, match=r"engine\.load_state_dict"):
         rank.optimizer.load_state_dict(other)
     world.step(random_gradients(rank.model, 0))
-    rank.sharded.destroy()
-    rank.sharded.destroy()
+    rank.sharded.destroy({})
+    rank.sharded.destroy({})
     rank.optimizer.load_state_dict(rank.optimizer.state_dict())
 
     model, reference = rank.model, build_net()

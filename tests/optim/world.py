@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
+from zeroweave.optim.states import describe, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.lanes import Lanes
 from zeroweave.runtime.shard import Shard
@@ -86,7 +87,9 @@ class Rank:
             home.put(full[start:stop].clone())
             self.views[layout.id] = View(layout, rank, home)
             slot_of.update({id(named[slot.name]): (layout.id, i) for i, slot in enumerate(layout.slots)})
-        self.sharded = ShardedOptimizer(self.optimizer, list(self.views.values()), slot_of, lanes, bool(offload))
+        views, device = list(self.views.values()), torch.device("cpu")
+        states = take(self.optimizer, views, named, [describe(self.optimizer, named)], transport, device, device)
+        self.sharded = ShardedOptimizer(self.optimizer, views, slot_of, lanes, states, bool(offload))
 
 
 class World:

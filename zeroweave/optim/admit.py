@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError, UnsupportedOptimizer
+from zeroweave.optim.probe import probe
+from zeroweave.optim.states import uncuttable
+
+# Optimizers that compute each element by itself, and whose state, step counters included, belongs to single
+# parameters: some of these can be stepped without the others. Exact types; a subclass may do things of its own.
+ELEMENT_WISE = frozenset(
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+)
 
 # Optimizers that look at more than one element at a time, or that need other gradients than dense ones, by
 # the lower-case names of their classes and base classes.
@@ -25,58 +34,33 @@ _NOT_ELEMENT_WISE = {
     **dict.fromkeys(("lamb", "fusedlamb", "lars", "larc", "novograd"), "computes norms of whole parameters"),
 }
 
+_QUANTIZED = re.compile(r"([48]bit|fp8)$", re.IGNORECASE)
+
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Passes if `optimizer` can run on fragments of `model`'s parameters; else one ParameterError.
 
-    It names everything that is wrong: an optimizer that is not element-wise (where that can be known from
-    its class or the signature of its `step`), parameters that are not the model's or occur twice, and
-    existing state. UnsupportedOptimizer, which is one, for an object that is no torch.optim.Optimizer.
-    Changes nothing. To be called before the parameters are put to rest.
+    It names everything that is wrong: an optimizer whose class or whose step's signature says that it is not
+    element-wise, parameters that are not the model's or occur twice, and state that cannot be cut. Where nothing is,
+    and the class is none of torch's, a copy of the optimizer is tried out; see `probe`. UnsupportedOptimizer, which is
+    a ParameterError, for an object that is no torch.optim.Optimizer. Changes nothing. To be called before the
+    parameters are put to rest.
     """
     reasons = [*_class_reasons(optimizer)]
     if isinstance(optimizer, torch.optim.Optimizer):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         reasons += _group_reasons(optimizer, names)
-        stateful = [
-            names.get(id(parameter), "a parameter of another model")
-            for parameter, state in optimizer.state.items()
-            if state and not _is_initial(optimizer, state)
-        ]
-        if stateful:
+        if whole := uncuttable(optimizer, names):
             reasons.append(
-                f"it has state already ({_listed(stateful)}); build a new optimizer for zeroweave.initialize"
+                f"it holds state that cannot be cut like its parameters ({_listed(whole)}); build a new optimizer for "
+                "zeroweave.initialize, or use AdamW, Adam or SGD"
             )
+        if not reasons and type(optimizer) not in ELEMENT_WISE:
+            reasons += probe(optimizer)
     if reasons:
         lines = "\n".join(f"  {reason}" for reason in reasons)
         kind = ParameterError if isinstance(optimizer, torch.optim.Optimizer) else UnsupportedOptimizer
         raise kind(f"optimizer {type(optimizer).__name__} cannot be used; nothing was changed:\n{lines}")
-
-
-def initial_state(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any] | None
-) -> Callable[[torch.Tensor], dict[str, Any]] | None:
-    """How to make the state that `optimizer` gives a parameter when it is built, None if it gives none.
-
-    Of torch's optimizers only Adagrad does; an unused Adagrad is as good as one built on the fragments.
-    `state` is what the optimizer holds for the parameter, None if nothing.
-    """
-    if state is None or not isinstance(optimizer, torch.optim.Adagrad):
-        return None
-    value = optimizer.defaults["initial_accumulator_value"]
-
-    def make(parameter: torch.Tensor) -> dict[str, Any]:
-        device = parameter.device if optimizer.defaults["fused"] else None
-        return {
-            "step": torch.zeros((), dtype=torch.float32, device=device),
-            "sum": torch.full_like(parameter, value, requires_grad=False, memory_format=torch.preserve_format),
-        }
-
-    return make
-
-
-def _is_initial(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> bool:
-    return isinstance(optimizer, torch.optim.Adagrad) and not state["step"].item()
 
 
 def _class_reasons(optimizer: object) -> Iterator[str]:
@@ -84,6 +68,12 @@ def _class_reasons(optimizer: object) -> Iterator[str]:
         yield (
             "it is not a torch.optim.Optimizer: a wrapper hides its parameters, and nobody could hand it their "
             "gradients; pass the optimizer inside it, or a callable from the parameters to one"
+        )
+        return
+    if _QUANTIZED.search(type(optimizer).__name__):
+        yield (
+            "it is not element-wise: it keeps its state in blocks of few bits, with one scale for the elements of each; "
+            "use AdamW, Adam or SGD (offload.optimizer keeps their state in host memory)"
         )
         return
     for base in type(optimizer).__mro__:

@@ -15,28 +15,26 @@ import torch
 from torch import nn
 
 from zeroweave import _torch
+from zeroweave.comm.control import Control
+from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
-from zeroweave.optim.admit import check_optimizer, initial_state
+from zeroweave.optim.admit import ELEMENT_WISE, check_optimizer
 from zeroweave.optim.fragments import Fragments, ShardView
 from zeroweave.optim.offload import Offload
+from zeroweave.optim.states import States, gather
 from zeroweave.runtime.lanes import Lanes
 
 __all__ = ["ShardedOptimizer", "check_optimizer"]
-
-# Optimizers whose state, step counters included, belongs to single parameters: some of these can be stepped
-# without the others. Exact types; a subclass may count steps of its own.
-_BY_BUCKET = frozenset(
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
-)
 
 
 class ShardedOptimizer:
     """Steps the user's optimizer on this rank's fragments of every trainable bucket.
 
     `slot_of` maps `id(parameter)` of the model's parameters to (bucket id, slot index).
-    `check_optimizer` must have passed. Trainable parameters in no group are never updated. Memory: the
-    optimizer's own state, over the fragments; with `moments_off` it lives in host memory, by way of `lanes`.
+    `check_optimizer` must have passed. `states` replaces what the optimizer holds of trainable parameters: what it is
+    to hold of this rank's fragments. What it holds of others (frozen ones, ones without elements) stays as it is.
+    Trainable parameters in no group are never updated. Memory: the optimizer's own state, over the fragments; with
+    `moments_off` it lives in host memory, by way of `lanes`.
     """
 
     def __init__(
@@ -45,28 +43,32 @@ class ShardedOptimizer:
         buckets: Sequence[ShardView],
         slot_of: Mapping[int, tuple[int, int]],
         lanes: Lanes,
+        states: States,
         moments_off: bool = False,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._device = optimizer, lanes.device
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
         self._fragments = {b.layout.id: Fragments(b) for b in trainable}
         self._users: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
+        self._sharded: dict[tuple[int, int], nn.Parameter] = {}  # whose state is that of fragments
         self._whole: list[list[nn.Parameter]] = []
         self._parts: dict[int, list[list[nn.Parameter]]] = {}  # the groups while one bucket is stepped
         for index, users in enumerate(self._users):
             self._whole.append([])
             for user in users:
                 bucket, slot = slot_of[id(user)]
-                state = initial_state(optimizer, optimizer.state.pop(user, None))
                 if bucket not in self._fragments:
                     continue  # frozen: it would never have a gradient
                 fragment = self._fragments[bucket].parameters[slot]
+                if user.numel():
+                    self._sharded[bucket, slot] = user
+                    optimizer.state.pop(user, None)
                 parts = self._parts.setdefault(bucket, [[] for _ in self._users])
                 parts[index].append(fragment)
                 self._whole[index].append(fragment)
-                if state is not None:
-                    optimizer.state[fragment] = state(torch.empty_like(fragment, device=lanes.device))
-        views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in self._parts}
+                if (bucket, slot) in states:
+                    optimizer.state[fragment] = states[bucket, slot]
+        self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in self._parts}
         self.offload = Offload(lanes, views, self._fragments, optimizer.state, sorted(views) if moments_off else ())
         self._handles = [
             optimizer.register_state_dict_pre_hook(_refuse_save),
@@ -78,7 +80,7 @@ class ShardedOptimizer:
         """Whether buckets may be updated one at a time: a known optimizer that nobody listens to."""
         optimizer = self.optimizer
         return not (
-            type(optimizer) not in _BY_BUCKET or _torch.has_step_hooks(optimizer) or _torch.is_step_replaced(optimizer)
+            type(optimizer) not in ELEMENT_WISE or _torch.has_step_hooks(optimizer) or _torch.is_step_replaced(optimizer)
         )
 
     def update(self, bucket: int, gradient: torch.Tensor, absent: Set[int] = frozenset()) -> None:
@@ -149,8 +151,13 @@ class ShardedOptimizer:
             if isinstance(tensor, torch.Tensor)
         )
 
-    def destroy(self) -> None:
-        """Hands the optimizer back with the user's parameters and without state. Idempotent.
+    def gather(self, transport: Transport, control: Control) -> States:
+        """What `destroy` needs: the state of whole parameters, on the device of every rank. Collective."""
+        self.offload.finish()
+        return gather(self.optimizer, self._views, self._fragments, transport, control, self._device)
+
+    def destroy(self, states: States) -> None:
+        """Hands the optimizer back with the user's parameters and `states`, which `gather` has returned. Idempotent.
 
         To be called after the parameters were restored.
         """
@@ -160,12 +167,12 @@ class ShardedOptimizer:
             return
         self._handles = []
         self.offload.finish()
-        self.optimizer.state.clear()
+        for (bucket, slot), user in self._sharded.items():
+            self.optimizer.state.pop(self._fragments[bucket].parameters[slot], None)
+            if (bucket, slot) in states:
+                self.optimizer.state[user] = states[bucket, slot]
         for group, users in zip(self.optimizer.param_groups, self._users, strict=False):
             group["params"] = users
-            for user in users:
-                if (state := initial_state(self.optimizer, {})) is not None:
-                    self.optimizer.state[user] = state(user)
 
     def _step(
         self,

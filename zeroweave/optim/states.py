@@ -1,0 +1,307 @@
+"""An optimizer's state of whole parameters, and of fragments: taken over by `initialize`, given back by `destroy`.
+
+cut      a tensor of the parameter's shape: each rank has what belongs to its fragment
+whole    one value for the parameter, such as a step counter: every rank that has something of the parameter has it
+own      anything else: stays with the rank that has it, as it is
+"""
+
+from __future__ import annotations
+
+import copy
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from zeroweave.comm.control import Control
+from zeroweave.comm.transport import Transport
+from zeroweave.errors import EngineError
+from zeroweave.optim.fragments import Fragments, ShardView
+
+States = dict[tuple[int, int], dict[str, Any]]
+"""(bucket id, slot) -> what an optimizer holds of that parameter, or of this rank's fragment of it."""
+
+
+class Told(NamedTuple):
+    """What a rank tells the others of one value."""
+
+    kind: Literal["cut", "whole", "own"]
+    dtype: torch.dtype | None = None
+    """of what is cut; None: that of the shard, because it is the parameter's where the parameter is whole"""
+    value: Any = None
+    """what is whole, on the CPU"""
+    on_device: bool = False
+    """does it live where the engine computes?"""
+
+
+class Described(NamedTuple):
+    """What a rank tells the others of its optimizer before it is sharded."""
+
+    kind: str
+    groups: list[dict[str, Any]]
+    """options that can be compared, and the names of the parameters"""
+    states: dict[str, dict[str, Told]]
+    """by the parameter's name"""
+
+
+# ---------------------------------------------------------------------- of whole parameters
+def uncuttable(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
+    """What `optimizer` holds that cannot be cut into fragments, in words. `names`: by `id` of the parameter."""
+    found = []
+    for parameter, key, value in _values(optimizer):
+        shapes = [list(tensor.shape) for tensor in _tensors(value) if tensor.numel() > 1]
+        if shapes and not (isinstance(value, torch.Tensor) and value.shape == parameter.shape):
+            found.append(f"{key!r} {shapes[0]} of {names.get(id(parameter), 'another model')} {list(parameter.shape)}")
+    return found
+
+
+def is_cut(parameter: torch.Tensor, key: str, value: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Does `value` belong to the elements of a whole parameter?
+
+    Of a parameter without dimensions a step counter has the same shape: the optimizer's other parameters tell then.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+        return False
+    if parameter.ndim:
+        return True
+    alike = [v.shape == p.shape for p, k, v in _values(optimizer) if k == key and p.ndim and hasattr(v, "shape")]
+    return any(alike) if alike else key != "step"
+
+
+def describe(optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter]) -> Described | None:
+    """What the ranks have to know of each other's optimizers. Local."""
+    if optimizer is None:
+        return None
+    names = {id(parameter): name for name, parameter in named.items()}
+    groups, states = [], {}
+    for group in optimizer.param_groups:
+        options = {key: _option(value) for key, value in group.items() if key not in ("params", "param_names")}
+        plain = {key: value for key, value in options.items() if _is_plain(value)}
+        groups.append({**plain, "params": sorted(names[id(p)] for p in group["params"])})
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for p in group["params"]:
+            if held := optimizer.state.get(p):
+                states[names[id(p)]] = {key: _tell(optimizer, p, key, value, on_device) for key, value in held.items()}
+    return Described(type(optimizer).__name__, groups, states)
+
+
+def agree(
+    control: Control, optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter]
+) -> list[Described | None]:
+    """What each rank holds. Collective. EngineError on all ranks where optimizers or the options of groups differ."""
+    told: list[Described | None] = control.all_gather_object(describe(optimizer, named), "the optimizers")
+    first = told[0]
+    for rank, other in enumerate(told):
+        kinds = ["no optimizer" if one is None else one.kind for one in (first, other)]
+        if kinds[0] != kinds[1]:
+            raise EngineError(f"the ranks have different optimizers: {kinds[0]} on rank 0, {kinds[1]} on rank {rank}")
+        if first is None or other is None:
+            continue
+        if len(first.groups) != len(other.groups):
+            raise EngineError(
+                f"the optimizers have {len(first.groups)} groups on rank 0 and {len(other.groups)} on rank {rank}"
+            )
+        for index, (a, b) in enumerate(zip(first.groups, other.groups, strict=True)):
+            for key in a.keys() | b.keys():
+                if a.get(key) != b.get(key):
+                    raise EngineError(
+                        f"the optimizer's param_groups[{index}][{key!r}] differ: {a.get(key)} on rank 0, {b.get(key)} "
+                        f"on rank {rank}; give all ranks the same (load a checkpoint on all of them)"
+                    )
+    return told
+
+
+@torch.no_grad()
+def take(
+    optimizer: torch.optim.Optimizer,
+    buckets: Iterable[ShardView],
+    named: Mapping[str, nn.Parameter],
+    told: Sequence[Described | None],
+    transport: Transport,
+    device: torch.device,
+    home: torch.device,
+) -> States:
+    """What the optimizer is to hold of this rank's fragments; what the first rank of each sharding group has counts.
+
+    Collective: each kind of state is broadcast bucket by bucket, through `device`. What is cut goes to `home`. Of
+    empty fragments there is nothing. `told` is what `agree` has returned. `optimizer` is not changed.
+    """
+    states: States = {}
+    for bucket in buckets:
+        layout = bucket.layout
+        if not layout.trainable:
+            continue
+        source = layout.number(transport.rank)  # the rank of the group's number is the first in it
+        theirs = told[source]
+        assert theirs is not None
+        found = [theirs.states.get(slot.name, {}) for slot in layout.slots]
+        places = [layout.fragment(slot, bucket.rank) for slot in range(len(layout.slots))]
+        cut: dict[tuple[int, str], torch.Tensor] = {}
+        every = (one.states.get(slot.name, {}) for one in told if one is not None for slot in layout.slots)
+        for key, dtype in _kinds(every, bucket.shard.dtype):
+            flat = torch.zeros(layout.numel, dtype=dtype, device=device)
+            mine = [i for i, held in enumerate(found) if _is_kind(held, key, dtype, bucket.shard.dtype)]
+            for slot in (layout.slots[i] for i in mine) if transport.rank == source else ():
+                view = flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
+                view.copy_(optimizer.state[named[slot.name]][key])
+            transport.broadcast(flat.view(torch.uint8), group=layout.group)  # gloo does not know all dtypes
+            start, stop = layout.shard_range(bucket.rank)
+            shard = flat[start:stop].to(home, copy=True)
+            for i in mine:
+                cut[i, key] = shard.narrow(0, places[i].start, places[i].numel)
+        for i, held in enumerate(found):
+            if held and places[i].numel:
+                own = optimizer.state.get(named[layout.slots[i].name], {})
+                states[layout.id, i] = _taken(held, {key: cut.get((i, key)) for key in held}, own, device)
+    return states
+
+
+# ---------------------------------------------------------------------- of fragments
+@torch.no_grad()
+def gather(
+    optimizer: torch.optim.Optimizer,
+    buckets: Mapping[int, ShardView],
+    fragments: Mapping[int, Fragments],
+    transport: Transport,
+    control: Control,
+    device: torch.device,
+) -> States:
+    """What the optimizers of all ranks hold, of whole parameters, on every rank. Collective; `optimizer` is not changed.
+
+    Each kind of state is gathered bucket by bucket on `device`, where the result lies. What belongs to the rank alone
+    is in it as it is.
+    """
+    held = {
+        (bucket, slot): optimizer.state.get(parameter, {})
+        for bucket in buckets
+        for slot, parameter in enumerate(fragments[bucket].parameters)
+        if parameter.numel()
+    }
+    mine = {
+        place: {key: _tell_fragment(fragments[place[0]].parameters[place[1]], v) for key, v in state.items()}
+        for place, state in held.items()
+    }
+    told = control.all_gather_object(mine, "the optimizer's state")
+    states: States = {}
+    for id, bucket in buckets.items():
+        layout = bucket.layout
+        slots = range(len(layout.slots))
+        number = layout.number(transport.rank)
+        group = [one for rank, one in enumerate(told) if layout.number(rank) == number]
+        found = [_merged([one.get((id, slot), {}) for one in group]) for slot in slots]
+        whole: dict[tuple[int, str], torch.Tensor] = {}
+        every = (one.get((id, slot), {}) for one in told for slot in slots)
+        for key, dtype in _kinds(every, bucket.shard.dtype):
+            shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+            kind = [i for i in slots if _is_kind(found[i], key, dtype, bucket.shard.dtype)]
+            for i in kind:
+                if (value := held.get((id, i), {}).get(key)) is not None:
+                    place = layout.fragment(i, bucket.rank)
+                    shard.narrow(0, place.start, place.numel).copy_(value)
+            flat = torch.empty(layout.numel, dtype=dtype, device=device)
+            transport.all_gather(flat, shard, layout).wait()
+            for i in kind:
+                slot = layout.slots[i]
+                whole[i, key] = flat.narrow(0, slot.offset, slot.numel).view(slot.shape).clone()
+        for i in slots:
+            if found[i]:
+                gathered = {key: whole.get((i, key)) for key in found[i]}
+                states[id, i] = _taken(found[i], gathered, held.get((id, i), {}), device)
+    return states
+
+
+# ---------------------------------------------------------------------- inside
+def _values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, torch.Tensor):
+            for key, value in state.items():
+                yield parameter, key, value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    match value:
+        case torch.Tensor():
+            yield value
+        case list() | tuple() | set():
+            for item in value:
+                yield from _tensors(item)
+        case dict():
+            yield from _tensors(list(value.values()))
+
+
+def _option(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _is_plain(value: Any) -> bool:
+    """Can it be sent and compared?"""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | str | bytes | numbers.Number)
+
+
+def _tell(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any, on_device: bool
+) -> Told:
+    if is_cut(parameter, key, value, optimizer):
+        return Told("cut", None if value.dtype == parameter.dtype else value.dtype)
+    here = isinstance(value, torch.Tensor) and value.device == parameter.device
+    return _tell_whole(value, here and (on_device or parameter.device.type != "cpu"))
+
+
+def _tell_fragment(fragment: torch.Tensor, value: Any) -> Told:
+    if isinstance(value, torch.Tensor) and value.shape == fragment.shape:
+        return Told("cut", value.dtype)
+    return _tell_whole(value, isinstance(value, torch.Tensor) and value.device.type != "cpu")
+
+
+def _tell_whole(value: Any, on_device: bool) -> Told:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return Told("whole", value=value.detach().cpu(), on_device=on_device)
+    return Told("whole", value=value) if _is_plain(value) else Told("own")
+
+
+def _merged(told: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
+    """What the ranks of a group say of one parameter. Of one element both shapes are the same: the others know then."""
+    merged: dict[str, Told] = {}
+    for one in told:
+        for key, entry in one.items():
+            if key not in merged or (merged[key].kind == "cut" and entry.kind != "cut"):
+                merged[key] = entry
+    return merged
+
+
+def _is_kind(held: Mapping[str, Told], key: str, dtype: torch.dtype, default: torch.dtype) -> bool:
+    entry = held.get(key)
+    return entry is not None and entry.kind == "cut" and (entry.dtype or default) == dtype
+
+
+def _kinds(told: Iterable[Mapping[str, Told]], default: torch.dtype) -> list[tuple[str, torch.dtype]]:
+    """What is cut, in one order on all ranks, in whichever group somebody has it."""
+    kinds = {
+        (key, entry.dtype or default) for held in told for key, entry in held.items() if entry.kind == "cut"
+    }
+    return sorted(kinds, key=lambda kind: (kind[0], str(kind[1])))
+
+
+def _taken(
+    told: Mapping[str, Told],
+    cut: Mapping[str, torch.Tensor | None],
+    own: Mapping[str, Any],
+    device: torch.device,
+) -> dict[str, Any]:
+    """The state of one parameter or fragment, in the order of `told`."""
+    state: dict[str, Any] = {}
+    for key, entry in told.items():
+        if entry.kind == "cut":
+            state[key] = cut[key]
+        elif entry.kind == "own":
+            if key in own:
+                state[key] = own[key]
+        elif isinstance(entry.value, torch.Tensor):
+            state[key] = entry.value.to(device if entry.on_device else "cpu", copy=True)
+        else:
+            state[key] = copy.copy(entry.value)
+    return state
