@@ -74,7 +74,7 @@ def probe(optimizer: torch.optim.Optimizer) -> list[str]:
 
     Nothing of the program changes: not the optimizer, its groups, state and hooks, nor random numbers. Local, and the
     same on all ranks. What it cannot see: thresholds far above the sizes that it tries, what begins after its steps,
-    options that change later, hooks.
+    options that change later, hooks. No hook is called, but those for all optimizers where a step calls an inherited one.
     """
     cpu = torch.device("cpu")
     attempts = [_Attempt(cpu, torch.float64, 1e-6, 1e-12), _Attempt(cpu, torch.float32, 1e-3, 1e-5)]
