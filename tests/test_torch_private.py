@@ -185,6 +185,22 @@ def test_who_listens_to_an_optimizer_is_seen() -> None:
     assert private.is_step_replaced(optimizer)
 
 
+def test_a_step_that_nobody_hears() -> None:
+    optimizer = torch.optim.SGD([parameter := nn.Parameter(torch.zeros(2))], lr=0.5)
+    heard: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: heard.append("after"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.own = 7
+    attributes = private.without_hooks(optimizer)
+    assert {"defaults", "state", "param_groups", "own"} <= attributes.keys()
+    assert "step" not in attributes and not any("hooks" in name for name in attributes)
+    parameter.grad = torch.ones(2)
+    private.step_unheard(optimizer)
+    everywhere.remove()
+    assert parameter.tolist() == [-0.5, -0.5] and heard == []
+
+
 def test_sums_of_two_dtypes_keep_that_of_the_target() -> None:
     sums = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16)]
     private.foreach_add_(sums, [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((2,), 2.0)])

@@ -553,7 +553,7 @@ def without_hooks(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 def step_unheard(optimizer: torch.optim.Optimizer) -> None:
     """The step of the optimizer's class, without the hooks for all optimizers. Why: torch wraps `step` in a function
     that calls these."""
-    step = type(optimizer).step
+    step: Any = type(optimizer).step
     (step.__wrapped__ if hasattr(step, "hooked") else step)(optimizer)
 
 

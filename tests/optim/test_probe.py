@@ -145,7 +145,9 @@ def test_others_are_refused_by_name(name: str) -> None:
     make, why = REFUSED[name]
     model = build()
     optimizer = make(model)
-    with pytest.raises(ParameterError, match=f"optimizer {type(optimizer).__name__} cannot be used(.|\n)*{why}") as caught:
+    with pytest.raises(
+        ParameterError, match=f"optimizer {type(optimizer).__name__} cannot be used(.|\n)*{why}"
+    ) as caught:
         check_optimizer(optimizer, model)
     assert "use AdamW, Adam or SGD" in str(caught.value)
 
@@ -184,14 +186,18 @@ def test_nothing_is_changed(kind: type[torch.optim.Optimizer]) -> None:
         optimizer.step()
         optimizer.zero_grad()
     heard: list[str] = []
-    owns = vars(samples.Plain) if isinstance(optimizer, samples.Plain) else {}  # torch calls it for `super().step()`, too
+    owns = (
+        vars(samples.Plain) if isinstance(optimizer, samples.Plain) else {}
+    )  # torch calls it for `super().step()`, too
     optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
     optimizer.register_step_post_hook(lambda *_: heard.append("after"))
     everybodys = register_optimizer_step_pre_hook(lambda one, *_: heard.append("global") if "step" in owns else None)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     attributes = dict(vars(optimizer))
     groups = [(id(group), dict(group), list(group["params"])) for group in optimizer.param_groups]
-    state = {p: (id(held), {k: (id(v), copy.deepcopy(v)) for k, v in held.items()}) for p, held in optimizer.state.items()}
+    state = {
+        p: (id(held), {k: (id(v), copy.deepcopy(v)) for k, v in held.items()}) for p, held in optimizer.state.items()
+    }
     values = [p.detach().clone() for p in model.parameters()]
     torch_random, python_random = torch.get_rng_state(), random.getstate()
     try:

@@ -72,7 +72,7 @@ def _class_reasons(optimizer: object) -> Iterator[str]:
         return
     if _QUANTIZED.search(type(optimizer).__name__):
         yield (
-            "it is not element-wise: it keeps its state in blocks of few bits, with one scale for the elements of each; "
+            "it is not element-wise: it keeps its state in blocks of few bits, one scale for the elements of each; "
             "use AdamW, Adam or SGD (offload.optimizer keeps their state in host memory)"
         )
         return

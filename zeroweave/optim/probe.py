@@ -1,7 +1,7 @@
 """Is an optimizer element-wise? Copies of it are tried out: one on small whole tensors, others on fragments of these.
 
-    whole    the copy's groups hold stand-ins, which have as many dimensions as the user's parameters and are no larger
-    ranks    for each of some ranks, the copy's groups hold that rank's fragments of the same stand-ins, as the engine's do
+    whole    its groups hold stand-ins, which have as many dimensions as the user's parameters and are no larger
+    ranks    one copy for each of three: its groups hold that rank's fragments of the same stand-ins, as the engine's do
 
 After each of some steps the fragments have to be what lies at their place in the stand-ins. A copy is made without the
 constructor, which nobody knows here: its attributes are copied, with stand-ins for parameters wherever these occur.
@@ -74,7 +74,7 @@ def probe(optimizer: torch.optim.Optimizer) -> list[str]:
 
     Nothing of the program changes: not the optimizer, its groups, state and hooks, nor random numbers. Local, and the
     same on all ranks. What it cannot see: thresholds far above the sizes that it tries, what begins after its steps,
-    options that change later, hooks. No hook is called, but those for all optimizers where a step calls an inherited one.
+    options that change later, hooks. No hook is called, but those for all optimizers if a step calls an inherited one.
     """
     cpu = torch.device("cpu")
     attempts = [_Attempt(cpu, torch.float64, 1e-6, 1e-12), _Attempt(cpu, torch.float32, 1e-3, 1e-5)]
@@ -98,25 +98,18 @@ def _try_out(optimizer: torch.optim.Optimizer, attempt: _Attempt) -> list[str]:
     before = _random_state(attempt.device)
     for step in range(len(_SCALES)):
         whole.step(step)
-        if _same(before, _random_state(attempt.device)):
-            for rank in ranks:
-                try:
-                    rank.step(step)
-                except _CannotProbe as error:
-                    return [f"it does not run on parts of parameters, which is what a rank holds: {error}; {_INSTEAD}"]
-        else:
+        if not _same(before, _random_state(attempt.device)):
             return [f"it draws random numbers, and would draw others for the part that a rank holds; {_INSTEAD}"]
-        for (index, _, stand_ins), wholes, *parts in zip(groups, whole.held, *(r.held for r in ranks), strict=True):
-            for stand_in, parameter, *fragments in zip(stand_ins, wholes, *parts, strict=True):
-                for rank, fragment in enumerate(fragments):
-                    place = stand_in.fragment(rank)
-                    expected = parameter.detach().reshape(-1)[place]
-                    if not _close(fragment.detach(), expected, stand_in.start.reshape(-1)[place], attempt):
-                        return [
-                            "it is not element-wise: a step on a part of a parameter differs from that part of a step "
-                            f"on the whole (found with a tensor {list(parameter.shape)} in place of a parameter of "
-                            f"param_groups[{index}]), and parts are what a rank holds; {_INSTEAD}"
-                        ]
+        for number, one in enumerate(ranks):
+            try:
+                one.step(step)
+            except _CannotProbe as error:
+                return [f"it does not run on parts of parameters, which is what a rank holds: {error}; {_INSTEAD}"]
+            if (found := _differing(groups, whole, one, number, attempt)) is not None:
+                return [
+                    "it is not element-wise: a step on a part of a parameter differs from that part of a step on the "
+                    f"whole (found with {found}), and parts are what a rank holds; {_INSTEAD}"
+                ]
     for (index, _, stand_ins), wholes in zip(groups, whole.held, strict=True):
         if not all(torch.isfinite(p).all() for p in wholes):
             raise _CannotProbe(f"its steps on small tensors in place of param_groups[{index}] give no finite numbers")
@@ -126,6 +119,17 @@ def _try_out(optimizer: torch.optim.Optimizer, attempt: _Attempt) -> list[str]:
                 "nothing (leave out of it what is not to be trained)"
             )
     return []
+
+
+def _differing(groups: Sequence[_Group], whole: _Copy, one: _Copy, rank: int, attempt: _Attempt) -> str | None:
+    """A stand-in of which the rank's fragment is not what lies at its place in the whole, in words."""
+    for (index, _, stand_ins), wholes, fragments in zip(groups, whole.held, one.held, strict=True):
+        for stand_in, parameter, fragment in zip(stand_ins, wholes, fragments, strict=True):
+            place = stand_in.fragment(rank)
+            expected, start = parameter.detach().reshape(-1)[place], stand_in.start.reshape(-1)[place]
+            if not _close(fragment.detach(), expected, start, attempt):
+                return f"a tensor {list(parameter.shape)} in place of a parameter of param_groups[{index}]"
+    return None
 
 
 def _close(fragment: torch.Tensor, expected: torch.Tensor, start: torch.Tensor, attempt: _Attempt) -> bool:
@@ -138,7 +142,7 @@ def _close(fragment: torch.Tensor, expected: torch.Tensor, start: torch.Tensor, 
 
 # ---------------------------------------------------------------------- what it is tried out on
 def _groups(optimizer: torch.optim.Optimizer, attempt: _Attempt) -> list[_Group]:
-    """One of each kind of groups, with stand-ins for what it holds. Numbers among the options only count as zero or not."""
+    """One of each kind of groups, with stand-ins for what it holds. Options that are numbers count as zero or not."""
     generator = torch.Generator().manual_seed(0)
     groups: dict[Any, _Group] = {}
     turn = 0
@@ -147,7 +151,8 @@ def _groups(optimizer: torch.optim.Optimizer, attempt: _Attempt) -> list[_Group]
         for parameter in group["params"]:
             if parameter.requires_grad and parameter.numel():
                 alike[parameter.ndim, tuple(sorted(vars(parameter)))].append(parameter)
-        kind = (tuple(sorted(alike)), tuple((key, _kind(value)) for key, value in group.items() if key != "params"))
+        options = [(key, _kind(value)) for key, value in group.items() if key not in ("params", "param_names")]
+        kind = tuple(sorted(alike)), tuple(options)
         if not alike or kind in groups:
             continue
         stand_ins = []
@@ -260,7 +265,9 @@ def _state(
     for key, value in held.items():
         if is_cut(user, key, value, optimizer):
             like = value.reshape(-1)[:64].double().mean().nan_to_num()
-            state[key] = like.to(part.device, part.dtype if value.dtype == user.dtype else value.dtype).expand(part.shape)
+            state[key] = like.to(part.device, part.dtype if value.dtype == user.dtype else value.dtype).expand(
+                part.shape
+            )
             state[key] = state[key].clone()
         else:
             state[key] = copy.deepcopy(value)
@@ -270,7 +277,7 @@ def _state(
 def _copied(
     optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]] | None, memo: dict[int, Any]
 ) -> torch.optim.Optimizer:
-    """A copy without hooks, by way of `memo`. `groups`: those that it is to have; None: all. Optimizers inside it, too."""
+    """A copy without hooks, by way of `memo`, with these `groups` (None: all). Optimizers inside it are copied, too."""
     twin = memo[id(optimizer)] = type(optimizer).__new__(type(optimizer))
     if groups is not None:
         copies = memo[id(optimizer.param_groups)] = []

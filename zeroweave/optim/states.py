@@ -168,7 +168,7 @@ def gather(
     control: Control,
     device: torch.device,
 ) -> States:
-    """What the optimizers of all ranks hold, of whole parameters, on every rank. Collective; `optimizer` is not changed.
+    """What the optimizers of all ranks hold, of whole parameters, on every rank. Collective; changes nothing.
 
     Each kind of state is gathered bucket by bucket on `device`, where the result lies. What belongs to the rank alone
     is in it as it is.
@@ -242,9 +242,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | str | bytes | numbers.Number)
 
 
-def _tell(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any, on_device: bool
-) -> Told:
+def _tell(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any, on_device: bool) -> Told:
     if is_cut(parameter, key, value, optimizer):
         return Told("cut", None if value.dtype == parameter.dtype else value.dtype)
     here = isinstance(value, torch.Tensor) and value.device == parameter.device
@@ -280,9 +278,7 @@ def _is_kind(held: Mapping[str, Told], key: str, dtype: torch.dtype, default: to
 
 def _kinds(told: Iterable[Mapping[str, Told]], default: torch.dtype) -> list[tuple[str, torch.dtype]]:
     """What is cut, in one order on all ranks, in whichever group somebody has it."""
-    kinds = {
-        (key, entry.dtype or default) for held in told for key, entry in held.items() if entry.kind == "cut"
-    }
+    kinds = {(key, entry.dtype or default) for held in told for key, entry in held.items() if entry.kind == "cut"}
     return sorted(kinds, key=lambda kind: (kind[0], str(kind[1])))
 
 

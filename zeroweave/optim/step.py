@@ -79,9 +79,8 @@ class ShardedOptimizer:
     def by_bucket(self) -> bool:
         """Whether buckets may be updated one at a time: a known optimizer that nobody listens to."""
         optimizer = self.optimizer
-        return not (
-            type(optimizer) not in ELEMENT_WISE or _torch.has_step_hooks(optimizer) or _torch.is_step_replaced(optimizer)
-        )
+        listened_to = _torch.has_step_hooks(optimizer) or _torch.is_step_replaced(optimizer)
+        return type(optimizer) in ELEMENT_WISE and not listened_to
 
     def update(self, bucket: int, gradient: torch.Tensor, absent: Set[int] = frozenset()) -> None:
         """Updates one bucket's shard by `gradient` [shard_numel], any floating dtype.
