@@ -176,10 +176,13 @@ def partly_other_parameters(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def with_state(module: nn.Module) -> torch.optim.Optimizer:
+    """That of rows, which cannot be cut."""
     optimizer = sgd(module)
     loss_of(module).backward()
     optimizer.step()
     optimizer.zero_grad()
+    for parameter in module.parameters():
+        optimizer.state[parameter]["rows"] = torch.zeros(parameter.shape[0], 1)
     return optimizer
 
 
