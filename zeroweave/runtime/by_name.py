@@ -108,7 +108,7 @@ class RuntimeByName:
             self.device,
             self._check,
         )
-        return _Parts(registry, executor, Gathers(registry))
+        return _Parts(registry, executor, Gathers(registry, self.transport.together))
 
     @property
     def _parts(self) -> _Parts:

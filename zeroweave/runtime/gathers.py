@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch.autograd.graph import increment_version
@@ -13,10 +14,10 @@ from zeroweave.runtime.registry import Parameter, Registry
 
 
 class Gathers:
-    """The gathered parameters of one runtime."""
+    """The gathered parameters of one runtime. `together`: the scope in which gathers are issued in one launch."""
 
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
+    def __init__(self, registry: Registry, together: Callable[[], AbstractContextManager[None]]) -> None:
+        self._registry, self._together = registry, together
 
     def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
         """Takes a hold on a sharded parameter and starts its gather; returns it full, to be waited for."""
@@ -54,12 +55,19 @@ class Gathers:
         flat.reshard(handed_in=1)
 
     def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
-        """Starts the gathers that the next `allgather_param` of these parameters will ask for, one after the other."""
+        """Starts the gathers that the next `allgather_param` of these parameters will ask for, in one launch.
+
+        Nothing is started where one of them is refused.
+        """
+        wanted: dict[int, tuple[Parameter, Flat]] = {}
         for ds_tensor, ds_id in zip(ds_tensors, ds_ids, strict=True):
             _, parameter = self._registry.of(graph_id, ds_id)
             flat = _flat(parameter)
             _check_partition(parameter, flat, ds_tensor)
             if not parameter.prefetched:
+                wanted[ds_id] = parameter, flat
+        with self._together():
+            for parameter, flat in wanted.values():
                 parameter.prefetched = True
                 _unshard(parameter, flat)
 
