@@ -20,9 +20,9 @@ from zeroweave.config import RuntimeConfig
 from zeroweave.errors import EngineError
 from zeroweave.runtime.by_name import RuntimeByName
 from zeroweave.runtime.free import free_storages
-from zeroweave.runtime.targets import GradientPartition, TakesGradients
+from zeroweave.runtime.targets import GradientPartition
 
-__all__ = ["GradientPartition", "Runtime", "RuntimeConfig", "TakesGradients"]
+__all__ = ["GradientPartition", "Runtime", "RuntimeConfig"]
 
 
 class Runtime(RuntimeByName):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -128,13 +127,6 @@ class GradientPartition:
         """[elements] the gradient of one parameter, as far as this rank holds it."""
         offset, _, numel = self.slices[ds_id]
         return self.flat.narrow(0, offset, numel)
-
-
-class TakesGradients(Protocol):
-    """What an optimizer wrapper implements to be handed step-local gradients."""
-
-    def take_gradients(self, partition: GradientPartition) -> None:
-        """Updates by `partition`, and releases it as soon as it is not needed."""
 
 
 def make_partition(shares: Iterable[tuple[int, Share]], device: torch.device, gauge: Gauge) -> GradientPartition:
