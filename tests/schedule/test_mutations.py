@@ -58,7 +58,11 @@ def is_legal(schedule: Schedule) -> bool:
     begun: list[tuple[Call, int, int]] = []  # call, index of its event, number of its Run among the places
     needs: dict[tuple[Call, int], int] = {}  # -> the place in front of the need
     n = -1
+    backwards: list[int] = []  # of each of them: how many backwards have ended before it
+    ended = 0
     for event in schedule.record:
+        backwards += [ended] * (len(expected) - len(backwards))
+        ended += isinstance(event, Micro)
         if isinstance(event, Needed):
             needs[event.call, event.number] = len(expected) - 1
         n += not isinstance(event, Micro | Needed)
@@ -75,6 +79,7 @@ def is_legal(schedule: Schedule) -> bool:
                     return False
                 spans[mine[-1][2]] = len(expected)
                 expected.append(End(event.call))
+    backwards += [ended] * (len(expected) - len(backwards))
     if [instructions[n] for n in places] != expected:
         return False
 
@@ -136,8 +141,20 @@ def is_legal(schedule: Schedule) -> bool:
         launch = instructions[n + 1 : n + 1 + i.count] if isinstance(i, Fuse) else ()
         if isinstance(i, Fuse) and (i.count < 2 or len(launch) < i.count):
             return False
-        if not gathers >= set(range(n + 1, n + 1 + len(launch))):
+        reduces = launch and all(isinstance(each, Reduce) for each in launch)
+        if not reduces and not gathers >= set(range(n + 1, n + 1 + len(launch))):
             return False
+        if reduces and len({backwards[m] for m, place in enumerate(places) if n < place <= n + i.count}) > 1:
+            return False
+    alone = set(positions(*map(Reduce, buckets)))
+    launches = []  # of reductions
+    for n, i in enumerate(instructions):
+        if isinstance(i, Fuse) and n + 1 in alone:
+            launches.append(instructions[n + 1 : n + 1 + i.count])
+            alone -= set(range(n + 1, n + 1 + i.count))
+    launches += [(instructions[n],) for n in alone]
+    if any(len({launch for launch in launches if Reduce(bucket) in launch}) > 1 for bucket in buckets):
+        return False
     frees = positions(Free())
     if len(frees) > (1 if facts.free else 0):
         return False

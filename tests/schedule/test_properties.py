@@ -37,6 +37,8 @@ from zeroweave.schedule import (
     verify,
 )
 
+EVENTS = (Run, End, Reduce, Update)
+
 
 class Replay:
     """Executes a schedule as the events of its record come, knowing nothing of those that follow."""
@@ -48,6 +50,7 @@ class Replay:
         self.arrived: set[int] = set()  # buckets whose values may be read
         self.in_use: Counter[int] = Counter()  # by calls that are really open, whatever the schedule says
         self.in_flight: list[int] = []
+        self.ready: list[int] = []  # buckets whose gradients wait for those of others
         self.depth = schedule.facts.depth
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.at_run: list[frozenset[int]] = []  # what was resident at each Run
@@ -59,7 +62,15 @@ class Replay:
 
     def next_event(self) -> Instruction | None:
         rest = self.instructions[self.cursor :]
-        return next((i for i in rest if isinstance(i, Run | End | Reduce | Update)), None)
+        return next((i for i in rest if isinstance(i, EVENTS)), None)
+
+    def due(self) -> list[int]:
+        """The buckets that are reduced next, in one launch."""
+        at = next(n for n in range(self.cursor, len(self.instructions)) if isinstance(self.instructions[n], EVENTS))
+        before = self.instructions[at - 1]
+        launch = self.instructions[at : at + (before.count if isinstance(before, Fuse) else 1)]
+        assert all(isinstance(i, Reduce) for i in launch)
+        return [i.bucket for i in launch if isinstance(i, Reduce)]
 
     def resident(self) -> frozenset[int]:
         return frozenset(+self.holds)
@@ -80,9 +91,13 @@ class Replay:
                     self.up_to(End(call))
                 self.trailing()
             case Ready(bucket):
-                assert self.next_event() == Reduce(bucket)
-                self.up_to(Reduce(bucket))
-                self.trailing()
+                self.ready.append(bucket)
+                due = self.due()
+                assert self.ready == due[: len(self.ready)]
+                if self.ready == due:
+                    self.up_to(Reduce(bucket))
+                    self.trailing()
+                    self.ready.clear()
 
     def up_to(self, target: Instruction) -> None:
         while self.execute() != target:
@@ -90,7 +105,8 @@ class Replay:
 
     def trailing(self) -> None:
         while self.cursor < len(self.instructions):
-            if not isinstance(self.instructions[self.cursor], Unshard | Reshard | Fuse | Reload):
+            following = self.instructions[self.cursor :][:2]
+            if not isinstance(following[isinstance(following[0], Fuse)], Unshard | Reshard | Reload):
                 break
             self.execute()
 

@@ -121,7 +121,7 @@ ILLEGAL = {
     ),
     "one gather fused": (
         schedule(Fuse(1), *use(A), *gradient(A)),
-        "instruction 0, Fuse 1: it takes two gathers to be fused",
+        "instruction 0, Fuse 1: it takes two collectives to be fused",
     ),
     "fewer gathers than fused": (
         schedule(Fuse(2), *use(A), *gradient(A)),
@@ -133,11 +133,11 @@ ILLEGAL = {
     ),
     "fused at the end": (
         schedule(*gradient(A)[:1], Fuse(2)),
-        "instruction 2, end of the schedule: a Fuse asks for 2 more gathers",
+        "instruction 2, end of the schedule: a Fuse asks for 2 more collectives",
     ),
     "fused inside a launch": (
         schedule(Fuse(2), Fuse(2), *use(A), *gradient(A)),
-        "instruction 1, Fuse 2: a Fuse before it asks for 2 more gathers",
+        "instruction 1, Fuse 2: a Fuse before it asks for 2 more collectives",
     ),
     "fused after an update": (
         schedule(*use(A), *gradient(A), Fuse(2)),

@@ -141,6 +141,29 @@ class Schedule:
                     out.append(("reduce_scatter", bucket))
         return tuple(out)
 
+    @cached_property
+    def launches(self) -> tuple[tuple[Unshard | Reduce, ...], ...]:
+        """The ``Unshard`` and ``Reduce`` instructions in order, those of one ``Fuse`` together."""
+        out: list[tuple[Unshard | Reduce, ...]] = []
+        left = 0  # of a Fuse
+        for instruction in self.instructions:
+            if isinstance(instruction, Fuse):
+                left = instruction.count
+                out.append(())
+            elif isinstance(instruction, Unshard | Reduce):
+                if left:
+                    left -= 1
+                    out[-1] += (instruction,)
+                else:
+                    out.append((instruction,))
+        return tuple(out)
+
+    @cached_property
+    def reduced_together(self) -> dict[int, tuple[int, ...]]:
+        """The buckets whose reductions are one launch, by each of them; the same in every backward."""
+        launches = [tuple(i.bucket for i in launch if isinstance(i, Reduce)) for launch in self.launches]
+        return {bucket: launch for launch in launches if len(launch) > 1 for bucket in launch}
+
     def reduce_order(self) -> tuple[int, ...]:
         """The buckets in the order of their first reductions in the window's last reducing backward."""
         order: dict[int, None] = {}
@@ -188,7 +211,7 @@ class Schedule:
         """What all ranks must have in common: collectives in order, launches, buckets, settings."""
         facts = self.facts
         words = [f"{kind} {facts.name(bucket)}" for kind, bucket in self.collectives()]
-        words += [f"{i.count} gathers in one launch" for i in self.instructions if isinstance(i, Fuse)]
+        words += [f"one launch: {', '.join(map(self.describe, launch))}" for launch in self.launches if len(launch) > 1]
         words += [f"{b.id} {b.name!r} {b.nbytes} {b.trainable}" for b in facts.buckets]
         words += [f"{sorted(facts.keep)} {facts.depth} {facts.prefetch} {facts.update_by_bucket} {facts.free}"]
         words += [f"{facts.retain if facts.retain == 'auto' else sorted(facts.retain)} {facts.fuse} {facts.memory}"]

@@ -91,15 +91,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
     until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
     take no time: what the program computes behind them comes after the instructions that wait for nothing.
-    Gathers of one ``Fuse`` pay their start-up time once. Copies of activations run in the order of their issue;
-    ``Release`` waits for its copy, the event behind the need of a call's activations for theirs. Costs must be the
-    record's.
+    Collectives of one ``Fuse`` pay their start-up time once; its reductions start at the last of them. Copies of
+    activations run in the order of their issue; ``Release`` waits for its copy, the event behind the need of a call's
+    activations for theirs. Costs must be the record's.
     """
     _check(schedule, costs)
     copies = _Copies(schedule, costs)
     sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
     now = free = 0.0  # of the compute lane, of the collectives' lane
-    event, together, launched = -1, 0, False  # gathers left of a Fuse; has one of them paid the start-up?
+    event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
+    due: list[tuple[int, int]] = []  # reductions that wait for the last of their Fuse: index, bucket
     holds = dict.fromkeys(sizes, 0)
     arrives: dict[int, float] = {}
     flying: dict[int, deque[float]] = {}
@@ -145,12 +146,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                 together, launched = count, False
             case Run() | End() | Reduce():
                 if isinstance(instruction, Reduce):
-                    bucket = instruction.bucket
-                    start = max(now, free)
-                    free = start + costs.seconds("reduce_scatter", bucket, sizes[bucket])
-                    flying.setdefault(bucket, deque()).append(free)
-                    held += sizes[bucket]
-                    spans.append(Span("reduce_scatter", index, start, free))
+                    due.append((index, instruction.bucket))
+                    held += sizes[instruction.bucket]
+                    together = max(0, together - 1)
+                    for number, (at, bucket) in enumerate(due if not together else ()):
+                        start = max(now, free)
+                        seconds = costs.seconds("reduce_scatter", bucket, sizes[bucket])
+                        free = start + max(0.0, seconds - costs.reduce.alpha * (number > 0))
+                        flying.setdefault(bucket, deque()).append(free)
+                        spans.append(Span("reduce_scatter", at, start, free))
+                    due = due if together else []
                 event += 1
                 if isinstance(instruction, Run):
                     now = compute(index, costs.compute[event])

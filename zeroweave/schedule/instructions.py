@@ -8,8 +8,9 @@ Instructions
     a hold; the storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients,
     ``Settle`` copies or adds its result into the gradient shard, ``Update`` runs the optimizer on the
     bucket's fragments. ``Free`` lets go of the activations that no backward has used up. ``Fuse``
-    issues the gathers of the next ``count`` instructions, which are all ``Unshard``, in one launch. ``Offload``
-    starts to copy what a forward call has saved into host memory, ``Release`` waits for that copy and gives the
+    issues the collectives of the next ``count`` instructions, all ``Unshard`` or all ``Reduce``, in one launch, these
+    when the gradients of the last bucket are complete. ``Offload`` starts to copy what a forward call has saved into
+    host memory, ``Release`` waits for that copy and gives the
     device memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the step's equal ones,
     from 0.
 
@@ -203,6 +204,19 @@ def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
             case Ready(bucket):
                 out.append(Reduce(bucket))
     return tuple(out)
+
+
+def boundaries(record: tuple[Event, ...]) -> frozenset[int]:
+    """How many of the events of ``project`` come before each ``Micro``."""
+    marked = ends(record)
+    found: set[int] = set()
+    before = 0
+    for index, event in enumerate(record):
+        if isinstance(event, Micro):
+            found.add(before)
+        elif isinstance(event, Entered | Ready) or index in marked:
+            before += 1
+    return frozenset(found)
 
 
 def needs(record: tuple[Event, ...]) -> dict[tuple[Call, int], tuple[int, int]]:

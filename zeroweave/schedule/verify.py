@@ -25,6 +25,7 @@ from zeroweave.schedule.instructions import (
     Unshard,
     Update,
     Wait,
+    boundaries,
     needs,
     project,
 )
@@ -58,8 +59,10 @@ def verify(schedule: Listing) -> None:
     flight; every trainable bucket is updated exactly once, and after the first update nothing is gathered,
     run or reduced. Activations: freed once at most, where ``free`` asks for it, after the last call, and nothing
     is gathered, run or reduced after that. Moved, where ``offload`` asks for it, after the call and once: out, gone,
-    and on the way back before the last event in front of their need. A ``Fuse`` is followed by as many gathers as
-    it says. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
+    and on the way back before the last event in front of their need. A ``Fuse`` is followed by as many gathers as it
+    says, or as many reductions of one backward; a bucket is reduced together with the same ones each time, so that a
+    rank that departs knows which. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are
+    known.
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
@@ -99,7 +102,10 @@ class _State:
         self.updated: set[int] = set()
         self.freed = False
         self.moves = _Moves(schedule)
-        self.fused = 0  # gathers that the last Fuse still asks for
+        self.boundaries = boundaries(schedule.record)
+        self.fused = 0  # collectives that the last Fuse still asks for
+        self.launch: list[Unshard | Reduce] = []  # those of the last Fuse
+        self.together: dict[int, tuple[int, ...]] = {}  # bucket -> what it was reduced with
 
     def step(self, index: int, instruction: Instruction) -> str | None:
         """Apply one instruction; the reason why it is wrong, or None."""
@@ -108,8 +114,10 @@ class _State:
             return f"unknown bucket {unknown[0]}"
         if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard):
             return f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it"
-        if self.fused and not isinstance(instruction, Unshard):
-            return f"a Fuse before it asks for {self.fused} more gathers"
+        if not self.fused:
+            self.launch = []
+        elif reason := self._fused(instruction):
+            return reason
         if isinstance(instruction, Run | End | Reduce) and (reason := self.moves.event(instruction, index)):
             return reason
         match instruction:
@@ -117,7 +125,7 @@ class _State:
                 return self._unshard(bucket)
             case Fuse(count):
                 if count < 2:
-                    return "it takes two gathers to be fused"
+                    return "it takes two collectives to be fused"
                 self.fused = count
             case Wait(bucket):
                 if not self.holds[bucket]:
@@ -133,7 +141,7 @@ class _State:
             case Reshard(bucket):
                 return self._reshard(bucket)
             case Reduce(bucket):
-                return self._reduce(bucket)
+                return self._reduce(bucket) or self._reduced_together(bucket)
             case Settle(bucket):
                 if bucket not in self.in_flight:
                     return "settled without a reduction in flight"
@@ -150,6 +158,29 @@ class _State:
                 return self.moves.move(instruction)
         return None
 
+    def _fused(self, instruction: Instruction) -> str | None:
+        """The next instruction of a launch."""
+        kind = type(self.launch[0]) if self.launch else None
+        if not isinstance(instruction, Unshard | Reduce) or (kind is not None and type(instruction) is not kind):
+            more = {Unshard: "gathers", Reduce: "reductions", None: "collectives"}[kind]
+            return f"a Fuse before it asks for {self.fused} more {more}"
+        if kind is Reduce and self.moves.events in self.boundaries:
+            return "a Fuse before it asks for reductions of one backward"
+        if isinstance(instruction, Unshard) and self.holds[instruction.bucket]:
+            return "a Fuse before it asks for gathers, and this bucket has been gathered"
+        self.launch.append(instruction)
+        self.fused -= 1
+        return None
+
+    def _reduced_together(self, bucket: int) -> str | None:
+        """Is it, each time, together with the same buckets?"""
+        if self.fused:
+            return None
+        members = tuple(i.bucket for i in self.launch) or (bucket,)
+        if any(self.together.setdefault(member, members) != members for member in members):
+            return "reduced in one launch with others than before"
+        return None
+
     @staticmethod
     def _buckets(instruction: Instruction) -> tuple[int, ...]:
         if isinstance(instruction, Run):
@@ -164,9 +195,6 @@ class _State:
                 return "the bucket is kept and must be gathered once"
             self.gathers[bucket] += 1
             self.waited.discard(bucket)
-        elif self.fused:
-            return "a Fuse before it asks for gathers, and this bucket has been gathered"
-        self.fused = max(0, self.fused - 1)
         self.holds[bucket] += 1
         return None
 
@@ -217,7 +245,7 @@ class _State:
     def finish(self) -> str | None:
         """What is missing at the end, or None."""
         if self.fused:
-            return f"a Fuse asks for {self.fused} more gathers"
+            return f"a Fuse asks for {self.fused} more collectives"
         if reason := self.moves.finish():
             return reason
         for bucket in self.facts.buckets:
