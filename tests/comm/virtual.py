@@ -62,7 +62,7 @@ class VirtualPending:
 class VirtualTransport:
     """One rank that moves nothing: collectives run one after the other, each as long as `costs` say.
 
-    Of gathers that are issued `together` only the first pays the start-up. `calls`: (kind, bucket, issued, over).
+    Of collectives that are issued `together` only the first pays the start-up. `calls`: (kind, bucket, issued, over).
     """
 
     costs: Costs
@@ -85,7 +85,8 @@ class VirtualTransport:
     def _issue(self, kind: Kind, bucket: int, nbytes: int) -> VirtualPending:
         seconds = self.costs.seconds(kind, bucket, nbytes)
         if self._launched:
-            seconds = max(0.0, seconds - self.costs.gather.alpha)
+            line = self.costs.gather if kind == "all_gather" else self.costs.reduce
+            seconds = max(0.0, seconds - line.alpha)
         if self._launched is not None:
             self._launched = True
         self.free = max(self.clock.now, self.free) + seconds

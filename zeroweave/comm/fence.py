@@ -45,7 +45,8 @@ class Fenced:
         return self._inner.empty(numel, dtype)
 
     def together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._switches.sync_after_allgather else self._inner.together()
+        waits = self._switches.sync_after_allgather or self._switches.sync_after_reduce
+        return nullcontext() if waits else self._inner.together()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._synchronize(self._switches.sync_before_allgather)

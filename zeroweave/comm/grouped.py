@@ -36,16 +36,20 @@ class Grouped:
             finally:
                 self._scope = None
 
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        transport = self._transports[layout.group]
-        if self._scope is not None and self._launching != layout.group:
+    def _of(self, group: str) -> Transport:
+        """The transport of a group; in a scope, in a launch of its own behind that of another group."""
+        transport = self._transports[group]
+        if self._scope is not None and self._launching != group:
             self._scope.close()
             self._scope.enter_context(transport.together())
-            self._launching = layout.group
-        return transport.all_gather(flat, shard, layout)
+            self._launching = group
+        return transport
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        return self._of(layout.group).all_gather(flat, shard, layout)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        return self._transports[layout.group].reduce_scatter(out, parts, layout, op)
+        return self._of(layout.group).reduce_scatter(out, parts, layout, op)
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self._transports[layout.group].all_reduce(out, parts, layout, op)

@@ -55,7 +55,7 @@ class _Work:
 
 
 class _Launch:
-    """Gathers that are issued together, when the scope in which they were asked for ends."""
+    """Collectives of one kind that are issued together, when the scope in which they were asked for ends."""
 
     def __init__(self) -> None:
         self.works: Sequence[dist.Work] = ()
@@ -198,7 +198,7 @@ class ProcessGroupTransport:
             else:
                 inputs = list(lent(flat).split(list(chunks)))
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
-        return _Work(work, flat, out, *_tensors(parts))
+        return _Work(self._launch or work, flat, out, *_tensors(parts))
 
     @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:

@@ -66,7 +66,10 @@ class Transport(Protocol):
         """A new 1-D tensor for a shard; from here so that a transport can choose the kind of memory."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside, gathers are issued in one launch where the backend can; nothing else may be issued there."""
+        """Inside, gathers only, or reduce-scatters only, are issued: in one launch where the backend can.
+
+        Equally on all ranks: NCCL hangs where one rank launches together what another launches one after the other.
+        """
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order, cast to its dtype."""

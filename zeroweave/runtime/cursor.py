@@ -8,7 +8,7 @@ from typing import Final
 from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Unshard, Update
 
 _EVENTS: Final = (Run, End, Reduce, Update)
-_AT_ONCE: Final = (Unshard, Reshard, Fuse, Reload)
+_AT_ONCE: Final = (Unshard, Reshard, Reload)
 """Instructions that wait for nothing."""
 
 
@@ -26,13 +26,31 @@ class Cursor:
     @property
     def at_once(self) -> bool:
         """Is there a next instruction, and does it wait for nothing?"""
-        return not self.at_end and isinstance(self._instructions[self.index], _AT_ONCE)
+        if self.at_end:
+            return False
+        instruction = self._instructions[self.index]
+        if isinstance(instruction, Fuse):
+            instruction = self._instructions[self.index + 1]
+        return isinstance(instruction, _AT_ONCE)
+
+    @property
+    def next(self) -> int:
+        """Where the next event or update is; the end where nothing like that comes any more."""
+        rest = range(self.index, len(self._instructions))
+        return next((i for i in rest if isinstance(self._instructions[i], _EVENTS)), len(self._instructions))
 
     @property
     def event(self) -> Instruction | None:
         """The next event or update; None where nothing like that comes any more."""
-        rest = range(self.index, len(self._instructions))
-        return next((self._instructions[i] for i in rest if isinstance(self._instructions[i], _EVENTS)), None)
+        at = self.next
+        return None if at == len(self._instructions) else self._instructions[at]
+
+    @property
+    def launch(self) -> Sequence[Instruction]:
+        """The next event or update, with the others of its launch."""
+        at = self.next
+        before = self._instructions[at - 1] if at > self.index else None
+        return self._instructions[at : at + (before.count if isinstance(before, Fuse) else 1)]
 
     def beyond(self, kind: type[Instruction]) -> Instruction | None:
         """The next event or update that is not of this kind."""

@@ -8,8 +8,8 @@ each event generates the instructions that it needs at that moment, and they go 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 from zeroweave.runtime.bucket import Bucket
@@ -57,9 +57,9 @@ class _OpenCall(NamedTuple):
 class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
-    `keep`: the buckets that stay unsharded until the window's end. `together`: the scope in which gathers are issued
-    in one launch. `free`: what `Free` does; None: there is none. `offloading`: what moves activations; None: nothing
-    does. Counters are kept over windows.
+    `keep`: the buckets that stay unsharded until the window's end. `together`: the scope in which gathers, or
+    reductions, are issued in one launch. `free`: what `Free` does; None: there is none. `offloading`: what moves
+    activations; None: nothing does. Counters are kept over windows.
     """
 
     def __init__(
@@ -174,35 +174,34 @@ class Replay:
         if reduced:
             while waiting := self._gradients.unissued():
                 following = self._next_reduction()
-                bucket = following if following in waiting else waiting[0]
-                if bucket in self._passed and not self.following:
-                    self._issue(bucket)
-                else:
-                    self._flush(bucket)
+                self._flush(following if following in waiting else waiting[0])
         self._passed.clear()
         if self._offloading is not None:
             self._offloading.arrive()
         self.record.add(Micro())
 
     def _flush(self, bucket: int) -> None:
-        """Reduces a bucket although gradients that were announced, or all of them, are missing."""
-        if self._next_reduction() == bucket:
-            self.record.add(Ready(bucket))
+        """Reduces a bucket, and what is reduced with it, although gradients that were announced may be missing."""
+        if (due := self._next_reductions())[:1] == (bucket,):
+            for each in due:
+                self.record.add(Ready(each))
             self._advance(Reduce(bucket))
             self._trail()
             return
         self._depart()
         if not self._gradients.is_unissued(bucket):
             return  # it had its turn by that
-        if bucket not in self._passed:
-            self.record.add(Ready(bucket))
-        self._issue(bucket)
+        launch = self._launch(bucket)
+        for each in launch:
+            if each not in self._passed:
+                self.record.add(Ready(each))
+        self._issue(launch)
 
     def reduce_late(self, buckets: Iterable[int]) -> None:
         """Reduces again, before the optimizer step, what had its turn before all of its gradients came."""
         self._depart()
         for bucket in buckets:
-            self._issue(bucket)
+            self._issue((bucket,))
 
     def arrive(self) -> bool:
         """The window's computations are over. Did they follow the schedule to the end?"""
@@ -259,10 +258,14 @@ class Replay:
         """Is a call open that is over by the schedule? What comes behind it may drop what the call still reads."""
         return any(not each.lasts for each in self._open)
 
+    def _next_reductions(self) -> tuple[int, ...]:
+        """The buckets of the schedule's next event, if that is a reduction whose turn has come, and of its launch."""
+        launch = self._cursor.launch if self.following and not self._outlasted else ()
+        return tuple(event.bucket for event in launch if isinstance(event, Reduce))
+
     def _next_reduction(self) -> int | None:
-        """The bucket of the schedule's next event, if that is a reduction whose turn has come."""
-        event = self._cursor.event if self.following and not self._outlasted else None
-        return event.bucket if isinstance(event, Reduce) else None
+        """The first of them."""
+        return next(iter(self._next_reductions()), None)
 
     def _ahead(self, event: Instruction) -> bool:
         """Is the event still to come in the schedule?"""
@@ -270,8 +273,8 @@ class Replay:
 
     def _reduce_due(self) -> None:
         """Reduces what is complete and has its turn; a bucket that was complete early has waited for it."""
-        while self.reducing and (bucket := self._next_reduction()) is not None and self._gradients.awaits_turn(bucket):
-            self._flush(bucket)
+        while self.reducing and (due := self._next_reductions()) and all(map(self._gradients.awaits_turn, due)):
+            self._flush(due[0])
 
     def _reduce_overdue(self, event: Instruction) -> None:
         """Reduces, as far as they are, the buckets whose turn comes before an event that happens now.
@@ -286,8 +289,9 @@ class Replay:
         """Executes up to and including `event` if it is the schedule's next event."""
         if not self.following or self._outlasted or self._cursor.event != event:
             return False
-        while self._execute_next() != event:
-            pass
+        behind = self._cursor.next + 1
+        while self._cursor.index < behind:
+            self._execute_next()
         return True
 
     def _trail(self) -> None:
@@ -298,15 +302,13 @@ class Replay:
         while self._cursor.at_once:
             self._execute_next()
 
-    def _execute_next(self) -> Instruction:
-        """Executes the next instruction and returns it; of a `Fuse`, all that belong to it."""
+    def _execute_next(self) -> None:
+        """Executes the next instruction; of a `Fuse`, all that belong to it."""
         instruction = self._cursor.take()
-        self._execute(instruction)
         if isinstance(instruction, Fuse):
-            with self._together():
-                for _ in range(instruction.count):
-                    self._execute_next()
-        return instruction
+            self._execute_together([self._cursor.take() for _ in range(instruction.count)])
+        else:
+            self._execute(instruction)
 
     def _depart(self) -> None:
         """Leaves the schedule for the rest of the window; drops what it gathered ahead."""
@@ -346,34 +348,53 @@ class Replay:
         self._execute(Wait(bucket))
 
     def _gather_kept(self, until: int | None = None) -> None:
-        """Gathers kept buckets in the order that all ranks agreed on, used on this rank or not."""
-        for bucket in self._keep_order():
-            if not self._holds[bucket]:
-                self.on_demand += self.schedule is not None
-                self._execute(Unshard(bucket))
-            if bucket == until:
+        """Gathers kept buckets in the order and the launches that all ranks agreed on, used on this rank or not."""
+        for launch in self._keep_order():
+            missing = [bucket for bucket in launch if not self._holds[bucket]]
+            self.on_demand += len(missing) if self.schedule is not None else 0
+            self._execute_together([Unshard(bucket) for bucket in missing])
+            if until in launch:
                 break
 
-    def _keep_order(self) -> list[int]:
+    def _keep_order(self) -> list[list[int]]:
         if self.schedule is None:
-            return sorted(self.keep)
-        return [i.bucket for i in self.schedule.instructions if isinstance(i, Unshard) and i.bucket in self.keep]
+            return [[bucket] for bucket in sorted(self.keep)]
+        launches = self.schedule.launches
+        return [[i.bucket for i in launch if isinstance(i, Unshard) and i.bucket in self.keep] for launch in launches]
+
+    def _launch(self, bucket: int) -> tuple[int, ...]:
+        """What is reduced in one launch with a bucket, also here: NCCL hangs where ranks launch unequally."""
+        if self.schedule is None or not self._gradients.is_unissued(bucket):  # what comes late comes alone
+            return (bucket,)
+        return self.schedule.reduced_together.get(bucket, (bucket,))
 
     def _issue_in_turn(self) -> None:
         # Kept buckets have one order whatever a rank computes, as nothing is gathered between their reductions.
-        order = self._gradients.unissued() if self.keep else tuple(self._passed)
-        for bucket in order:
-            if bucket not in self._passed:
+        for bucket in self._gradients.unissued() if self.keep else tuple(self._passed):
+            launch = self._launch(bucket)
+            if all(each in self._passed for each in launch):
+                if self._gradients.is_unissued(bucket):
+                    self._issue(launch)
+            elif self.keep:
                 return
-            if self._gradients.is_unissued(bucket):
-                self._issue(bucket)
 
-    def _issue(self, bucket: int) -> None:
-        while len(flying := self._gradients.reductions.in_flight) >= self._depth or bucket in flying:
+    def _issue(self, launch: tuple[int, ...]) -> None:
+        def full(flying: tuple[int, ...]) -> bool:
+            return len(flying) + len(launch) > self._depth or not set(launch).isdisjoint(flying)
+
+        while (flying := self._gradients.reductions.in_flight) and full(flying):
             self._execute(Settle(flying[0]))
-        self._execute(Reduce(bucket))
+        self._execute_together([Reduce(bucket) for bucket in launch])
 
     # ------------------------------------------------------------------ instructions
+    def _execute_together(self, launch: Sequence[Instruction]) -> None:
+        """Executes gathers, or reductions, as one launch."""
+        if len(launch) > 1:
+            self._execute(Fuse(len(launch)))
+        with self._together() if len(launch) > 1 else nullcontext():
+            for instruction in launch:
+                self._execute(instruction)
+
     def _execute(self, instruction: Instruction) -> None:
         self.executed.append(instruction)
         if self.timeline is None:
