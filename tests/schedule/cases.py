@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
-from zeroweave.schedule import BucketFacts, Call, Entered, Event, Facts, Left, Micro, Needed, Phase, Ready
+from zeroweave.schedule import (
+    BucketFacts,
+    Call,
+    Costs,
+    Entered,
+    Event,
+    Facts,
+    Left,
+    Line,
+    Micro,
+    Needed,
+    Phase,
+    Ready,
+)
+from zeroweave.schedule.instructions import project
 
 SEEDS = range(150)
 
@@ -98,3 +113,30 @@ def stack_with_needs(blocks: int, micro_steps: int, nbytes: int = 8) -> tuple[Ev
             begun[event.call] += 1
         record.append(event)
     return tuple(record)
+
+
+def due_together(seed: int) -> tuple[tuple[Event, ...], Facts]:
+    """A random case where each backward's gradients are complete at its end, at once or nearly, with costs."""
+    rng = random.Random(seed)
+    record, facts = random_case(seed)
+    out: list[Event] = []
+    ready: list[Event] = []
+    for event in record:
+        if isinstance(event, Ready):
+            ready.append(event)
+            continue
+        if isinstance(event, Micro):
+            out += ready
+            ready.clear()
+        out.append(event)
+    events = len(project(tuple(out)))
+    costs = Costs(
+        compute=tuple(rng.choice([0.0, 0.5, 2.0]) for _ in range(events)),
+        update={},
+        gathers={},
+        reductions={},
+        gather=Line(1.0, 0.25),
+        reduce=Line(1.0, 0.25),
+        activations=(0,) * events,
+    )
+    return tuple(out), replace(facts, fuse=True, costs=costs)

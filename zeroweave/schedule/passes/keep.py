@@ -6,14 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import Prediction, simulate
+from zeroweave.schedule.cost import simulate
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import Reshard, Unshard, Wait
 from zeroweave.schedule.passes.prefetch import limit, prefetch
-from zeroweave.schedule.passes.room import Events, predict
-
-TAX = 0.5
-"""Seconds that computation is slower for each second of a hidden collective: 0.4 to 0.6 on two H200 with NCCL."""
+from zeroweave.schedule.passes.room import Events, predict, price
 
 
 def keep(schedule: Schedule) -> Schedule:
@@ -39,14 +36,9 @@ def keep(schedule: Schedule) -> Schedule:
         prediction = predict(prefetch(kept), costs)
         if prediction.peak <= most:  # it may be over: where less is waited for, reductions are over later
             # Memory that is kept is not there to gather ahead.
-            return kept if _price(prediction) <= _price(predict(ahead, costs)) else schedule
+            return kept if price(prediction) <= price(predict(ahead, costs)) else schedule
         chosen = chosen[: len(chosen) * 3 // 4]
     return schedule
-
-
-def _price(prediction: Prediction) -> float:
-    """The step's seconds, and what collectives cost that nobody waits for."""
-    return prediction.seconds + TAX * prediction.busy("all_gather", "reduce_scatter")
 
 
 def _without_gaps(schedule: Schedule, retain: frozenset[int]) -> Schedule:

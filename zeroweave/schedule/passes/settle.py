@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
-from zeroweave.schedule.instructions import Instruction, Reduce, Settle, Update
+from zeroweave.schedule.instructions import Fuse, Instruction, Reduce, Settle, Update
 
 
 def settle(schedule: Schedule) -> Schedule:
@@ -17,7 +17,8 @@ def settle(schedule: Schedule) -> Schedule:
     After:   Reduce 2 · Run 1 · Settle 2 · Reduce 1 · Run 0 · Reduce 0
 
     ``depth`` stays the most reductions in flight: a Settle only moves up, where the compute stream does not wait
-    for it, and the gradient flat is free earlier. Changes nothing without measured costs.
+    for it, and the gradient flat is free earlier. In front of a launch of reductions, not into it. Changes nothing
+    without measured costs.
     """
     costs = schedule.costs
     if costs is None:
@@ -30,6 +31,8 @@ def settle(schedule: Schedule) -> Schedule:
     issued: dict[int, list[int]] = {}  # bucket -> its Reduces that are not settled
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
+    fused = [(n, i.count) for n, i in enumerate(instructions) if isinstance(i, Fuse)]
+    launch = {inside: first for first, count in fused for inside in range(first, first + count + 1)}
     for index, instruction in enumerate(instructions):
         match instruction:
             case Reduce(bucket):
@@ -39,6 +42,7 @@ def settle(schedule: Schedule) -> Schedule:
                 # Both indices and times go up, and the reduction's own event begins before it is over.
                 found = bisect_left(begins, over[reduction], lo=bisect_right(events, reduction))
                 event = events[found] if found < len(events) else index
+                event = launch.get(event, event)
                 if event < index and not isinstance(instructions[event], Update):
                     moved.setdefault(event, []).append(instruction)
                     taken.add(index)
