@@ -66,6 +66,15 @@ def test_a_launch_holds_gathers_of_one_group() -> None:
     assert noted == launches.split(", ")
 
 
+def test_a_launch_holds_reductions_of_one_group() -> None:
+    transport, noted = grouped()
+    with transport.together():
+        for each in (ALL, EXPERTS, EXPERTS):
+            transport.reduce_scatter(torch.empty(32), {}, each, "average")
+    launches = "world (, world reduces, ) world, experts (, experts reduces, experts reduces, ) experts"
+    assert noted == launches.split(", ")
+
+
 def test_a_group_of_one_rank_divides_by_all_ranks() -> None:
     alone = replace(ALL, group="experts", world=1, groups=4)
     out = torch.empty(128)

@@ -40,7 +40,7 @@ def random_costs(rng: random.Random, record: tuple[Event, ...], facts: Facts) ->
         compute=tuple(seconds(rng) for _ in range(events)),
         update={b: seconds(rng) for b in ids},
         gathers={b: line.alpha + seconds(rng) for b in ids},
-        reductions={b: seconds(rng) for b in ids},
+        reductions={b: line.alpha + seconds(rng) for b in ids},
         gather=line,
         reduce=line,
         activations=(0,) * events,

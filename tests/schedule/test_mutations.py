@@ -160,6 +160,9 @@ def is_legal(schedule: Schedule) -> bool:
         return False
     if any(places[start] < n < places[end] for n in frees for start, end in spans.items()):
         return False
+    first = min(positions(*map(Update, buckets)), default=length)
+    if not facts.update_by_bucket and any(isinstance(i, Settle) for i in instructions[first:]):
+        return False
     over = min((n for n, i in enumerate(instructions) if isinstance(i, Update | Free)), default=length)
     return all(isinstance(i, Settle | Update | Reshard) for i in instructions[over + 1 :])
 

@@ -119,6 +119,10 @@ ILLEGAL = {
         schedule(*use(A), Reduce(A), Settle(A), Free(), Update(A), free=False),
         "instruction 6, Free: nothing asks for activations to be freed",
     ),
+    "updated while another reduction is in flight": (
+        schedule(*use(A), Reduce(A), Reduce(B), Settle(A), Update(A), Settle(B), Update(B), depth=2, buckets=(A, B)),
+        "instruction 7, Update a: updated before all reductions were settled, and buckets are not updated one by one",
+    ),
     "one gather fused": (
         schedule(Fuse(1), *use(A), *gradient(A)),
         "instruction 0, Fuse 1: it takes two collectives to be fused",

@@ -120,7 +120,7 @@ class Facts:
     offload: keep activations in host memory until they are needed (see passes/offload.py).
     retain: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
-    fuse: issue neighbouring gathers of small buckets in one launch (see passes/fuse.py).
+    fuse: issue neighbouring gathers, or reductions, of small buckets in one launch (see passes/fuse.py).
     memory: bytes of flats, gradient flats and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
     costs: what was measured; None before.

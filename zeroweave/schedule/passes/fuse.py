@@ -12,6 +12,7 @@ from zeroweave.schedule.facts import Costs, Line
 from zeroweave.schedule.instructions import (
     Fuse,
     Instruction,
+    Phase,
     Reduce,
     Reshard,
     Run,
@@ -95,11 +96,12 @@ def _pulled_up(schedule: Schedule, small: int, joins: _Joins) -> Schedule:
     holds: dict[int, int] = {}
     lead: int | None = None
     room, since = 0, set[int]()  # bytes that may still join; buckets dropped since the launch
-    phase = None
+    phase: Phase | None = None
     for index, instruction in enumerate(instructions):
         match instruction:
-            case Run(call, _) if call.phase != phase:
-                phase, lead = call.phase, None
+            case Run(call, _):
+                lead = lead if phase in (call.phase, None) else None
+                phase = call.phase
             case Update():
                 lead = None
             case Reshard(bucket):
