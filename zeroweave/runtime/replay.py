@@ -226,9 +226,10 @@ class Replay:
         else:
             if self._free is not None:
                 self._execute(Free())
-            for bucket in self.update_order(updates):
-                while bucket in self._gradients.reductions.in_flight:
-                    self._execute(Settle(bucket))
+            order = self.update_order(updates)
+            for bucket in self._gradients.reductions.in_flight:  # the first update allocates
+                self._execute(Settle(bucket))
+            for bucket in order:
                 self._execute(Update(bucket))
             self._drop_holds()
         self._update = None

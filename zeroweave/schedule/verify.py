@@ -56,8 +56,9 @@ def verify(schedule: Listing) -> None:
     that was not taken, none while a call or a gather still needs the storage, and none is left at the end; a
     kept bucket is gathered exactly once. Gradients: only trainable buckets are reduced, each at least once;
     every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
-    flight; every trainable bucket is updated exactly once, and after the first update nothing is gathered,
-    run or reduced. Activations: freed once at most, where ``free`` asks for it, after the last call, and nothing
+    flight, and none at an update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after
+    the first update nothing is gathered, run or reduced. Activations: freed once at most, where ``free`` asks for
+    it, after the last call, and nothing
     is gathered, run or reduced after that. Moved, where ``offload`` asks for it, after the call and once: out, gone,
     and on the way back before the last event in front of their need. A ``Fuse`` is followed by as many gathers as it
     says, or as many reductions of one backward; a bucket is reduced together with the same ones each time, so that a
@@ -239,6 +240,8 @@ class _State:
             return "updated but never reduced"
         if bucket in self.in_flight:
             return "updated before its reduction was settled"
+        if self.in_flight and not self.facts.update_by_bucket:
+            return "updated before all reductions were settled, and buckets are not updated one by one"
         self.updated.add(bucket)
         return None
 
