@@ -115,7 +115,7 @@ class CompileConfig(BaseModel):
     """Bytes of device memory that "auto" may fill; none: gathers one bucket more ahead, keeps none."""
 
     fuse: bool = True
-    """Issue the gathers of neighbouring small buckets in one launch."""
+    """Issue the gathers, or the reductions, of neighbouring small buckets in one launch."""
 
     record_steps: Annotated[int, Field(ge=0)] = 3
     """How many steps are timed before "auto" decides; 0: it never does."""
@@ -154,7 +154,10 @@ class ActivationsConfig(BaseModel):
     model_config = STRICT
 
     free_threshold_bytes: Annotated[int, Field(ge=0)] | None = None
-    """Activations of this size and more that no backward has used are freed before the optimizer step; None: none."""
+    """Activations of this size and more that no backward has used up are freed before the optimizer step; None: none.
+
+    Those of retained graphs and of forwards without a backward: an ordinary backward leaves none.
+    """
 
 
 class OffloadConfig(BaseModel):
