@@ -67,6 +67,10 @@ def zero(**keys: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 3, **keys}}
 
 
+def compile_(**keys: Any) -> dict[str, Any]:
+    return {"compile": keys}
+
+
 MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}),
     "gradient_clipping": ({"gradient_clipping": 0.5}, {"gradient_clipping": 0.5}),
@@ -107,6 +111,29 @@ MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}},
         {"precision": {"autocast": "bfloat16"}},
     ),
+    "activation_checkpointing.cpu_checkpointing": (
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"offload": {"activations": True}},
+    ),
+    "compile.enabled": (compile_(enabled=False), {"compile": {"enabled": False}}),
+    "compile.deepcompile": (compile_(deepcompile=False), {"compile": {"enabled": False}}),
+    "compile.backend": (compile_(backend="aot_eager"), {"compile": {"lower": "aot_eager"}}),
+    "compile.free_activation": (
+        compile_(free_activation=True),
+        {"activations": {"free_threshold_bytes": 4 * 10 * 1024 * 1024}},
+    ),
+    "compile.free_activation_threshold": (
+        {**compile_(free_activation=True, free_activation_threshold=1000), "torch_autocast": {"enabled": True}},
+        {"activations": {"free_threshold_bytes": 2000}, "precision": {"autocast": "bfloat16"}},
+    ),
+    "compile.offload_activation": (compile_(offload_activation=True), {"offload": {"activations": True}}),
+    "compile.offload_opt_states": (compile_(offload_opt_states=True), {"offload": {"optimizer": "all"}}),
+    "compile.offload_parameters": (compile_(offload_parameters=True), {"offload": {"params": True}}),
+    "compile.double_buffer": (compile_(double_buffer=False), {"reduce": {"depth": 1}}),
+    **{
+        f"compile.{name}": (compile_(**{name: True}), {"debug": {name: True}})
+        for name in ("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather")
+    },
     "zero_optimization.stage": (zero(stage=2), {"stage": 2}),
     "zero_optimization.reduce_bucket_size": (
         {**BF16, **zero(reduce_bucket_size=5e8)},
@@ -149,7 +176,8 @@ def test_ignored(key: str) -> None:
 
 @pytest.mark.parametrize("key", [name for name, key in KEYS.items() if key.fate == "refused"])
 def test_refused(key: str) -> None:
-    assert refused(nested(key, True)).splitlines()[1:] == [f"- {key} is True: {KEYS[key].instead}"]
+    asked = not any(off is True for off in KEYS[key].off)
+    assert refused(nested(key, asked)).splitlines()[1:] == [f"- {key} is {asked}: {KEYS[key].instead}"]
     for off in KEYS[key].off:
         assert quiet(nested(key, off)) == Config()
 

@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from zeroweave.deepspeed import translate
+from zeroweave.deepspeed import SECTIONS, translate
 from zeroweave.errors import ConfigError, UnsupportedStage
 from zeroweave.explain import explain
+from zeroweave.notices import warn
 from zeroweave.sections import (
     STRICT,
     ActivationsConfig,
@@ -124,10 +125,8 @@ class Config(_Explained):
                 f"not {type(source).__name__}"
             )
         path = Path(source)
-        try:
+        with _naming(path):
             return cls._of_mapping(_read(path))
-        except ConfigError as error:
-            raise type(error)(f"{path}: {error}") from None
 
     @classmethod
     def from_deepspeed(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
@@ -136,12 +135,11 @@ class Config(_Explained):
         docs/deepspeed.md says what becomes of each key. One warning names the keys that change no result and are
         ignored. ConfigError names all keys at once that change results or memory and cannot be honoured.
         """
-        values, ignored = translate(source if isinstance(source, Mapping) else _read(Path(source)))
-        config = cls._of_mapping(values)
+        with nullcontext() if isinstance(source, Mapping) else _naming(Path(source)):
+            values, ignored = translate(source if isinstance(source, Mapping) else _read(Path(source)))
+            config = cls._of_mapping(values)
         if ignored:
-            warnings.warn(
-                f"ignored keys of the DeepSpeed config, which change no result: {', '.join(ignored)}", stacklevel=2
-            )
+            warn(f"ignored keys of the DeepSpeed config, which change no result: {', '.join(ignored)}")
         return config
 
     @classmethod
@@ -149,6 +147,11 @@ class Config(_Explained):
         for key in values:
             if not isinstance(key, str):
                 raise ConfigError(f"keys of the config must be strings, not {key!r}")
+        if foreign := [key for key in values if key in SECTIONS and key not in cls.model_fields]:
+            raise ConfigError(
+                f"{', '.join(map(repr, foreign))} of a DeepSpeed config: read it with "
+                "zeroweave.Config.from_deepspeed(path_or_dict), and pass what that returns"
+            )
         return cls(**values)
 
 
@@ -185,6 +188,15 @@ class RuntimeConfig(_Explained, DebugConfig):
         if isinstance(source, Mapping):
             return cls(**source)
         return cls(**{name: getattr(source, name) for name in cls.model_fields if hasattr(source, name)})
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """ConfigErrors inside name the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{path}: {error}") from None
 
 
 def _read(path: Path) -> Mapping[str, Any]:

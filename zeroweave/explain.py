@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -71,15 +72,26 @@ def _allowed(key: str, details: ErrorDetails) -> str:
             return f"valid ({other}: {details['msg']})"
 
 
-def _suggestion(key: str, known: tuple[str, ...]) -> str:
-    """A key of that name elsewhere, the nearest beside the unknown one, the nearest anywhere, or those beside it."""
+def nearest(key: str, known: Sequence[str]) -> str | None:
+    """The dotted key that was meant: one of that name elsewhere, the nearest beside it, the nearest anywhere."""
     table, _, leaf = key.rpartition(".")
+    anywhere: dict[str, str] = {}
+    for name in known:
+        anywhere.setdefault(name.rpartition(".")[2], name)
     beside = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == table}
-    anywhere = {name.rpartition(".")[2]: name for name in known}
     for names in ({leaf: anywhere[leaf]} if leaf in anywhere else {}, beside, anywhere):
         for near in difflib.get_close_matches(leaf, names, n=1):
-            return f"did you mean {names[near]!r}?"
-    return f"the keys {f'of {table!r} ' if table else ''}are {', '.join(sorted(beside))}"
+            return names[near]
+    return None
+
+
+def _suggestion(key: str, known: tuple[str, ...]) -> str:
+    """The key that was probably meant, or those beside the unknown one."""
+    if (near := nearest(key, known)) is not None:
+        return f"did you mean {near!r}?"
+    table = key.rpartition(".")[0]
+    beside = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table)
+    return f"the keys {f'of {table!r} ' if table else ''}are {', '.join(beside)}"
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> tuple[str, ...]:

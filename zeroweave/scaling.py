@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from typing import Final
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from zeroweave.config import Config
 from zeroweave.errors import NonFiniteError
 from zeroweave.guard import Guard, Progress
+from zeroweave.notices import warn
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.state import Parts
@@ -87,10 +87,10 @@ class Scaling(Windows):
         missing += [f"multiply by the loss scale ({scale:g})"] if scale != 1.0 else []
         if missing:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"loss.backward() does not {' or '.join(missing)}; use engine.backward(loss) or "
                 "engine.scale(loss).backward() unless the loss is scaled already",
-                stacklevel=3,
+                self.rank,
             )
 
     def _nonfinite(self) -> bool:
