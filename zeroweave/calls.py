@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from torch import nn
 
 from zeroweave._torch import map_tensors, recomputing
-from zeroweave.compile import Templates, call_modules, find_regions, region_key
+from zeroweave.compile import Announcer, Templates, call_modules, find_regions, region_key
 from zeroweave.config import Config
 from zeroweave.eager.access import Access, Shown
 from zeroweave.eager.handles import SavedTensors
 from zeroweave.eager.hooks import ModuleCall, hook_gradients, own_outputs
+from zeroweave.notices import warn
 from zeroweave.runtime.runtime import Runtime
 
 
@@ -38,7 +38,10 @@ def session(runtime: Runtime, shown: Shown) -> Iterator[None]:
 
 
 class Calls:
-    """The calls of one engine. `eager_regions` names the regions that Dynamo gave up on, with its reason."""
+    """The calls of one engine. `eager_regions` names the regions that Dynamo gave up on, with its reason.
+
+    `session` surrounds the outermost call; `first_step`: has no optimizer step been taken yet?
+    """
 
     def __init__(
         self,
@@ -46,8 +49,10 @@ class Calls:
         runtime: Runtime,
         config: Config,
         session: Callable[[], AbstractContextManager[None]],
+        rank: int,
+        first_step: Callable[[], bool],
     ) -> None:
-        self._model, self._runtime = model, runtime
+        self._model, self._runtime, self._rank = model, runtime, rank
         self._dtype = None if config.precision.params is None else getattr(torch, config.precision.params)
         wanted = config.precision.autocast
         self._autocast = None if wanted is None else getattr(torch, wanted)
@@ -61,7 +66,8 @@ class Calls:
         self.templates: Templates | None = None
         if config.compile.enabled:
             c, names = config.compile, {r.module: r.name for r in regions}
-            self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget)
+            announcer = Announcer.on_terminal(rank, first_step)
+            self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer)
 
         place = {s.name: (b.id, i) for b in runtime.buckets.values() for i, s in enumerate(b.layout.slots)}
         place_of = {id(p): place[name] for name, p in model.named_parameters()}
@@ -87,12 +93,11 @@ class Calls:
             if call.name not in self.eager_regions:
                 reason = templates.give_up_reason(key, call.module)
                 if reason not in self.eager_regions.values():
-                    warnings.warn(
-                        f"{call.name or 'the model'} trains eagerly, exact but slower: {reason}", stacklevel=2
-                    )
+                    warn(f"{call.name or 'the model'} trains eagerly, exact but slower: {reason}", self._rank)
                 self.eager_regions[call.name] = reason
 
         call.compiled = templates.compile(key, dynamic)
+        templates.announcer.expect(key, call.name)
         call.may_compile = lambda: self._compiling
         call.gave_up = gave_up
 
@@ -143,10 +148,10 @@ class Calls:
             return kwargs
         if not self._told_cache:
             self._told_cache = True
-            warnings.warn(
+            warn(
                 "the model's config asks for a key-value cache (use_cache=True), with which every layer would be "
                 "compiled anew: the engine passes use_cache=False; pass use_cache=True in the call to keep it",
-                stacklevel=5,
+                self._rank,
             )
         return {**kwargs, "use_cache": False}
 

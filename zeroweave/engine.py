@@ -53,7 +53,10 @@ class Engine(Scheduling, Scaling, Accessors):
         self._scheduler = scheduler_of(parts, self._agreements)
         self._adaptive = adaptive_of(parts)
         self._samples = Samples.asked_for(self._scheduler, self.rank)
-        self._calls = Calls(parts.model, parts.runtime, parts.config, self._session)
+        progress = self._progress
+        self._calls = Calls(
+            parts.model, parts.runtime, parts.config, self._session, self.rank, lambda: progress.step == 0
+        )
         self._shown = Shown(parts.places, self._calls.access)
         self._opened = Opened(parts.runtime, self._shown, parts.status)
         self._runtime.trains = parts.optimizer is not None

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from zeroweave import _torch
 from zeroweave.compile import lower as lowering
+from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Host, Roles, Split, backward_binder, forward_binder, roles_of
 from zeroweave.compile.give_up import explain
 from zeroweave.compile.lower import Kind, Lower
@@ -33,7 +34,8 @@ class Templates:
     `names` maps each region's module to its qualified name, which becomes the name of its calls. Dynamo compiles
     at most `recompile_limit` variants of all regions that share a callable (see `compile`). `activation_budget` is
     the share of activation bytes that forwards may save. Counters: `graphs` captured by Dynamo, `templates` lowered,
-    `found` of them in Inductor's cache, `calls` of templates so far; `phases` tells where the time went.
+    `found` of them in Inductor's cache, `calls` of templates so far; `phases` tells where the time went,
+    `announcer` tells the user what takes it.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Templates:
         lower: Lower = "inductor",
         recompile_limit: int = 16,
         activation_budget: float = 1.0,
+        announcer: Announcer | None = None,
     ) -> None:
+        self.announcer = announcer or Announcer(False, lambda: False)
         self.graphs = 0
         self.templates = 0
         self.found = 0
@@ -96,7 +100,10 @@ class Templates:
             frames, backends = len(_torch.dynamo_frame_seconds()), self.phases.total
             self._running.append(module)
             try:
-                return compiled(module, *args, **kwargs)
+                if before is None:
+                    return compiled(module, *args, **kwargs)
+                with self.announcer.phase(key):
+                    return compiled(module, *args, **kwargs)
             except backend_error as error:
                 cause = getattr(error, "inner_exception", None)
                 if isinstance(cause, ZeroweaveError):
@@ -123,8 +130,9 @@ class Templates:
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
         module = self._running[-1] if self._running else None
-        roles = roles_of(graph.graph, self.host, module, self._names.get(module, "") if module else "")
-        compilation = _Compilation(weakref.proxy(self), self._lower, self._budget, roles)
+        name = self._names.get(module, "") if module else ""
+        roles = roles_of(graph.graph, self.host, module, name)
+        compilation = _Compilation(weakref.proxy(self), self._lower, self._budget, roles, name)
         with self.phases("aot"):
             return _torch.dynamo_backend(
                 fw_compiler=compilation.forward,
@@ -164,11 +172,12 @@ class Templates:
 class _Compilation:
     """The compilers of one Dynamo graph. The backward comes last, perhaps only when it is first needed."""
 
-    def __init__(self, templates: Templates, lower: Lower, activation_budget: float, roles: Roles) -> None:
+    def __init__(self, templates: Templates, lower: Lower, activation_budget: float, roles: Roles, region: str) -> None:
         self._templates = templates
         self._lower = lower
         self._budget = activation_budget
         self._roles = roles
+        self._region = region
         self._split = Split()
 
     def partition(self, joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
@@ -197,7 +206,8 @@ class _Compilation:
 
     def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind) -> Boxed:
         hits = _torch.inductor_cache_hits()
-        run = lowering.compile_graph(self._lower, graph, inputs, kind, self._templates.phases)
+        with self._templates.announcer.graph(self._region, kind):
+            run = lowering.compile_graph(self._lower, graph, inputs, kind, self._templates.phases)
         self._templates.templates += 1
         self._templates.found += _torch.inductor_cache_hits() - hits
         return run
