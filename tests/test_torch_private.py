@@ -155,6 +155,15 @@ def test_hooks_on_tensors_and_modules_are_seen() -> None:
     assert private.is_compiled_in_place(layer)
 
 
+def test_compiled_functions_and_children_are_known() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    assert private.child_modules(model)["0"] is model[0]
+    model[0] = nn.Tanh()
+    assert isinstance(private.child_modules(model)["0"], nn.Tanh)
+    assert private.is_compiled_function(torch.compile(model.forward))
+    assert not private.is_compiled_function(model.forward) and not private.is_compiled_function(None)
+
+
 def test_recurrent_modules_follow_their_entries() -> None:
     lstm = nn.LSTM(2, 3)
     x = torch.ones(1, 1, 2)

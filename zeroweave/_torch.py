@@ -498,6 +498,16 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def is_compiled_function(function: object) -> bool:
+    """Whether `torch.compile` made it. Why: a forward that is compiled already is no code of a region."""
+    return getattr(function, "_torchdynamo_orig_callable", None) is not None
+
+
+def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The live dictionary of a module's children. Why: `_parameters` is not all that can be replaced."""
+    return module._modules
+
+
 def forward_pre_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     """The forward pre-hooks of `module`. Why: the old weight_norm is one, and keeps a graph alive."""
     return tuple(module._forward_pre_hooks.values())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave.comm.clock import clock_of
 from zeroweave.comm.control import Control
@@ -48,7 +49,7 @@ def initialize(
     model: nn.Module,
     optimizer: OptimizerLike | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    lr_scheduler: Any = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Engine:
     """Shards `model` and its optimizer over the ranks of `process_group` and returns the engine.
@@ -62,12 +63,13 @@ def initialize(
     parameters to one, or None for evaluation only. It stays the user's object, with its groups. State that it has is
     taken over like the weights: rank 0's on all ranks.
 
+    `lr_scheduler`: a learning-rate scheduler of that optimizer or a callable from
+    the optimizer to one; each optimizer step that is not skipped moves it.
+
     Raises ConfigError for a wrong config and ParameterError or EngineError for a model or an optimizer
     that is refused; nothing has been changed then.
     """
     settings = Config.load(config)
-    if isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
     passes_of(settings)
     check(model)
     experts = find_experts(model, settings.experts)
@@ -75,6 +77,7 @@ def initialize(
         optimizer = optimizer(list(model.parameters()))
     if optimizer is not None:
         check_optimizer(optimizer, model)
+    scheduler = _scheduler_of(lr_scheduler, optimizer)
     ends = ExitStack()
     try:
         if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -83,10 +86,35 @@ def initialize(
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         control = Control.over(group, settings.deadline_seconds)
         ends.callback(control.close)
-        return _assemble(model, optimizer, settings, lr_scheduler, experts, group, control, ends)
+        return _assemble(model, optimizer, settings, scheduler, experts, group, control, ends)
     except BaseException:
         ends.close()
         raise
+
+
+def _scheduler_of(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The scheduler itself, made here if a callable was given. EngineError for anything that is none."""
+    if given is None:
+        return None
+    if optimizer is None:
+        raise EngineError("lr_scheduler needs an optimizer: pass both to zeroweave.initialize, or neither")
+    made = given(optimizer) if callable(given) and not _is_scheduler(given) else given
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
+    if not _is_scheduler(made):
+        what = "what the callable made is" if made is not given else "it is"
+        raise EngineError(
+            "lr_scheduler must be a scheduler such as those of torch.optim.lr_scheduler, or a callable from the "
+            "optimizer to one, for instance lambda optimizer: CosineAnnealingLR(optimizer, T_max=100); "
+            f"{what} of type {type(made).__name__}"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise EngineError("lr_scheduler moves the learning rates of another optimizer than the one that was passed")
+    return made
+
+
+def _is_scheduler(value: Any) -> bool:
+    return callable(getattr(value, "step", None)) and not isinstance(value, type | torch.optim.Optimizer)
 
 
 def _start_process_group() -> None:

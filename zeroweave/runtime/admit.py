@@ -92,6 +92,8 @@ def _check_wrappers(model: nn.Module, offenders: _Offenders) -> None:
         else:
             if _torch.is_compiled_in_place(module):
                 offenders.add("compiled with module.compile(); leave that out, the engine compiles its regions", name)
+            if _torch.is_compiled_function(vars(module).get("forward")):
+                offenders.add("forward = torch.compile(...); leave that out, the engine compiles its regions", name)
 
 
 def _check_embeddings(model: nn.Module, offenders: _Offenders) -> None:

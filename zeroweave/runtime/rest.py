@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroweave import _torch
 from zeroweave.errors import ParameterError
 from zeroweave.runtime.admit import check
+from zeroweave.runtime.anatomy import Anatomy
 from zeroweave.runtime.stub import VALUES, AtRest, Status
 
 __all__ = ["AtRest", "Places", "Status", "check", "rest"]
@@ -107,11 +108,12 @@ class Places:
         self._stubs = [self.names[name] for name in self._owners]
         self._reals = [reals[name] for name in self._owners]
         self._shown = self._stubs
+        self._anatomy = Anatomy(model)
 
     def show_real(self) -> None:
         """Puts the real parameters into the modules. No-op if they are there.
 
-        ParameterError, with nothing changed, if someone replaced an entry meanwhile.
+        ParameterError, with nothing changed, if someone replaced an entry or a module meanwhile.
         """
         self._show(self._reals)
 
@@ -193,6 +195,7 @@ class Places:
             return
         if replaced := self._replaced():
             self._refuse(replaced)
+        self._anatomy.check()
         self._put(wanted, frozenset())
 
     def _replaced(self) -> frozenset[int]:

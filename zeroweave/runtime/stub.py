@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -70,6 +72,10 @@ _FIXED = (
     "requires_grad is part of how parameters are sharded and cannot change under an engine; call "
     "engine.destroy(), change it, and initialize again"
 )
+_RESIZED = (
+    "the shapes of parameters are part of how they are sharded; call engine.destroy(), resize, and initialize again "
+    "with a new optimizer"
+)
 _NO_HOOKS = "tensor hooks never run on a sharded parameter; hook the module, or look at engine.gradients()"
 
 
@@ -105,7 +111,9 @@ class AtRest(torch.Tensor):
     def refuse(self, what: str, why: str = VALUES) -> NoReturn:
         """Raises the error for a use `what` of this parameter."""
         message = f"{what} on parameter {self._zeroweave_name!r}: {why}"
-        if self._zeroweave_status.shown and why is VALUES:
+        if why is VALUES and _resizes():
+            message = f"resize_token_embeddings(...) under an engine: {_RESIZED}"
+        elif self._zeroweave_status.shown and why is VALUES:
             message += ". This reference was taken earlier: reach it through the module"
         raise ParameterError(message)
 
@@ -159,6 +167,14 @@ class AtRest(torch.Tensor):
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         self.refuse("dlpack")
+
+
+def _resizes() -> bool:
+    """Does transformers' method of this name read or write here? The error can name what the user called then."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "resize_token_embeddings":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _first_stub(values: object) -> AtRest | None:
