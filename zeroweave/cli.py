@@ -17,6 +17,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        import zeroweave
+
+        print(f"zeroweave {zeroweave.__version__} (torch {version('torch')})")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """What holds for all commands."""
+
+
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -71,7 +91,7 @@ def run(
 ) -> None:
     """Start SCRIPT on several ranks, as torchrun does, with all of torchrun's options.
 
-    For example: zeroweave run --nproc-per-node 2 examples/train.py
+    For example: zeroweave run --nproc-per-node 2 examples/train.py (--nproc and -n are short for it)
 
     It differs from torchrun where that goes wrong: restarts with gloo work, one machine uses a free port, and
     process groups are ended when the script is over, so that its own exit code is what counts.

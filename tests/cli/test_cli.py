@@ -8,6 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import zeroweave
 from zeroweave import cli
 
 
@@ -35,3 +36,8 @@ def test_the_demo_without_a_checkout(
         cli.demo_script()
     assert stop.value.exit_code == 2
     assert "clone the repository" in capsys.readouterr().err
+
+
+def test_the_version() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert result.exit_code == 0 and result.output.startswith(f"zeroweave {zeroweave.__version__} (torch ")

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.run import parse_args
 
 from tests.cli.commands import zeroweave
-from zeroweave.report.launch import exit_reason, first_line, under_runner
+from zeroweave.report.launch import exit_reason, first_line, parse, under_runner
 from zeroweave.report.runner import own_frames
 
 LEAVES_A_GROUP = """
@@ -119,3 +119,10 @@ def test_a_traceback_without_foreign_frames_is_kept_whole() -> None:
         os.stat("/nowhere/at/all")
     except OSError as error:
         assert own_frames(error.__traceback__) is error.__traceback__
+
+
+@pytest.mark.parametrize("short", [["-n", "2"], ["-n2"], ["--nproc", "2"], ["--nproc=2"]])
+def test_short_names_of_the_number_of_ranks(short: list[str]) -> None:
+    options = parse([*short, "train.py", "-n", "7", "--nproc", "9"])
+    assert options.nproc_per_node == "2" and options.training_script_args == ["-n", "7", "--nproc", "9"]
+    assert parse(["train.py"]).nproc_per_node == parse_args(["train.py"]).nproc_per_node

@@ -1,11 +1,12 @@
 """Start a script on several ranks, as torchrun does, with what its users otherwise learn the hard way.
 
-`launch` takes torchrun's own arguments and differs from it in four things:
+`launch` takes torchrun's own arguments and differs from it in five things:
 
 * restarts get a TCPStore of their own (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`); without it gloo recovers from
   `--max-restarts` only sometimes;
 * `OMP_NUM_THREADS` is 1 unless the user set it, without a warning;
 * on one machine a free port is used, unless the user chose a rendezvous;
+* `--nproc` and `-n` are short for `--nproc-per-node`;
 * Python scripts run under `zeroweave.report.runner`, which ends the process group on every way out.
 """
 
@@ -33,7 +34,7 @@ def launch(arguments: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
-        torchrun.run(under_runner(torchrun.parse_args(list(arguments)), list(arguments)))
+        torchrun.run(under_runner(parse(arguments), list(arguments)))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         reason = exit_reason(failure.exitcode) + first_line(failure.message)
@@ -43,6 +44,17 @@ def launch(arguments: Sequence[str]) -> int:
         print("zeroweave: interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """torchrun's options of these arguments, with the short names of `--nproc-per-node`."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.add_argument(
+        "-n", "--nproc", dest="nproc_per_node", default=argparse.SUPPRESS, help="short for --nproc-per-node"
+    )
+    return parser.parse_args(list(arguments))
 
 
 def under_runner(options: argparse.Namespace, arguments: list[str]) -> argparse.Namespace:
