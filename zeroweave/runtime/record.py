@@ -9,7 +9,7 @@ from zeroweave.schedule import Entered, Event
 
 
 class _Supposed(NamedTuple):
-    """A call of the record, from `entered` to `left`, that may need fewer buckets than it says: those `asked` for."""
+    """A call of the record, from `entered` to `left`, whose buckets are needed only if there are any in `asked`."""
 
     entered: int
     left: int
@@ -35,30 +35,19 @@ class Record:
         return len(self._events) - 1
 
     def suppose(self, entered: int, left: int, asked: set[int]) -> None:
-        """Of the buckets of the call between these places, this rank has needed those in `asked` only."""
+        """The call between these places is a part of the window only where some rank has `asked` for a bucket."""
         self._supposed.append(_Supposed(entered, left, asked))
 
     def asked(self) -> bytes:
-        """For each bucket of each supposed call, in order: has this rank needed its values?"""
-        return bytes(bucket in each.asked for each in sorted(self._supposed) for bucket in self._uses(each))
+        """A byte for each supposed call, in order: has this rank needed values of it?"""
+        return bytes(bool(each.asked) for each in sorted(self._supposed))
 
     def prune(self, asked: bytes) -> None:
-        """Drops the buckets, and then the calls, that no rank has needed by what `asked` says for all of them."""
-        bits, dropped = iter(asked), set[int]()
-        for each in sorted(self._supposed):
-            event = self._events[each.entered]
-            assert isinstance(event, Entered)
-            uses = tuple(bucket for bucket in event.uses if next(bits))
-            self._events[each.entered] = Entered(event.call, uses)
-            if not uses:
-                dropped |= {each.entered, each.left}
+        """Drops the supposed calls that no rank has needed; `asked` says it for all ranks."""
+        unneeded = [each for each, needed in zip(sorted(self._supposed), asked, strict=True) if not needed]
+        dropped = {index for each in unneeded for index in (each.entered, each.left)}
         self._events = [event for index, event in enumerate(self._events) if index not in dropped]
         self._supposed.clear()
-
-    def _uses(self, supposed: _Supposed) -> tuple[int, ...]:
-        event = self._events[supposed.entered]
-        assert isinstance(event, Entered)
-        return event.uses
 
     def clear(self) -> None:
         self._events.clear()

@@ -102,7 +102,7 @@ class Replay:
     def entered(self, call: Call, uses: tuple[int, ...], asked: set[int] | None = None) -> int:
         """A call begins: makes the buckets whose values it needs usable. Returns its number among equal calls.
 
-        `asked`: will say, when it is over, which of them this rank has really needed; None: all. See `Record`.
+        `asked`: will hold, when it is over, those that this rank has really needed; None: nobody asks. See `Record`.
         """
         self.lingering.sweep()
         self._reduce_overdue(Run(call, uses))
@@ -332,12 +332,10 @@ class Replay:
                 self.record.add(Ready(bucket))
         self._issue_in_turn()
 
-    def planned(self, call: Call) -> tuple[int, ...] | None:
-        """The buckets that a call which begins now uses by the schedule, () for none; None where none is followed."""
-        if not self.following:
-            return None
+    def plans(self, call: Call) -> bool:
+        """Does a backward call begin now? By the schedule; where there is none, each does that can."""
         event = self._cursor.beyond(Reduce)
-        return event.uses if isinstance(event, Run) and event.call == call else ()
+        return not self.following or (isinstance(event, Run) and event.call == call)
 
     # ------------------------------------------------------------------ on demand
     def _acquire(self, bucket: int) -> None:

@@ -113,16 +113,14 @@ class WayBack:
             self._replay.turn(bucket)
 
     def _begin(self, frame: Frame, needed: frozenset[int]) -> None:
-        """Makes usable what the schedule says; where there is none, whatever the forward has used.
+        """Makes usable what the forward has used, all or nothing: which of it a rank needs may depend on its batch.
 
-        This rank's backward may not come to the call: others' may.
+        This rank's backward may not come to the call; others' may.
         """
         if frame.is_read:
             return  # the code that reads it lies anywhere behind it
         call = Call(frame.call.name, "backward")
-        planned = self._replay.planned(call)
-        uses = frame.uses if planned is None else planned or tuple(sorted(needed))
         frame.asked = set(needed)
-        if uses:
-            frame.backward = Frame(call, uses, self._replay, asked=frame.asked)
+        if frame.uses and (needed or self._replay.plans(call)):
+            frame.backward = Frame(call, frame.uses, self._replay, asked=frame.asked)
             self._acquire(frame.backward)
