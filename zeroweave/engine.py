@@ -173,10 +173,10 @@ class Engine(Scheduling, Scaling, Accessors):
         followed = replay.arrive()
         self._opened.close()
         if not followed:
-            asked = replay.record.asked()
+            needed = replay.record.needed()
             if not replay.keep:  # else ranks may compute different things, and each records its own
-                asked = self._agreements.union("what the backwards needed", asked)
-            replay.record.prune(asked)
+                needed = self._agreements.union("what the backwards needed", needed)
+            replay.record.prune(needed)
         candidate = self._scheduler.candidate(followed)
         found = self._agree(candidate)
         if late := gradients.marked(found.late):

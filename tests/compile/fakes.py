@@ -166,7 +166,7 @@ class FakeHost:
     def announce(self, parts: list[Place]) -> None:
         self.expected.update(parts)
 
-    def saved(self, tensors: list[Tensor]) -> None:
+    def saved(self, tensors: list[Tensor], read: bool) -> None:
         self.pending = list(tensors)
 
     def deliver(self, announced: list[Place], parts: list[Part]) -> None:

@@ -39,8 +39,8 @@ class Host(Protocol):
     def announce(self, parts: list[Place]) -> None:
         """A forward has run whose backward will deliver one gradient for each of these."""
 
-    def saved(self, tensors: list[Tensor]) -> None:
-        """The flat-backed tensors that the forward that just ran saves for its backward.
+    def saved(self, tensors: list[Tensor], read: bool) -> None:
+        """The flat-backed tensors that the forward that just ran saves for its backward, which may `read` values.
 
         Autograd saves them right after this call, in this order and each exactly once, before anything else
         is saved on this thread, through whatever saved-tensors hooks are then innermost.
@@ -97,14 +97,15 @@ class Split:
     `announce` and `shared` are indices of the forward's arguments: the parameters whose gradients the backward
     delivers, in the order in which it does, and the parameters that the backward takes as well, in its order.
     `aliases` are the forward's outputs that autograd saves and that may view an argument, `fresh` the
-    backward's arguments that are saved tensors and do not. `regions`: places of the shared parameters -> the
-    region whose forward ran last with them.
+    backward's arguments that are saved tensors and do not. `reads`: the backward reads values of parameters.
+    `regions`: places of the shared parameters -> the region whose forward ran last with them.
     """
 
     announce: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
     aliases: tuple[int, ...] = ()
     fresh: frozenset[int] = frozenset()
+    reads: bool = False
     regions: dict[tuple[Place | None, ...], str] = field(default_factory=dict)
 
 
@@ -147,7 +148,7 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
             host.announce(announced)
         if split is not None:
             if flats := [outputs[i] for i in split.aliases if host.find(outputs[i]) is not None]:
-                host.saved(flats)
+                host.saved(flats, split.reads or len(flats) > len(split.shared))  # others are views
         return outputs
 
     return bind

@@ -80,6 +80,7 @@ def partition(
             shared=tuple(argument[position] for position in positions if position is not None),
             aliases=aliases,
             fresh=frozenset(first + i for i in saved if i not in aliases),
+            reads=any(node.users for node in _placeholders(backward.graph) if roles.position(node) is not None),
         ),
     )
 

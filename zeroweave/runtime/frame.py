@@ -17,8 +17,8 @@ class Frame:
     its place among the window's equal calls, from 0. `is_read`: eager code reads a parameter that no call announced.
     `covered`: a part of a backward whose frame is open already.
 
-    On the tape, `backward` is the open backward of a forward frame, and `asked` are the buckets whose values this rank
-    has needed there; `segment`: see `_torch.checkpoint_segment`.
+    On the tape, `backward` is the open backward of a forward frame; `saves`: its graph keeps values of parameters,
+    which a backward that comes to it reads. `segment`: see `_torch.checkpoint_segment`.
     """
 
     call: Call
@@ -34,6 +34,6 @@ class Frame:
     is_read: bool = False
     covered: bool = False
     backward: Frame | None = None
-    asked: set[int] | None = None
+    saves: bool | None = None
     segment: int = 0
     on_tape: bool = False

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zeroweave.schedule import Entered, Event
+from zeroweave.schedule import Event
 
 
 class _Supposed(NamedTuple):
-    """A call of the record, from `entered` to `left`, whose buckets are needed only if there are any in `asked`."""
+    """A call of the record, from `entered` to `left`, that belongs there only if some rank has `needed` its buckets."""
 
     entered: int
     left: int
-    asked: set[int]
+    needed: bool
 
 
 class Record:
@@ -34,17 +34,17 @@ class Record:
         self._events.append(event)
         return len(self._events) - 1
 
-    def suppose(self, entered: int, left: int, asked: set[int]) -> None:
-        """The call between these places is a part of the window only where some rank has `asked` for a bucket."""
-        self._supposed.append(_Supposed(entered, left, asked))
+    def suppose(self, entered: int, left: int, needed: bool) -> None:
+        """The call between these places belongs there only if some rank may have needed it; has this one?"""
+        self._supposed.append(_Supposed(entered, left, needed))
 
-    def asked(self) -> bytes:
-        """A byte for each supposed call, in order: has this rank needed values of it?"""
-        return bytes(bool(each.asked) for each in sorted(self._supposed))
+    def needed(self) -> bytes:
+        """A byte for each supposed call, in order: 1 where this rank may have needed it."""
+        return bytes(each.needed for each in sorted(self._supposed))
 
-    def prune(self, asked: bytes) -> None:
-        """Drops the supposed calls that no rank has needed; `asked` says it for all ranks."""
-        unneeded = [each for each, needed in zip(sorted(self._supposed), asked, strict=True) if not needed]
+    def prune(self, needed: bytes) -> None:
+        """Drops the supposed calls that no rank has needed; `needed` says it for all ranks."""
+        unneeded = [each for each, some in zip(sorted(self._supposed), needed, strict=True) if not some]
         dropped = {index for each in unneeded for index in (each.entered, each.left)}
         self._events = [event for index, event in enumerate(self._events) if index not in dropped]
         self._supposed.clear()

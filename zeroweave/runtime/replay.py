@@ -51,7 +51,7 @@ class _OpenCall(NamedTuple):
     """does the schedule have an `End` for it?"""
     entered: int
     """where the record has it"""
-    asked: set[int] | None
+    supposed: bool | None
 
 
 class Replay:
@@ -99,10 +99,10 @@ class Replay:
         self._holds: Counter[int] = Counter()
 
     # ------------------------------------------------------------------ events
-    def entered(self, call: Call, uses: tuple[int, ...], asked: set[int] | None = None) -> int:
+    def entered(self, call: Call, uses: tuple[int, ...], supposed: bool | None = None) -> int:
         """A call begins: makes the buckets whose values it needs usable. Returns its number among equal calls.
 
-        `asked`: will hold, when it is over, those that this rank has really needed; None: nobody asks. See `Record`.
+        `supposed`: it is recorded only if it is true on some rank; None: in any case. See `Record.suppose`.
         """
         self.lingering.sweep()
         self._reduce_overdue(Run(call, uses))
@@ -116,7 +116,7 @@ class Replay:
             for bucket in uses:
                 self._acquire(bucket)
             self.executed.append(Run(call, uses))
-        self._open.append(_OpenCall(call, uses, lasts, index, asked))
+        self._open.append(_OpenCall(call, uses, lasts, index, supposed))
         self._calls[call] += 1
         self._reduce_due()
         return self._calls[call] - 1
@@ -128,8 +128,8 @@ class Replay:
         if ended.lasts:
             self._reduce_overdue(End(call))
         place = self.record.add(Left(call))
-        if ended.asked is not None:
-            self.record.suppose(ended.entered, place, ended.asked)
+        if ended.supposed is not None:
+            self.record.suppose(ended.entered, place, ended.supposed)
         del self._open[index]
         if self.following:
             if ended.lasts and not self._advance(End(call)):

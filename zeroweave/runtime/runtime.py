@@ -172,7 +172,9 @@ class Runtime:
         return frame
 
     def _acquire(self, frame: Frame) -> None:
-        frame.number = frame.replay.entered(frame.call, frame.uses, frame.asked)
+        frame.number = frame.replay.entered(
+            frame.call, frame.uses, frame.saves if frame.call.phase == "backward" else None
+        )
         self._in_use.update(frame.uses)
 
     def leave(self, frame: Frame) -> None:
@@ -215,8 +217,10 @@ class Runtime:
         reads.append(self._enter_forward(Frame(call, (bucket.id,), self._forwards, self._frame, is_read=True)))
 
     # ------------------------------------------------------------------ saved tensors
-    def saved(self, tensors: Iterable[torch.Tensor]) -> None:
-        """A compiled forward saves these views of flats; its backward will bind them itself."""
+    def saved(self, tensors: Iterable[torch.Tensor], read: bool) -> None:
+        """A compiled forward saves these views of flats; its backward will bind them itself, and read some or none."""
+        if read and self._frame is not None:
+            self._frame.saves = True
         for tensor in tensors:
             if (place := self.find(tensor)) is not None:
                 self._saved[_saved_key(tensor, place)] += 1

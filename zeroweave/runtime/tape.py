@@ -49,6 +49,7 @@ class Tape:
     def entered(self, frame: Frame) -> None:
         """A forward call begins whose graph is kept."""
         frame.segment, frame.on_tape = checkpoint_segment(), True
+        frame.saves = frame.segment != 0  # a checkpoint keeps nothing itself, and what it runs again then does
         self._marks.append((frame, False))
         self._uses.update(frame.uses)
 

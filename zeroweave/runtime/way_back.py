@@ -96,8 +96,6 @@ class WayBack:
         """The backward has come to a call and needs these buckets; returns those that it does not hold by that."""
         for step in self.tape.to(origin):
             self._take(step, needed if step.frame is origin else frozenset())
-        assert origin.asked is not None  # its backward has begun
-        origin.asked |= needed
         return needed - frozenset(() if origin.backward is None else origin.backward.uses)
 
     def _take(self, step: Step, needed: frozenset[int] = frozenset()) -> None:
@@ -120,7 +118,6 @@ class WayBack:
         if frame.is_read:
             return  # the code that reads it lies anywhere behind it
         call = Call(frame.call.name, "backward")
-        frame.asked = set(needed)
         if frame.uses and (needed or self._replay.plans(call)):
-            frame.backward = Frame(call, frame.uses, self._replay, asked=frame.asked)
+            frame.backward = Frame(call, frame.uses, self._replay, saves=bool(frame.saves or needed))
             self._acquire(frame.backward)
