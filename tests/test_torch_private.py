@@ -453,3 +453,33 @@ def test_a_process_group_can_be_made_again_with_a_store_of_its_own() -> None:
             torch.distributed.destroy_process_group(group)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    return _called(x) + 1
+
+
+def _called(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_kept_code_and_what_it_calls_make_no_graphs_but_are_inlined() -> None:
+    torch._dynamo.reset()
+    private.keep_from_dynamo(_kept.__code__)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(_kept, lambda saved: saved):
+            torch._dynamo.graph_break()
+            return x.exp()
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(breaks, backend=backend)(x)
+    assert not any("mul" in str(graph.graph) for graph in graphs)
+    graphs.clear()
+    torch.compile(lambda x: _kept(x).sin(), backend=backend, fullgraph=True)(x)
+    assert len(graphs) == 1 and "mul" in str(graphs[0].graph)

@@ -1,5 +1,6 @@
 """zeroweave: ZeRO-1, 2 and 3 for PyTorch with compiled compute and a replayed communication schedule."""
 
+from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import (
@@ -34,3 +35,5 @@ __all__ = [
     "initialize",
 ]
 __version__ = "0.1.0"
+
+keep_package_from_dynamo(__name__)

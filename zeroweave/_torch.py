@@ -136,6 +136,17 @@ def dynamo_entries(code: types.CodeType) -> int:
     return len(_debug_get_cache_entry_list(code))
 
 
+def keep_from_dynamo(code: types.CodeType) -> None:
+    """Frames of `code`, and all that is called from them, run as they are, also where Dynamo looks at frames.
+
+    Dynamo inlines such code as before while it traces another frame, and what is compiled by itself still is.
+    Why: `torch.compiler.disable` breaks the graph where it is inlined, and costs a wrapper in each call.
+    """
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+
+
 def compile_with_limit(function: Callable[..., Any], limit: int, **options: Any) -> Callable[..., Any]:
     """`torch.compile(function, **options)`, of which Dynamo compiles at most `limit` variants of a code object.
 

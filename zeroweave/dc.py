@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import fx
 
 from zeroweave import operators
+from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.config import RuntimeConfig
 from zeroweave.errors import EngineError
 from zeroweave.runtime.by_name import RuntimeByName
@@ -239,3 +240,4 @@ def inductor_options() -> dict[str, Any]:
 
 
 install_ops("zeroweave")
+keep_package_from_dynamo("zeroweave")

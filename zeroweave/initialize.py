@@ -22,7 +22,7 @@ from zeroweave.comm.process_group import device_of, make_transport, own_group
 from zeroweave.comm.skip import Skipping
 from zeroweave.comm.timed import Timed
 from zeroweave.comm.transport import Transport
-from zeroweave.compile.regions import find_blocks
+from zeroweave.compile.regions import find_units
 from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import ConfigError, EngineError
@@ -145,10 +145,12 @@ def _parameters(model: nn.Module, settings: Config) -> dict[str, _Parameter]:
     }
 
 
-def _specs(model: nn.Module, parameters: Mapping[str, _Parameter], experts: frozenset[int]) -> list[ParameterSpec]:
+def _specs(
+    model: nn.Module, parameters: Mapping[str, _Parameter], experts: frozenset[int], settings: Config
+) -> list[ParameterSpec]:
     """`experts`: `id` of each parameter that not all ranks share."""
     block_of: dict[int, str] = {}
-    for name, block in find_blocks(model):
+    for name, block in find_units(model, settings.compile.regions):
         for p in block.parameters():
             block_of.setdefault(id(p), name)
     return [
@@ -278,7 +280,7 @@ def _assemble(
     """`ends` ends what was started for the engine, and what is started here."""
     device = device_of(group)
     parameters = _parameters(model, settings)
-    specs = _specs(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset())
+    specs = _specs(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
     _agree_on_model(control, model, specs, settings)
     named = {name: p.tensor for name, p in parameters.items()}
     told = agree(control, optimizer, named)

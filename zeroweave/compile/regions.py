@@ -101,6 +101,15 @@ def find_regions(model: nn.Module, patterns: str | Sequence[str] = "auto", *, ma
     return list(_around("", model, frozenset(blocks), above, set()))
 
 
+def find_units(model: nn.Module, patterns: str | Sequence[str] = "auto") -> list[tuple[str, nn.Module]]:
+    """The modules whose parameters go together, as (qualified name, module); a parameter belongs to the first it is in.
+
+    Those are the regions that `patterns` name, compiled or not, and then the blocks.
+    """
+    named = [] if isinstance(patterns, str) else _matching(model, patterns)
+    return [*((region.name, region.module) for region in named), *find_blocks(model)]
+
+
 def _around(
     name: str, module: nn.Module, blocks: frozenset[nn.Module], above: set[nn.Module], seen: set[nn.Module]
 ) -> Iterator[Region]:
