@@ -101,7 +101,7 @@ def find_regions(model: nn.Module, patterns: str | Sequence[str] = "auto", *, ma
     return list(_around("", model, frozenset(blocks), above, set()))
 
 
-def find_units(model: nn.Module, patterns: str | Sequence[str] = "auto") -> list[tuple[str, nn.Module]]:
+def find_units(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[str, nn.Module]]:
     """The modules whose parameters go together, as (qualified name, module); a parameter belongs to the first it is in.
 
     Those are the regions that `patterns` name, compiled or not, and then the blocks.
