@@ -94,7 +94,10 @@ class CompileConfig(BaseModel):
     """False: every module runs eagerly, through hooks."""
 
     regions: Literal["auto"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
-    """"auto": the repeated blocks and what is left between them; else patterns of module names (fnmatch)."""
+    """"auto": the repeated blocks and what is left between them; else patterns of module names (fnmatch).
+
+    Regions that are named have buckets of their own, compiled or not, which are gathered together.
+    """
 
     lower: Literal["inductor", "aot_eager"] = "inductor"
     """What turns a traced graph into code: Inductor, or PyTorch's own eager kernels."""
