@@ -152,3 +152,8 @@ def test_nothing_to_compile_or_switched_off() -> None:
     finally:
         torch.compiler.set_stance("default")
     assert calls == [0, 0] and "switched off" in reasons[0]
+
+
+def test_variants_of_other_engines_are_named_once() -> None:
+    reasons = [f"3/{n}: BACKEND_MATCH failure: torch.compile detected different backend callables. {n}" for n in (1, 2)]
+    assert differences(reasons) == ["the engine that compiled them"]

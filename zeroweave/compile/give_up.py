@@ -73,6 +73,8 @@ def differences(reasons: Iterable[str]) -> list[str]:
     values: dict[str, dict[str, None]] = {}  # an ordered set of values for each expression
     for reason in reasons:
         guard = reason.splitlines()[0].split("#")[0].partition(": ")[2].strip().rstrip(".")
+        if guard.startswith("BACKEND_MATCH"):
+            guard = "the engine that compiled them"  # frames below a graph break share their code with all engines
         expression, _, value = guard.partition(" == ")
         if guard:
             values.setdefault(expression, {})[value] = None
