@@ -11,11 +11,10 @@ import torch
 from zeroweave import state
 from zeroweave.accessors import Accessors
 from zeroweave.calls import Calls, session
-from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.ledger import Ledger
 from zeroweave.eager.access import Shown
 from zeroweave.errors import EngineError
-from zeroweave.guard import Agreements, Found, Guard, Progress
+from zeroweave.guard import Agreements, Found
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.samples import Samples
@@ -41,9 +40,7 @@ class Engine(Scheduling, Scaling, Accessors):
         self.rank, self.world = parts.control.rank, parts.control.world
         self.lr_scheduler = lr_scheduler
         self.micro_steps = self.skipped_steps = 0
-        self._progress = Progress(parts.ledger)
-        self._alarm = Alarm(parts.control, self._progress, trail=parts.ledger)
-        self._guard = Guard(self._alarm, self._progress)
+        self._progress, self._alarm, self._guard = parts.progress, parts.alarm, parts.guard
         self._agreements = Agreements(parts.control, parts.transport, self._alarm, self._progress)
         self._applied = self._warned = self._scaled = False
         self._backwards = self._window_steps = 0
@@ -274,6 +271,7 @@ class Engine(Scheduling, Scaling, Accessors):
 
         Collective. The optimizer's groups hold the user's parameters again, and its state is that of whole parameters,
         on every rank, in the dtypes that it keeps (float32 at least); `initialize` takes both over as they are.
+        A process group stays for later engines, also one that `initialize` has started.
         """
         if self._guard.destroyed:
             return

@@ -167,18 +167,21 @@ class Guard:
         if self._active:
             yield
             return
-        self._active = True
+        self._active, self._progress.ledger.call = True, f"in {place}"
         try:
             if self._alarm.fatal is not None:
                 raise RankFailure(self._alarm.fatal)
             if clean and self.dirty:
                 raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
             yield
+        except (RankFailure, AgreementError) as error:
+            self._tell(place, error)
+            raise error.with_traceback(None) from None  # where in here it was noticed says nothing about the cause
         except BaseException as error:
             self._tell(place, error)
             raise
         finally:
-            self._active = False
+            self._active, self._progress.ledger.call = False, f"after {place}"
 
     @contextmanager
     def around(self, place: str) -> Iterator[None]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.clock import clock_of
 from zeroweave.comm.control import Control
 from zeroweave.comm.fence import fenced
@@ -20,6 +21,7 @@ from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import device_of, make_transport, own_group
 from zeroweave.comm.skip import Skipping
+from zeroweave.comm.start import backstop, start_process_group
 from zeroweave.comm.timed import Timed
 from zeroweave.comm.transport import Transport
 from zeroweave.compile.regions import find_units
@@ -28,6 +30,7 @@ from zeroweave.engine import Engine
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.experts import GROUP as EXPERTS
 from zeroweave.experts import find_experts, groups_of
+from zeroweave.guard import Guard, Progress
 from zeroweave.layout import WORLD, BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.admit import check_optimizer
 from zeroweave.optim.scaler import checks
@@ -55,7 +58,7 @@ def initialize(
     """Shards `model` and its optimizer over the ranks of `process_group` and returns the engine.
 
     Collective. Without a process group one is started from the environment (torchrun's variables), a world
-    of 1 where there is none; `engine.destroy()` ends what was started here. Rank 0's weights and buffers are
+    of 1 where there is none; it stays for later engines and ends with the process. Rank 0's weights and buffers are
     taken on all ranks; of experts that not all ranks share (`experts` of the config) those of the first rank that has
     them. The model moves to `cuda:LOCAL_RANK` where the group has a CUDA backend, else stays.
 
@@ -81,12 +84,13 @@ def initialize(
     ends = ExitStack()
     try:
         if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            _start_process_group()
-            ends.callback(dist.destroy_process_group)
+            start_process_group(settings.deadline_seconds)
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         control = Control.over(group, settings.deadline_seconds)
         ends.callback(control.close)
-        return _assemble(model, optimizer, settings, scheduler, experts, group, control, ends)
+        common = _Common(control, Ledger(control.world, control.rank), ends)
+        with common.guard("initialize"):
+            return _assemble(model, optimizer, settings, scheduler, experts, group, common)
     except BaseException:
         ends.close()
         raise
@@ -117,13 +121,18 @@ def _is_scheduler(value: Any) -> bool:
     return callable(getattr(value, "step", None)) and not isinstance(value, type | torch.optim.Optimizer)
 
 
-def _start_process_group() -> None:
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+class _Common:
+    """What the ranks have in common before there is an engine: from here on nobody waits for one that has failed.
+
+    `ends` ends what was started for the engine, and what is started later.
+    """
+
+    def __init__(self, control: Control, ledger: Ledger, ends: ExitStack) -> None:
+        self.control, self.ledger, self.ends = control, ledger, ends
+        self.progress = Progress(ledger)
+        self.alarm = Alarm(control, self.progress, trail=ledger)
+        self.ends.callback(self.alarm.close)
+        self.guard = Guard(self.alarm, self.progress)
 
 
 @dataclass(frozen=True)
@@ -261,7 +270,7 @@ def _transport(
     """The transport over `group` and over the sharding groups, whose communicators are made here."""
     transports = {WORLD: make_transport(group, device, ledger)}
     for name, count in groups.items():
-        if (own := own_group(group, control, count)) is not None:
+        if (own := own_group(group, control, backstop(control.deadline_seconds), count)) is not None:
             ends.callback(dist.destroy_process_group, own)
         transports[name] = make_transport(own, device, ledger, name, divisor=control.world)
     return Grouped(transports) if groups else transports[WORLD]
@@ -274,10 +283,9 @@ def _assemble(
     lr_scheduler: Any,
     experts: frozenset[int],
     group: dist.ProcessGroup | None,
-    control: Control,
-    ends: ExitStack,
+    common: _Common,
 ) -> Engine:
-    """`ends` ends what was started for the engine, and what is started here."""
+    control, ledger = common.control, common.ledger
     device = device_of(group)
     parameters = _parameters(model, settings)
     specs = _specs(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
@@ -291,8 +299,8 @@ def _assemble(
         settings_of(settings).facts(_facts(settings, layouts, policy, None), None, None)
     except EngineError as error:  # it names buckets that the layout does not have
         raise ConfigError(f"compile.{error}") from None
-    ledger = Ledger(control.world, control.rank, {b.id: b.name for b in layouts})
-    meeting = _transport(group, control, device, ledger, groups, ends)
+    ledger.names.update((b.id, b.name) for b in layouts)
+    meeting = _transport(group, control, device, ledger, groups, common.ends)
     timed = Timed(fenced(meeting, device, settings.debug), clock_of(device))
     transport = Skipping(timed, device)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
@@ -325,13 +333,16 @@ def _assemble(
             transport=transport,
             timed=timed,
             control=control,
+            alarm=common.alarm,
+            progress=common.progress,
+            guard=common.guard,
             places=places,
             status=status,
             optimizer=sharded,
             original_dtypes=original,
             facts=_facts(settings, layouts, runtime.policy, sharded),
             device=device,
-            ends=ends,
+            ends=common.ends,
         ),
         lr_scheduler,
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.skip import Skipping
@@ -22,6 +23,7 @@ from zeroweave.config import Config
 from zeroweave.eager.access import Shown
 from zeroweave.eager.hooks import delivery
 from zeroweave.errors import EngineError, ParameterError
+from zeroweave.guard import Guard, Progress
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.bucket import Bucket
@@ -44,6 +46,9 @@ class Parts:
     timed: Timed
     """what it hands on to"""
     control: Control
+    alarm: Alarm
+    progress: Progress
+    guard: Guard
     places: Places
     status: Status
     optimizer: ShardedOptimizer | None
@@ -51,7 +56,7 @@ class Parts:
     facts: Facts
     device: torch.device
     ends: ExitStack
-    """ends what was started for the engine: its communicators, last the process group where that is its own"""
+    """ends what was started for the engine: its communicators, last the control group"""
 
 
 def adaptive_of(parts: Parts) -> Adaptive | None:

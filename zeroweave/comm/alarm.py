@@ -8,8 +8,11 @@ that polls the board and ends its process, with the reason on stderr, when one o
    on. Which of the two it is, is decided once for all ranks by whoever knows first.
 2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
    a collective that the other will never issue.
-3. Another process has ended through an uncaught exception, has given no sign of life for about a minute, or
-   was rank 0, which keeps the board, and has gone without a word.
+3. Another process has ended through an uncaught exception, has given no sign of life for about a minute (or the
+   deadline, if that is longer), or was rank 0, which keeps the board, and has gone without a word.
+4. This rank has waited in a collective for longer than the deadline for one that has issued fewer, and nothing more
+   for as long. How long a rank computes while nobody waits for it does not matter.
+5. Another rank has issued other collectives than this one.
 
 A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that, but by
 rule 2 those that go on to wait for it.
@@ -32,6 +35,7 @@ from zeroweave.comm.board import Board
 from zeroweave.comm.control import Control
 from zeroweave.comm.watcher import (
     GRACE_SECONDS,
+    LOOK_SECONDS,
     Failure,
     Line,
     Trail,
@@ -42,7 +46,10 @@ from zeroweave.comm.watcher import (
     read,
     tell,
 )
+from zeroweave.errors import RankFailure
 
+CAUSE_SECONDS = 2 * LOOK_SECONDS
+"""Within this time a watcher finds out what broke a collective, if anybody has told."""
 PARTING_SECONDS = 5.0
 """How long rank 0 keeps the board for ranks that do not yet know that it has left."""
 
@@ -75,7 +82,7 @@ class Alarm:
             return
         self._line = Line(control.board.connect())
         self._line.post()
-        self._watcher = Watcher(self._line, progress, end, trail)
+        self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._watcher.run, args=(self._stop,), name="zeroweave alarm", daemon=True
@@ -93,6 +100,9 @@ class Alarm:
         """
         if self.fatal is not None or self._line is None:
             return self.fatal is None and self.world == 1
+        if isinstance(error, RankFailure):
+            # A broken connection is no cause. If the watcher knows or finds one, it ends this process with that.
+            self._thread.join(CAUSE_SECONDS)
         line, broken = self._line, self._control.broken is not None
         mine = Failure(line.epoch, step, place, self._progress()[1], describe(error), final=broken)
         known: list[str] = []
@@ -112,6 +122,8 @@ class Alarm:
             return True
         known = known or [f"no other rank did within {GRACE_SECONDS:g} s"]
         self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}{self._latest()}", *known])
+        if self.rank:
+            self._stop.set()  # the others end, and rank 0 takes the board with it
         return False
 
     def _latest(self) -> str:
@@ -173,11 +185,12 @@ class Alarm:
         # A forked child has a copy of the object, but no thread, and does not speak for this rank.
         if line is None or os.getpid() != self._process:
             return
+        given_up = self._stop.is_set()
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(PARTING_SECONDS)
         try:
-            if not self._watcher.host_left:
+            if not (self._watcher.host_left or given_up):
                 line.post(count=self._progress()[1], left=how)
                 line.board.ring()
             if self.rank == 0:

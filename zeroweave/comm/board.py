@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-HEADINGS = ("arrived", "status", "digest 0", "digest 1", "lines")
+HEADINGS = ("arrived", "status", "digest 0", "digest 1", "lines", "marks")
 
 
 class Board:

@@ -41,6 +41,19 @@ class Traffic:
         return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What is remembered of a collective: its number, from 1, the hash of all up to it, and both in words.
+
+    `call`: the engine's call that it was issued in, see `Ledger.call`.
+    """
+
+    count: int
+    hash: int
+    text: str
+    call: str
+
+
 @dataclass(slots=True)
 class Gauge:
     """Bytes in use at present and at most."""
@@ -58,17 +71,24 @@ class Gauge:
 
 
 class Ledger:
-    """Counts the collectives that this rank issues. `names`: of buckets, by id, for people."""
+    """Counts the collectives that this rank issues. `names`: of buckets, by id, for people; more may be added."""
 
     def __init__(self, world: int, rank: int, names: Mapping[int, str] | None = None) -> None:
         self.world, self.rank = world, rank
-        self._names = names or {}
+        self.names = dict(names or {})
         self._totals: dict[str, Traffic] = {}
         self._at_begin: dict[str, Traffic] = {}
         self._gauges: dict[str, Gauge] = {}
         self._count = 0
         self._hash = xxhash.xxh3_64()
-        self._marks: deque[tuple[int, int, str]] = deque([(0, self._hash.intdigest(), "")], maxlen=_REMEMBERED)
+        self._marks: deque[Mark] = deque([Mark(0, self._hash.intdigest(), "", "")], maxlen=_REMEMBERED)
+        self.call = ""
+        """where this rank is, for people: "in forward", "after step"; the guard says so"""
+        self.waiting: tuple[int, float] | None = None
+        """number and time (`time.monotonic`) of the collective that this rank began to wait for last; None: it has come
+
+        On a device nobody knows when it has come: there it stays.
+        """
 
     def record(
         self, kind: str, bucket: int, dtype: str, payload: int, group: str = WORLD, world: int | None = None
@@ -83,9 +103,9 @@ class Ledger:
         self._totals[kind] = self._totals.get(kind, Traffic()) + Traffic(1, payload, wire)
         self._count += 1
         self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
-        name = self._names.get(bucket, "" if bucket < 0 else f"bucket {bucket}")
+        name = self.names.get(bucket, "" if bucket < 0 else f"bucket {bucket}")
         spelled = f"{kind} {name}, {payload} bytes of {dtype}".replace(" ,", ",")
-        self._marks.append((self._count, self._hash.intdigest(), spelled))
+        self._marks.append(Mark(self._count, self._hash.intdigest(), spelled, self.call))
 
     def gauge(self, name: str) -> Gauge:
         """The memory account of this name; made when it is first asked for."""
@@ -104,24 +124,30 @@ class Ledger:
     @property
     def mark(self) -> tuple[int, int]:
         """Count and hash that belong together. Read by the alarm's thread, too."""
-        return self._marks[-1][:2]
+        last = self._marks[-1]
+        return last.count, last.hash
 
     def hash_at(self, count: int) -> int | None:
         """The hash after the first `count` collectives; None where it is too long ago or not yet."""
         mark = self._mark_at(count)
-        return None if mark is None else mark[1]
+        return None if mark is None else mark.hash
 
     def text_at(self, count: int) -> str:
         """Collective number `count`, from 1, in words; "" where that is too long ago or not yet."""
         mark = self._mark_at(count)
-        return "" if mark is None else mark[2]
+        return "" if mark is None else mark.text
 
     def texts(self, after: int) -> list[str]:
         """The collectives behind the first `after`, in words, as far back as they are remembered."""
-        return [text for count, _, text in self._marks if count > after]
+        return [mark.text for mark in self._marks if mark.count > after]
 
-    def _mark_at(self, count: int) -> tuple[int, int, str] | None:
-        last = (marks := tuple(self._marks))[-1][0]
+    @property
+    def marks(self) -> tuple[Mark, ...]:
+        """All that is remembered, the latest last; the first may stand for none. Read by the alarm's thread, too."""
+        return tuple(self._marks)
+
+    def _mark_at(self, count: int) -> Mark | None:
+        last = (marks := tuple(self._marks))[-1].count
         index = count - last - 1
         return marks[index] if -len(marks) <= index < 0 else None
 

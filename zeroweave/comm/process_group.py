@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,6 +17,7 @@ from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 
 # The second of each pair is the name before 2.13, which deprecates it.
@@ -24,12 +26,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _Work:
-    """A collective of the process group, and what must stay alive until it has been waited for."""
+    """The latest collective in `ledger`, and what must stay alive until it has been waited for."""
 
-    __slots__ = ("_alive", "_waited", "_work")
+    __slots__ = ("_alive", "_count", "_ledger", "_waited", "_work")
 
-    def __init__(self, work: dist.Work | _Launch, *alive: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work | _Launch, ledger: Ledger, *alive: torch.Tensor) -> None:
         self._work: dist.Work | _Launch | None = work
+        self._ledger, self._count = ledger, ledger.count
         self._alive: tuple[torch.Tensor, ...] = alive
         self._waited: Callable[[], None] | None = None
 
@@ -37,7 +40,13 @@ class _Work:
         # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
         if self._work is None:
             raise RuntimeError("a collective was waited for twice")
-        self._work.wait()
+        self._ledger.waiting = self._count, time.monotonic()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise _broken(self._ledger.text_at(self._count), error) from None
+        if self._alive[0].device.type == "cpu":
+            self._ledger.waiting = None
         self._work, self._alive = None, ()
         if self._waited is not None:
             self._waited()
@@ -52,6 +61,11 @@ class _Work:
             self._work.get_future().add_done_callback(lambda _: stamp())
         except RuntimeError:  # gloo's reduce-scatter does its last part in `wait`, and tells nobody before
             self._waited = stamp
+
+
+def _broken(what: str, error: RuntimeError) -> RankFailure:
+    """The error of a backend in place of a collective's result."""
+    return RankFailure(f"'{what}' did not come to its end: {str(error).strip().splitlines()[0]}")
 
 
 class _Launch:
@@ -171,7 +185,7 @@ class ProcessGroupTransport:
             with self._beside():
                 start, stop = layout.shard_range(self.rank)
                 work = _all_gather(target, target[start:stop].copy_(shard), group=self.group, async_op=True)
-        return _Work(self._launch or work, flat, shard)
+        return _Work(self._launch or work, self.ledger, flat, shard)
 
     def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
         """Makes a flat ready for a reduction; returns what the collective has to do."""
@@ -198,7 +212,7 @@ class ProcessGroupTransport:
             else:
                 inputs = list(lent(flat).split(list(chunks)))
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
-        return _Work(self._launch or work, flat, out, *_tensors(parts))
+        return _Work(self._launch or work, self.ledger, flat, out, *_tensors(parts))
 
     @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
@@ -207,15 +221,29 @@ class ProcessGroupTransport:
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
             work = dist.all_reduce(lent(out), op=kind, group=self.group, async_op=True)
-        return _Work(work, out, *_tensors(parts))
+        return _Work(work, self.ledger, out, *_tensors(parts))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._count("broadcast", tensor, -1)
-        dist.broadcast(lent(tensor), group_src=source, group=self.group)
+        with self._waiting():
+            dist.broadcast(lent(tensor), group_src=source, group=self.group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._count("all_reduce", tensor, -1)
-        dist.all_reduce(lent(tensor), group=self.group)
+        with self._waiting():
+            dist.all_reduce(lent(tensor), group=self.group)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around a collective that waits for itself."""
+        count = self.ledger.count
+        self.ledger.waiting = count, time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise _broken(self.ledger.text_at(count), error) from None
+        if self.device.type == "cpu":
+            self.ledger.waiting = None
 
 
 class LocalTransport:
@@ -268,18 +296,19 @@ def device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def own_group(group: dist.ProcessGroup | None, control: Control, groups: int = 1) -> dist.ProcessGroup | None:
+def own_group(
+    group: dist.ProcessGroup | None, control: Control, timeout: timedelta, groups: int = 1
+) -> dist.ProcessGroup | None:
     """A new communicator over the ranks of `group` (None: all), those of `control`, which tells them its name.
 
-    With `groups`, that many of them: each rank's is the one of its number, see `layout`. None where that is a group of
-    one rank. Collective over the ranks of `group`; others need not take part. `dist.destroy_process_group` ends it,
-    before the control group is closed.
+    `timeout`: of its collectives. With `groups`, that many of them: each rank's is the one of its number, see
+    `layout`. None where that is a group of one rank. Collective over the ranks of `group`; others need not take part.
+    `dist.destroy_process_group` ends it, before the control group is closed.
     """
     if control.board is None or control.world == groups:
         return None
     number, name = control.rank % groups, control.broadcast_object(f"zeroweave {uuid.uuid4()}")
     ranks = dist.get_process_group_ranks(group)[number::groups]
-    timeout = timedelta(seconds=control.deadline_seconds)
     store = control.board.part(f"collectives of {groups}.{number}")
     own = new_process_group(ranks, dist.get_backend(group), store, f"{name}.{number}", timeout)
     control.barrier("the start of the collectives")  # a rank that meets the others there still needs the board

@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from zeroweave.comm.board import Board
+from zeroweave.comm.differ import ADVICE, dump, explain, parse
+from zeroweave.comm.ledger import Mark
 
 GRACE_SECONDS = 1.5
 """How long a failure waits for the other ranks to fail alike."""
@@ -23,11 +25,16 @@ POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
 """How often a watcher reads the board, and shows that it lives, when nobody rings."""
 SILENCE = 60
-"""Looks without a sign of life after which a process counts as dead: a compiler may hold Python's lock."""
+"""Looks without a sign of life after which a process counts as dead, where the deadline is not longer.
+
+A compiler may hold Python's lock.
+"""
 LOST_SECONDS = 30.0
 """How long a watcher that has lost the board waits for its own process to end or close."""
 _NEWS_SECONDS = 0.3
 """Within this time every watcher has heard a ring."""
+_ANSWER_SECONDS = 1.0
+"""How long a watcher waits for what another rank remembers of its collectives."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,8 @@ class Status:
     """A rank's line on the board.
 
     `issued`, `trail`, `latest`: how many collectives it had issued when it last showed that it lives, their hash,
-    and the last of them in words.
+    and the last of them in words. `call`: where it was then, "in forward" or "after step".
+    `asks`: it wants to know what the others remember of their collectives.
     `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number
     since the beginning; once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
     there. `parted`: it knows that rank 0 has left.
@@ -65,6 +73,8 @@ class Status:
     issued: int = 0
     trail: int | None = None
     latest: str = ""
+    call: str = ""
+    asks: bool = False
     step: int = -1
     count: int = 0
     left: str = ""
@@ -103,8 +113,13 @@ class Line:
 class Trail(Protocol):
     """What this rank's ledger remembers; see `Ledger`."""
 
+    call: str
+    waiting: tuple[int, float] | None
+
     @property
     def mark(self) -> tuple[int, int]: ...
+    @property
+    def marks(self) -> tuple[Mark, ...]: ...
     def hash_at(self, count: int) -> int | None: ...
     def text_at(self, count: int) -> str: ...
 
@@ -118,15 +133,20 @@ class Watcher:
         progress: Callable[[], tuple[int, int]],
         end: Callable[[str], None],
         trail: Trail | None = None,
+        deadline_seconds: float = 600.0,
     ) -> None:
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
-        self._trail = trail
+        self._trail, self._deadline = trail, deadline_seconds
+        self._silence = max(SILENCE, int(deadline_seconds / LOOK_SECONDS))
         self._statuses: list[Status] = []
         self._rung = -1
         self._looked = float("-inf")
         self._lost_since: float | None = None
         self._seen: dict[tuple[int, int], float] = {}  # when the failure (rank, epoch) was first seen
         self._beats: dict[int, tuple[int, int]] = {}  # per rank its last beat, and the looks since then
+        self._issued: dict[int, tuple[int, float]] = {}  # per rank what it had issued, and when that was seen first
+        self._overdue: tuple[int, dict[int, int]] | None = None  # collective, and the beats of who has not come to it
+        self._remembered = False  # has this rank told what it remembers?
 
     @property
     def host_left(self) -> bool:
@@ -172,24 +192,88 @@ class Watcher:
         """What this rank can tell by itself that must end its process, or None."""
         if self._line.failing:
             return None
+        return self._differs() or self._waits_in_vain() or self._late(now) or self._lost(now)
+
+    def _differs(self) -> str | None:
+        """Has another rank issued other collectives?"""
+        if self._trail is None:
+            return None
+        for rank, status in self._others():
+            ours = None if status.trail is None else self._trail.hash_at(status.issued)
+            if ours is not None and ours != status.trail:
+                told = f"it and rank {rank} issued different collectives among their first {status.issued}"
+                latest = f"the last of them was '{status.latest}' there, '{self._trail.text_at(status.issued)}' here"
+                return f"{told}: {self._first_difference(rank) or latest}"
+        return None
+
+    def _first_difference(self, rank: int) -> str:
+        assert self._trail is not None
+        try:
+            self._tell_marks()
+            self._line.post(asks=True)
+            self._board.ring()
+            end = time.monotonic() + _ANSWER_SECONDS
+            while not (answer := self._board.read("marks")[rank]) and time.monotonic() < end:
+                time.sleep(0.02)
+        except ConnectionError:
+            return ""
+        return explain(self._board.rank, self._trail.marks, rank, parse(answer))
+
+    def _tell_marks(self) -> None:
+        if self._trail is not None and not self._remembered:
+            self._remembered = True
+            self._board.post("marks", dump(self._trail.marks))
+
+    def _waits_in_vain(self) -> str | None:
+        """Will another rank never come to what this one has issued?"""
         step, count = self._progress()
         finished = self._line.status.step  # read after the progress: an agreement may have been reached between
         for rank, status in self._others():
             here = f"this rank has issued {count} and is in step {step}"
-            if self._trail is not None and status.trail is not None:
-                ours = self._trail.hash_at(status.issued)
-                if ours is not None and ours != status.trail:
-                    latest = (
-                        f"the last of them was '{status.latest}' there, '{self._trail.text_at(status.issued)}' here"
-                    )
-                    told = f"different collectives among their first {status.issued}"
-                    return f"it and rank {rank} issued {told}; {latest}; {here}"
+            if self._trail is not None and self._trail.call:
+                here = f"{here}, {self._trail.call}: {ADVICE}"
             if status.left and count > status.count:
                 return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
             if status.step > finished and count > status.count:
                 return f"rank {rank} finished step {status.step} with {status.count} collectives; {here}"
-            if not status.left and self._beats.get(rank, (0, 0))[1] >= SILENCE:
-                return f"the process of rank {rank} has given no sign of life for {SILENCE * LOOK_SECONDS:g} s"
+        return None
+
+    def _late(self, now: float) -> str | None:
+        """Has this rank waited in a collective for longer than the deadline for ranks that have not come to it?
+
+        They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only
+        what they have said after the deadline counts.
+        """
+        waiting = None if self._trail is None else self._trail.waiting
+        behind = {} if waiting is None else {r: s for r, s in self._others() if not s.left and s.issued < waiting[0]}
+        if self._trail is None or waiting is None or not behind:
+            self._overdue = None
+            return None
+        least = min(status.issued for status in behind.values())
+        missing = {rank: status for rank, status in behind.items() if status.issued == least}
+        number, since = waiting
+        begin = max(since, *(self._issued[rank][1] for rank in missing))
+        if now - begin <= self._deadline:
+            self._overdue = None
+            return None
+        beats = {rank: status.beat for rank, status in missing.items()}
+        if self._overdue is None or self._overdue[0] != number or self._overdue[1].keys() != beats.keys():
+            self._overdue = number, beats
+            return None
+        if any(beats[rank] == beat for rank, beat in self._overdue[1].items()):
+            return None
+        who = " and ".join(
+            f"rank {rank} ({status.call or 'before its first call'}, after {status.issued} collectives)"
+            for rank, status in missing.items()
+        )
+        what = f"collective {number} ('{self._trail.text_at(number)}')"
+        return f"{who} did not come to {what} within the deadline of {self._deadline:g} s"
+
+    def _lost(self, now: float) -> str | None:
+        """Has a process gone without a word?"""
+        for rank, status in self._others():
+            if not status.left and self._beats.get(rank, (0, 0))[1] >= self._silence:
+                return f"the process of rank {rank} has given no sign of life for {self._silence * LOOK_SECONDS:g} s"
         if self._lost_since is not None and now - self._lost_since > LOST_SECONDS:
             return "the process of rank 0 has gone without a word"
         return None
@@ -203,12 +287,18 @@ class Watcher:
             self._looked = now
             issued, trail = (0, None) if self._trail is None else self._trail.mark
             latest = "" if self._trail is None else self._trail.text_at(issued)
-            self._line.post(beat=self._line.status.beat + 1, issued=issued, trail=trail, latest=latest)
+            call = "" if self._trail is None else self._trail.call
+            self._line.post(beat=self._line.status.beat + 1, issued=issued, trail=trail, latest=latest, call=call)
         if timed or rung != self._rung:
             self._rung = rung
             self._statuses = read(self._board)
+            for rank, status in enumerate(self._statuses):
+                if self._issued.get(rank, (-1, now))[0] != status.issued:
+                    self._issued[rank] = status.issued, now
             if self.host_left:
                 self._line.post(parted=True)
+            if any(status.asks for _, status in self._others()):
+                self._tell_marks()
         if timed:
             for rank, status in enumerate(self._statuses):
                 beat, looks = self._beats.get(rank, (-1, 0))
@@ -233,6 +323,11 @@ class Watcher:
             self._board.ring()
             if ours:
                 time.sleep(_NEWS_SECONDS)  # rank 0 takes the board with it
+            elif self._board.rank == 0:
+                end = time.monotonic() + _NEWS_SECONDS
+                while time.monotonic() < end and not all(s.left or s.failure for _, s in self._others()):
+                    time.sleep(0.02)
+                    self._statuses = read(self._board)
         except ConnectionError:
             pass
 

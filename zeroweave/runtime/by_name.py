@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ class RuntimeByName:
         except ConfigError:
             self._control.close()
             raise
-        self._group = own_group(process_group, self._control)
+        self._group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
         self.ledger = Ledger(self.world, self.rank)
         transport = make_transport(self._group, self.device, self.ledger)
         self._symmetric: SymmetricGathers | None = None

@@ -1,0 +1,47 @@
+"""The process group of a job that has none: started once, for all its engines, and ended with the process."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+BACKSTOP_SECONDS = 60.0
+"""How long after the deadline a backend gives up by itself; by then the alarm has told which rank is missing."""
+
+
+def backstop(deadline_seconds: float) -> timedelta:
+    """The timeout of a communicator whose ranks have an alarm with this deadline."""
+    return timedelta(seconds=deadline_seconds + BACKSTOP_SECONDS)
+
+
+def start_process_group(deadline_seconds: float) -> None:
+    """Starts the default process group from the environment (torchrun's variables). Collective.
+
+    It stays for later engines: ranks leave an engine at different times, and one that met the others anew while they
+    are still leaving would find the addresses, or the store, of the group that they leave. It ends with the process,
+    or when somebody calls `torch.distributed.destroy_process_group()`.
+    """
+    timeout = backstop(deadline_seconds)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    atexit.register(_end, os.getpid())
+
+
+def _end(process: int) -> None:
+    """Ends the default process group: with a live one the interpreter often aborts on its way out.
+
+    Not after an exception: the other ranks may be anywhere, and it could wait for them for ever.
+    """
+    if os.getpid() == process and dist.is_initialized() and getattr(sys, "last_value", None) is None:
+        dist.destroy_process_group()
+        gc.collect()
