@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import nn
@@ -12,11 +12,12 @@ from zeroweave import state
 from zeroweave.calls import Calls
 from zeroweave.config import Config
 from zeroweave.eager.access import Shown
-from zeroweave.errors import EngineError
+from zeroweave.errors import AgreementError, EngineError, RankFailure
 from zeroweave.guard import Agreements, Guard
 from zeroweave.layout import Fragment
 from zeroweave.optim.scaler import Scaler
 from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime import written
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.state import Opened, Parts
@@ -33,6 +34,7 @@ class Accessors(Windows):
 
     config: Config
     module: nn.Module
+    world: int
     _parts: Parts
     _runtime: Runtime
     _guard: Guard
@@ -82,10 +84,22 @@ class Accessors(Windows):
             bucket, slot = self._find(parameter, "set_full()", what)
             place = bucket.layout.slots[slot]
             part = None
+            self._refuse_other_values(value, bucket, place.name)
             if tuple(value.shape) == place.shape:
                 fragment = bucket.layout.fragment(slot, bucket.rank)
                 part = value.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.numel]
             self._set(bucket, slot, what, value.detach(), part, place.shape)
+
+    def _refuse_other_values(self, value: torch.Tensor, bucket: Bucket, name: str) -> None:
+        """EngineError on all ranks unless all have the same `value` for this parameter. Collective."""
+        if self.world == 1:
+            return
+        mine = written.digest(value.to(bucket.shard.dtype))
+        label, groups = f"set_full() of {name!r}", bucket.layout.groups
+        if written.differing([(name, groups)], [mine], [True], label, self._parts.control):
+            raise EngineError(
+                f"{label}: the ranks give different values, and nothing was written: pass the same on all ranks"
+            )
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         """Which elements of a parameter lie on this rank: `numel` from `offset` on, of the flattened parameter."""
@@ -183,23 +197,34 @@ class Accessors(Windows):
     def full_parameters(self) -> Iterator[dict[str, nn.Parameter]]:
         """Everything unsharded: inside, the module's parameters are full and may be read and written.
 
-        Yields them by name. Writes are kept: each rank stores its own part of what it finds, so all ranks
-        must write the same. Collective; not inside a forward or backward.
+        Yields them by name. What is written is kept at the end: each rank stores its own part of what it finds, so all
+        ranks must write the same, bit by bit. Where they do not, EngineError names the parameters, and nothing is kept;
+        nor is it when an exception leaves the block. Collective; not inside a forward or backward.
         """
+        buckets, control, label = list(self._runtime.buckets.values()), self._parts.control, "full_parameters()"
         with self._guard("full_parameters"):
             if self._runtime.in_session or self._runtime.in_backward:
                 raise EngineError("full_parameters() inside a forward or backward: enter it between them")
             self._refuse_inside("full_parameters()")
             self._opened.close()
             self._opened.open()
+            before = written.versions(buckets)
         self._runtime.writable = True
         try:
             yield self._shown.views
+            self._runtime.writable = False
+            with self._guard("the end of full_parameters", clean=False):
+                written.keep(buckets, before, control, label)
+        except Exception:
+            if self._runtime.writable and not self._guard.lost:
+                with suppress(RankFailure, AgreementError):
+                    written.gives_up(label, control)
+            raise
         finally:
             self._runtime.writable = False
-            state.store(self._runtime)
+            written.forget(buckets)
             self._opened.close()
-            if self.config.gather_after_step:
+            if self.config.gather_after_step and not self._guard.lost:
                 self._opened.open()
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -161,7 +161,10 @@ class Guard:
 
     @contextmanager
     def __call__(self, place: str, clean: bool = True) -> Iterator[None]:
-        """Guards the block called `place`; blocks inside it belong to it."""
+        """Guards the block called `place`; blocks inside it belong to it.
+
+        An error about other ranks leaves it without the frames below this one.
+        """
         if self.destroyed:
             raise EngineError(f"{place} on a destroyed engine: make a new one with zeroweave.initialize")
         if self._active:
@@ -202,6 +205,11 @@ class Guard:
             self._told = error
         if not self._alarm.failed(place, self._progress.step, error):
             error.add_note(f"Not all ranks failed alike, so the others are ended: {self._alarm.fatal}")
+
+    @property
+    def lost(self) -> bool:
+        """Has a failure not been shared by all ranks? Then nothing collective can succeed any more."""
+        return self._alarm.fatal is not None
 
     def close(self) -> None:
         """The end of the engine: everything is refused from now on."""

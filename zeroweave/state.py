@@ -105,20 +105,6 @@ class Opened:
 
 
 @torch.no_grad()
-def store(runtime: Runtime) -> None:
-    """Keeps what was written into gathered parameters: this rank's part goes into the shard.
-
-    A shard that is a master keeps its own, finer value wherever the parameter still has the one rounded from it.
-    """
-    for bucket in runtime.buckets.values():
-        written, values = bucket.slice(bucket.flat), bucket.values()
-        changed = written != values.to(bucket.dtype)
-        bucket.put(torch.where(changed, written.to(values.dtype), values))
-        if bucket.written:
-            bucket.renew()
-
-
-@torch.no_grad()
 def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
     """All parameters, full, from the masters, in the given dtypes, on the device."""
     return {
