@@ -96,10 +96,8 @@ class Accessors(Windows):
             return
         mine = written.digest(value.to(bucket.shard.dtype))
         label, groups = f"set_full() of {name!r}", bucket.layout.groups
-        if written.differing([(name, groups)], [mine], [True], label, self._parts.control):
-            raise EngineError(
-                f"{label}: the ranks give different values, and nothing was written: pass the same on all ranks"
-            )
+        if refused := written.differing([(name, groups)], [mine], [True], label, self._parts.control):
+            raise EngineError(refused)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         """Which elements of a parameter lie on this rank: `numel` from `offset` on, of the flattened parameter."""
@@ -214,7 +212,9 @@ class Accessors(Windows):
             yield self._shown.views
             self._runtime.writable = False
             with self._guard("the end of full_parameters", clean=False):
-                written.keep(buckets, before, control, label)
+                refused = written.keep(buckets, before, control, label)
+            if refused:
+                raise EngineError(refused)  # on all ranks, or those that did not raise by themselves
         except Exception:
             if self._runtime.writable and not self._guard.lost:
                 with suppress(RankFailure, AgreementError):

@@ -258,7 +258,7 @@ def test_two_engines(pools: Pools) -> None:
 
 def one_is_killed(victim: int, silence: int) -> None:
     watcher.SILENCE, watcher.LOST_SECONDS = silence, 1.0
-    made = Engine()
+    made = Engine(deadline=float(silence))
     made.agree()
     if made.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -29,7 +29,7 @@ class Rank:
         self.board, self.line = board, Line(board)
         self.at = (0, 0)
         self.ends: list[str] = []
-        self.watcher = Watcher(self.line, lambda: self.at, self.ends.append)
+        self.watcher = Watcher(self.line, lambda: self.at, self.ends.append, deadline_seconds=20.0)
 
     def says(self, now: float) -> str | None:
         return self.watcher.look(now) or self.watcher.find(now)

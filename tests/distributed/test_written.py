@@ -127,9 +127,9 @@ def left_by_an_exception(everywhere: bool) -> list[str]:
 
 
 def test_an_exception_inside_keeps_nothing(pools: Pools) -> None:
-    assert pools(2).run(left_by_an_exception, True) == [["\"a user's mistake\""]] * 2
+    assert pools(2).run(left_by_an_exception, True) == [['"a user\'s mistake"']] * 2
     one, two = pools(2).run(left_by_an_exception, False)
-    assert two == ["\"a user's mistake\""]
+    assert two == ['"a user\'s mistake"']
     assert len(one) == 1 and "rank 1 left full_parameters() with an exception" in one[0]
 
 
@@ -141,7 +141,7 @@ def other_values_for_set_full(what: str) -> bool:
             x, y = rows(engine.rank, 5)
             engine.backward(F.mse_loss(engine(x), y))
         before = engine.full(name, what)
-        with pytest.raises(EngineError, match=f"set_full.. of '{name}': the ranks give different values"):
+        with pytest.raises(EngineError, match=f"set_full.. of '{name}': the ranks have different values"):
             engine.set_full(name, before + dist.get_rank(), what)
         assert torch.equal(engine.full(name, what), before)
         engine.set_full(name, before + 1.0, what)

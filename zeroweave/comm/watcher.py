@@ -140,7 +140,7 @@ class Watcher:
         self._silence = max(SILENCE, int(deadline_seconds / LOOK_SECONDS))
         self._statuses: list[Status] = []
         self._rung = -1
-        self._looked = float("-inf")
+        self._looked = self._read_at = float("-inf")
         self._lost_since: float | None = None
         self._seen: dict[tuple[int, int], float] = {}  # when the failure (rank, epoch) was first seen
         self._beats: dict[int, tuple[int, int]] = {}  # per rank its last beat, and the looks since then
@@ -192,7 +192,7 @@ class Watcher:
         """What this rank can tell by itself that must end its process, or None."""
         if self._line.failing:
             return None
-        return self._differs() or self._waits_in_vain() or self._late(now) or self._lost(now)
+        return self._differs() or self._waits_in_vain() or self._late() or self._lost(now)
 
     def _differs(self) -> str | None:
         """Has another rank issued other collectives?"""
@@ -238,7 +238,7 @@ class Watcher:
                 return f"rank {rank} finished step {status.step} with {status.count} collectives; {here}"
         return None
 
-    def _late(self, now: float) -> str | None:
+    def _late(self) -> str | None:
         """Has this rank waited in a collective for longer than the deadline for ranks that have not come to it?
 
         They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only
@@ -253,7 +253,7 @@ class Watcher:
         missing = {rank: status for rank, status in behind.items() if status.issued == least}
         number, since = waiting
         begin = max(since, *(self._issued[rank][1] for rank in missing))
-        if now - begin <= self._deadline:
+        if self._read_at - begin <= self._deadline:
             self._overdue = None
             return None
         beats = {rank: status.beat for rank, status in missing.items()}
@@ -291,7 +291,7 @@ class Watcher:
             self._line.post(beat=self._line.status.beat + 1, issued=issued, trail=trail, latest=latest, call=call)
         if timed or rung != self._rung:
             self._rung = rung
-            self._statuses = read(self._board)
+            self._statuses, self._read_at = read(self._board), now
             for rank, status in enumerate(self._statuses):
                 if self._issued.get(rank, (-1, now))[0] != status.issued:
                     self._issued[rank] = status.issued, now

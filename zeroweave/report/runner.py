@@ -70,6 +70,7 @@ def main() -> int:
     except BaseException as error:
         end.code = 130 if isinstance(error, KeyboardInterrupt) else 1
         shown = error.with_traceback(own_frames(error.__traceback__))
+        sys.last_value = shown  # as the interpreter does: what acts at exit learns how the script ended
         sys.excepthook(type(shown), shown, shown.__traceback__)
     gc.collect()
     if end.code == 0 and dist.is_available() and dist.is_initialized():

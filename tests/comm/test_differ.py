@@ -1,0 +1,52 @@
+"""The words for two ranks' collectives that began to differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroweave.comm.differ import ADVICE, dump, explain, parse
+from zeroweave.comm.ledger import Ledger, Mark
+
+
+def marks(*issued: tuple[str, int]) -> list[Mark]:
+    """The memory of a rank that issued gathers of these buckets in these calls."""
+    ledger = Ledger(2, 0, {0: "a", 1: "b", 2: "c"})
+    for call, bucket in issued:
+        ledger.call = call
+        ledger.record("all_gather", bucket, "float32", 64)
+    return list(ledger.marks)
+
+
+STEP = [("in forward", 0), ("in forward", 1), ("in backward", 1)]
+
+
+@pytest.mark.oldest
+def test_marks_survive_the_board() -> None:
+    assert parse(dump(marks(*STEP))) == marks(*STEP)
+    assert parse("") == []
+
+
+def test_equal_collectives_have_no_difference() -> None:
+    assert explain(0, marks(*STEP), 1, marks(*STEP)) == ""
+    assert explain(0, marks(*STEP), 1, []) == ""
+    assert explain(0, marks(*STEP), 1, marks(*STEP, ("in forward", 0))) == "", "one is behind"
+
+
+def test_a_difference_within_a_call() -> None:
+    told = explain(0, marks(*STEP, ("in forward", 0)), 1, marks(*STEP, ("in forward", 2)))
+    here, there = "all_gather a, 64 bytes of float32", "all_gather c, 64 bytes of float32"
+    assert told == f"their collective 4 was '{here}' on rank 0, '{there}' on rank 1"
+
+
+def test_the_call_that_one_rank_made_alone_is_named_though_its_gathers_met_equal_ones() -> None:
+    """Rank 0 has left state_dict when its gathers first meet others."""
+    one = marks(*STEP, ("in state_dict", 0), ("in state_dict", 1), ("in forward", 0))
+    two = marks(*STEP, ("in forward", 0), ("in forward", 1), ("in backward", 1))
+    told = explain(0, one, 1, two)
+    assert told.startswith(f"rank 0 was in state_dict where rank 1 was in forward ({ADVICE}); their collective 6 was ")
+    assert explain(1, two, 0, one).startswith("rank 1 was in forward where rank 0 was in state_dict")
+
+
+def test_only_what_both_remember_is_compared() -> None:
+    one, two = marks(*STEP, ("in forward", 0)), marks(*STEP, ("in forward", 2))
+    assert "collective 4" in explain(0, one[3:], 1, two[2:])

@@ -1,0 +1,119 @@
+"""The deadline in collectives: whom a waiting rank misses, and when it may say so. With a pretended clock."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from zeroweave.comm.board import Board
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.watcher import LOOK_SECONDS, SILENCE, Line, Watcher
+
+DEADLINE = 20.0
+
+
+class Rank:
+    """A rank with a ledger: `issues` collectives, `waits` for the last of them."""
+
+    def __init__(self, board: Board) -> None:
+        self.rank, self.line, self.ledger = board.rank, Line(board), Ledger(board.world, board.rank)
+        self.watcher = Watcher(self.line, lambda: (0, self.ledger.count), lambda _: None, self.ledger, DEADLINE)
+
+    def issues(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.ledger.record("all_gather", self.ledger.count % 4, "float32", 1024)
+
+    def waits(self, now: float) -> None:
+        self.ledger.waiting = self.ledger.count, now
+
+    def says(self, now: float) -> str | None:
+        return self.watcher.look(now) or self.watcher.find(now)
+
+
+def world(ranks: int) -> list[Rank]:
+    store = dist.HashStore()
+    return [Rank(board) for board in [Board(rank, ranks, lambda: store) for rank in range(ranks)]]
+
+
+def times(first: float, last: float) -> list[float]:
+    return [first + index * LOOK_SECONDS for index in range(int((last - first) / LOOK_SECONDS) + 1)]
+
+
+def first_word(ranks: list[Rank], of: Rank, first: float, last: float) -> tuple[float, str] | None:
+    """When all live and look, the first thing that one says between two times."""
+    for now in times(first, last):
+        for rank in ranks:
+            said = rank.says(now)
+            if rank is of and said is not None:
+                return now, said
+    return None
+
+
+@pytest.mark.oldest
+def test_a_rank_that_does_not_come_is_named_after_the_deadline() -> None:
+    here, there = both = world(2)
+    for rank in both:
+        rank.issues(3)
+    there.ledger.call = "after step"
+    here.issues()
+    here.waits(5.0)
+    assert first_word(both, here, 0.0, 5.0 + DEADLINE) is None
+    found = first_word(both, here, 5.0 + DEADLINE, 5.0 + DEADLINE + 5.0)
+    assert found is not None and found[0] <= 5.0 + DEADLINE + 3.0
+    assert found[1] == (
+        "rank 1 (after step, after 3 collectives) did not come to collective 4 "
+        "('all_gather bucket 3, 1024 bytes of float32') within the deadline of 20 s"
+    )
+
+
+def test_nobody_waits_for_a_rank_that_computes() -> None:
+    """Each computes for ten deadlines, one after the other; only who waits for longer than one may complain."""
+    here, there = both = world(2)
+    here.issues(2)
+    there.issues(2)
+    assert first_word(both, here, 0.0, 10 * DEADLINE) is None
+    assert first_word(both, there, 0.0, 10 * DEADLINE) is None
+
+
+def test_who_comes_just_in_time_is_not_late() -> None:
+    """It comes before the deadline, but its word of it is still under way when that has passed."""
+    here, there = both = world(2)
+    here.issues()
+    here.waits(0.0)
+    assert first_word(both, here, 0.0, DEADLINE) is None
+    there.issues()
+    for now in (DEADLINE + 0.5, DEADLINE + 1.5, DEADLINE + 40.0):
+        assert here.says(now) is None, "nothing that the other rank has said is newer than the deadline"
+    assert first_word(both, here, DEADLINE + 41.0, 3 * DEADLINE) is None
+
+
+def test_a_rank_that_comes_nearer_has_time_again() -> None:
+    """On a device the host runs ahead: one that is far behind, but goes on, is not missing."""
+    here, there = both = world(2)
+    here.issues(8)
+    here.waits(0.0)
+    for index in range(7):
+        there.issues()
+        assert first_word(both, here, index * 0.9 * DEADLINE, (index + 1) * 0.9 * DEADLINE - LOOK_SECONDS) is None
+    found = first_word(both, here, 7 * 0.9 * DEADLINE, 9 * DEADLINE)
+    assert found is not None and "after 7 collectives) did not come to collective 8" in found[1]
+
+
+def test_who_waits_itself_is_not_blamed() -> None:
+    """Rank 0 waits for rank 1, which waits for rank 2 in an earlier collective."""
+    for waiting in (0, 1):
+        ranks = world(3)
+        for rank, count in zip(ranks, (5, 4, 3), strict=True):
+            rank.issues(count)
+        ranks[0].waits(0.0)
+        ranks[1].waits(0.0)
+        found = first_word(ranks, ranks[waiting], 0.0, DEADLINE + 5.0)
+        assert found is not None and found[1].startswith("rank 2 (") and "rank 1" not in found[1]
+
+
+def test_a_silent_process_is_not_dead_before_the_deadline() -> None:
+    """Another thread of it may keep Python's lock for as long as it may be late."""
+    here, _ = world(2)
+    here.watcher._silence = max(SILENCE, 100)
+    assert all(here.says(index * LOOK_SECONDS) is None for index in range(100))
+    assert "no sign of life for 100 s" in (here.says(101 * LOOK_SECONDS) or "")
