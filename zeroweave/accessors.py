@@ -55,6 +55,7 @@ class Accessors(Windows):
         """
         with self._guard("full"):
             bucket, slot = self._find(parameter, "full()", what)
+            self._guard.meet()
             missing = False
             if what == "param":
                 shard = bucket.values()
@@ -82,6 +83,7 @@ class Accessors(Windows):
         """
         with self._guard("set_full"):
             bucket, slot = self._find(parameter, "set_full()", what)
+            self._guard.meet()
             place = bucket.layout.slots[slot]
             part = None
             self._refuse_other_values(value, bucket, place.name)
@@ -204,6 +206,7 @@ class Accessors(Windows):
             if self._runtime.in_session or self._runtime.in_backward:
                 raise EngineError("full_parameters() inside a forward or backward: enter it between them")
             self._refuse_inside("full_parameters()")
+            self._guard.meet()
             self._opened.close()
             self._opened.open()
             before = written.versions(buckets)
@@ -235,6 +238,7 @@ class Accessors(Windows):
         """
         with self._guard("state_dict"):
             self._refuse_inside("state_dict()")
+            self._guard.meet()
             return state.state_dict(self.module, self._runtime, self._parts)
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -243,6 +247,9 @@ class Accessors(Windows):
         One bucket is full at a time, on the device. All ranks iterate (`for name, tensor in
         engine.stream_state_dict(): …`) and do nothing else with the engine meanwhile; only rank 0 is given anything.
         """
+        with self._guard("stream_state_dict"):
+            self._refuse_inside("stream_state_dict()")
+            self._guard.meet()
         items = state.stream(self.module, self._runtime, self._parts)
         try:
             while True:
@@ -263,6 +270,7 @@ class Accessors(Windows):
         """
         with self._guard("load_state_dict"):
             self._refuse_inside("load_state_dict()")
+            self._guard.meet()
             with self._rewriting("load_state_dict()"):
                 state.load_state_dict(state_dict, self.module, self._runtime, self._parts)
 
@@ -273,6 +281,7 @@ class Accessors(Windows):
         """
         with self._guard("gradients"):
             self._refuse_inside("gradients()")
+            self._guard.meet()
             self._reduce_rest("gradients()")
             return state.full_gradients(self._runtime, self._parts.control, self._scaler.look)
 

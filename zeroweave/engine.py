@@ -278,6 +278,7 @@ class Engine(Scheduling, Scaling, Accessors):
         with self._guard("destroy", clean=False):
             self._refuse_inside("destroy()")
             self._refuse_coalescing("destroy()")
+            self._guard.meet()
             self._abort()
             self._opened.close()
             values, optimizer = state.full_values(self._runtime, self._parts.original_dtypes), self._parts.optimizer

@@ -206,6 +206,11 @@ class Guard:
         if not self._alarm.failed(place, self._progress.step, error):
             error.add_note(f"Not all ranks failed alike, so the others are ended: {self._alarm.fatal}")
 
+    def meet(self) -> None:
+        """To be called in a guarded call that only some ranks might make, before its first collective. Collective."""
+        place = self._progress.ledger.call
+        self._alarm.meet(place.removeprefix("in "), place)
+
     @property
     def lost(self) -> bool:
         """Has a failure not been shared by all ranks? Then nothing collective can succeed any more."""

@@ -143,6 +143,21 @@ class Alarm:
         except ConnectionError:
             pass  # the agreement that follows fails and says why
 
+    def meet(self, place: str, call: str) -> None:
+        """Returns when all ranks have come to the call of this name, before any of them issues a collective in it.
+
+        Else its collectives would meet those of another call. A rank that issues one elsewhere is told who waits here.
+        AgreementError where ranks meet in different calls, or one does not come before the deadline.
+        """
+        try:
+            if self._line is not None:
+                meetings = self._line.status.meetings + 1
+                self._line.post(meetings=meetings, count=self._progress()[1], call=call)
+                self._line.board.ring()
+        except ConnectionError:
+            pass  # the meeting fails and says why
+        self._control.barrier(place)
+
     def close(self) -> None:
         """Leaves in order: no thread, no message and no action at exit remain. Before `Control.close`.
 

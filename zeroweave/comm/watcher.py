@@ -65,7 +65,8 @@ class Status:
     and the last of them in words. `call`: where it was then, "in forward" or "after step".
     `asks`: it wants to know what the others remember of their collectives.
     `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number
-    since the beginning; once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
+    since the beginning; `meetings`: how often it has come to meet the others in a call, the last time after `count`;
+    once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
     there. `parted`: it knows that rank 0 has left.
     """
 
@@ -77,6 +78,7 @@ class Status:
     asks: bool = False
     step: int = -1
     count: int = 0
+    meetings: int = 0
     left: str = ""
     parted: bool = False
     failure: Failure | None = None
@@ -227,14 +229,16 @@ class Watcher:
     def _waits_in_vain(self) -> str | None:
         """Will another rank never come to what this one has issued?"""
         step, count = self._progress()
-        finished = self._line.status.step  # read after the progress: an agreement may have been reached between
+        mine = self._line.status  # read after the progress: an agreement may have been reached between
         for rank, status in self._others():
             here = f"this rank has issued {count} and is in step {step}"
             if self._trail is not None and self._trail.call:
                 here = f"{here}, {self._trail.call}: {ADVICE}"
             if status.left and count > status.count:
                 return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
-            if status.step > finished and count > status.count:
+            if status.meetings > mine.meetings and count > status.count:
+                return f"rank {rank} is {status.call} after {status.count} collectives; {here}"
+            if status.step > mine.step and count > status.count:
                 return f"rank {rank} finished step {status.step} with {status.count} collectives; {here}"
         return None
 

@@ -55,8 +55,8 @@ def differing(
         return ""
     more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return (
-        f"{label}: the ranks have different values of {', '.join(told[:_SHOWN])}{more}; none is kept. Write the same on "
-        "all ranks, or use engine.load_state_dict(), which takes what rank 0 has"
+        f"{label}: the ranks have different values of {', '.join(told[:_SHOWN])}{more}; none is kept. Write the same "
+        "on all ranks, or use engine.load_state_dict(), which takes what rank 0 has"
     )
 
 
