@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 LIMIT = 240.0
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def ranks(tmp_path: Path, script: str, world: int = 2) -> list[subprocess.CompletedProcess[str]]:
@@ -21,7 +22,12 @@ def ranks(tmp_path: Path, script: str, world: int = 2) -> list[subprocess.Comple
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+    }
     started = [
         subprocess.Popen(
             [sys.executable, str(path)],
