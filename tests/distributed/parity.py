@@ -20,14 +20,14 @@ from tests.distributed.reference import (
     Run,
     build,
     draw,
+    judge,
+    judge_numbers,
     set_lr,
     sgd,
     train_reference,
     worst,
 )
 from tests.distributed.zoo import Entry
-
-TOLERANCE = {"eager": 1e-6, "aot_eager": 1e-6, "inductor": 1e-5}
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's figures; differences are (ratio to the bound's norm, name)."""
+    """One rank's figures; differences are (part of the allowed error, name)."""
 
-    loss: float
+    losses: tuple[float, str]
     gradients: list[tuple[float, str]]
     parameters: tuple[float, str]
     saved: tuple[float, str]
@@ -125,11 +125,11 @@ def run_case(case: Case, initialize: Callable[..., Any] = zw.initialize) -> Repo
     got, path, saved = train_engine(case, entry, initialize)
     start = {name: p.detach() for name, p in build(entry).named_parameters()}
     return Report(
-        loss=max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(got.losses, expected.losses, strict=True)),
-        gradients=[worst(a, b) for a, b in zip(got.gradients, expected.gradients, strict=True)],
-        parameters=worst(got.parameters, expected.parameters),
-        saved=worst(saved, expected.parameters) if dist.get_rank() == 0 else (float(bool(saved)), "not empty"),
-        moved=worst(expected.parameters, start)[0] > 1e-3,
+        losses=judge_numbers(got.losses, expected.losses),
+        gradients=[judge(a, b) for a, b in zip(got.gradients, expected.gradients, strict=True)],
+        parameters=judge(got.parameters, expected.parameters),
+        saved=judge(saved, expected.parameters) if dist.get_rank() == 0 else (float(bool(saved)), "not empty"),
+        moved=worst(expected.parameters.plain, start)[0] > 1e-3,
         digest=digest([*got.gradients, got.parameters]),
         **path,
     )
@@ -137,15 +137,15 @@ def run_case(case: Case, initialize: Callable[..., Any] = zw.initialize) -> Repo
 
 def check(case: Case, reports: list[Report]) -> None:
     """Assert the bounds and that the path under test was taken, on every rank."""
-    entry, tolerance = find(case.model), TOLERANCE[case.mode]
+    entry = find(case.model)
     for rank, report in enumerate(reports):
         where = f"{case}, rank {rank}"
         assert report.moved, f"{where}: the reference did not train"
         for step, difference in enumerate(report.gradients):
-            assert difference[0] <= tolerance, f"{where}: gradient of step {step} differs: {difference}"
-        assert report.parameters[0] <= tolerance, f"{where}: parameters differ: {report.parameters}"
-        assert report.saved[0] <= tolerance, f"{where}: state_dict differs: {report.saved}"
-        assert report.loss <= 10 * tolerance, f"{where}: losses differ by {report.loss}"
+            assert difference[0] <= 1, f"{where}: gradient of step {step} differs: {difference}"
+        assert report.parameters[0] <= 1, f"{where}: parameters differ: {report.parameters}"
+        assert report.saved[0] <= 1, f"{where}: state_dict differs: {report.saved}"
+        assert report.losses[0] <= 1, f"{where}: losses differ: {report.losses}"
         check_path(case, entry, report, where)
     assert len({report.digest for report in reports}) == 1, f"{case}: ranks hold different numbers"
 
