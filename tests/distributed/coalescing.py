@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,19 @@ from torch import Tensor, nn
 import zeroweave as zw
 from tests.distributed.counting import counted
 from tests.distributed.models import entry
-from tests.distributed.reference import CHECKED, TRAINED, build, draw, set_lr, sgd, train_reference, worst
+from tests.distributed.reference import (
+    CHECKED,
+    TRAINED,
+    Exactly,
+    Expected,
+    build,
+    doubled,
+    draw,
+    judge,
+    set_lr,
+    sgd,
+    train_reference,
+)
 from tests.distributed.zoo import Entry
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
@@ -44,8 +56,8 @@ class Setting:
 class Window:
     """One rank's figures of the window of N backwards; differences are relative, `errors` are those to the fp64 sum.
 
-    `bounded` is the largest of any parameter by the bound for gradients, `difference` that of all together. The counts
-    say how often a flat of that many elements was reduced, as the profiler tells.
+    `bounded` is what `judge` says of the coalesced sum beside the plain windows' (fp32 only), `difference` that of all
+    together. The counts say how often a flat of that many elements was reduced, as the profiler tells.
     """
 
     n: int
@@ -88,10 +100,11 @@ def reductions_of(engine: Any, model: Entry, n: int, coalesce: bool) -> Counter[
 
 
 def fp64_sum(model: Entry, n: int, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The mean over ranks of the sum of `n` gradients in fp64, each computed by the unsharded model in its dtype."""
-    rank, module = dist.get_rank(), build(model)
-    if dtype is not None:
-        module.to(dtype)
+    """The mean over ranks of the sum of `n` gradients in fp64, each computed by the unsharded model in `dtype`.
+
+    Without one everything is in fp64.
+    """
+    rank, module = dist.get_rank(), build(model).to(dtype or torch.float64)
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     sums = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in named.items()}
 
@@ -100,7 +113,8 @@ def fp64_sum(model: Entry, n: int, dtype: torch.dtype | None) -> dict[str, Tenso
 
     for index in range(n):
         draw(rank, index)
-        model.micro(call, module, model.batch(rank, index), lambda loss: (loss / n).backward())
+        with contextlib.nullcontext() if dtype else Exactly():
+            model.micro(call, module, model.batch(rank, index), lambda loss: (loss / n).backward())
         for name, p in named.items():
             if p.grad is not None:
                 sums[name] += p.grad.double()
@@ -136,7 +150,7 @@ def matrix(setting: Setting, name: str, counts: tuple[int, ...]) -> tuple[list[W
             found.append(
                 Window(
                     n=n,
-                    bounded=max(worst(coalesced, plain), worst(coalesced, exact) if dtype is None else (0.0, "")),
+                    bounded=judge(coalesced, Expected(plain, exact)) if dtype is None else (0.0, ""),
                     difference=distance(coalesced, plain),
                     plain_error=distance(plain, exact),
                     coalesced_error=distance(coalesced, exact),
@@ -163,14 +177,14 @@ def train(setting: Setting, name: str, n: int, config: dict[str, Any]) -> tuple[
                     batch = model.batch(engine.rank, index)
                     model.micro(engine, engine.module, batch, lambda loss, **more: engine.backward(loss / n, **more))
             if step < CHECKED:
-                differences.append(worst(engine.gradients(), expected.gradients[step]))
+                differences.append(judge(engine.gradients(), expected.gradients[step]))
             assert engine.is_gradient_accumulation_boundary()
             engine.step()
             assert engine.was_step_applied() and engine.micro_steps == step + 1
             reductions.append(engine.stats.last_step["reduce_scatter"].calls)
         departures = engine.stats.departures
         with engine.full_parameters() as full:
-            return differences, worst(full, expected.parameters), [buckets, *reductions], departures
+            return differences, judge(full, expected.parameters), [buckets, *reductions], departures
 
 
 @dataclass(frozen=True)
@@ -183,21 +197,25 @@ class Course:
     moved: dict[str, Tensor]
 
 
-def courses(setting: Setting, config: dict[str, Any], name: str, n: int, steps: int) -> tuple[Course, Course]:
-    """The same training with plain windows of `n` backwards and with coalesced ones."""
+def courses(
+    setting: Setting, config: dict[str, Any], name: str, n: int, steps: int, exact: bool
+) -> tuple[Course, Course, Course | None]:
+    """The same training with plain windows of `n` backwards and with coalesced ones; `exact`: and in float64."""
     model, found = entry(name), []
     start = {key: p.detach() for key, p in build(model).named_parameters()}
-    for coalesce in (False, True):
+    for coalesce, wide in ((False, False), (True, False), (False, True))[: 3 if exact else 2]:
         scales, applied, norms = [], [], []
-        with initialize(build(model), {**setting.config(), **config}) as engine:
+        data = replace(model, batch=lambda *which: doubled(model.batch(*which))) if wide else model
+        module = build(model).double() if wide else build(model)
+        with initialize(module, {**setting.config(), **config}) as engine:
             set_lr(engine.optimizer, CHECKED, model.lr)
             for _ in range(steps):
                 scales.append(engine.loss_scale)
-                backwards(engine, model, n, coalesce)
+                backwards(engine, data, n, coalesce)
                 engine.set_gradient_accumulation_boundary(True)
                 engine.step()
                 applied.append(engine.was_step_applied())
                 norms.append(engine.get_global_grad_norm())
             with engine.full_parameters() as full:
                 found.append(Course(scales, applied, norms, {k: p.detach() - start[k] for k, p in full.items()}))
-    return found[0], found[1]
+    return found[0], found[1], found[2] if exact else None

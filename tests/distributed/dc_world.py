@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.harness import Pool
+from tests.distributed.reference import Expected, judge
 from zeroweave import dc
 
 Pools = Callable[[int], Pool]
@@ -68,6 +69,14 @@ def cut(numels: Sequence[int], rank: int, world: int) -> list[tuple[int, int]]:
     return shares
 
 
+def mean_of(tensors: Sequence[Tensor], world: int) -> Expected:
+    """The sum of tensors over ranks and micro-steps, divided by the ranks, under the name ""."""
+    plain, exact = torch.zeros_like(tensors[0]), torch.zeros_like(tensors[0], dtype=torch.float64)
+    for each in tensors:
+        plain, exact = plain + each, exact + each
+    return Expected({"": plain / world}, {"": exact / world})
+
+
 class World:
     """`stage` 1 to 3; `held`: what of the gradients this rank's buffers hold.
 
@@ -93,6 +102,7 @@ class World:
         self.ledger = self.runtime.ledger
         self.mine = [nn.Parameter(draw(i, shape=shape)) for i, shape in enumerate(shapes)]
         self.plain = [nn.Parameter(p.detach().clone()) for p in self.mine]
+        self.exact = [nn.Parameter(p.detach().double()) for p in self.mine]
         self.buffers: list[Tensor | None] = []
         self.shares = list(shares or cut([p.numel() for p in self.mine], self.rank, self.world))
         for i, p in enumerate(self.mine):
@@ -133,12 +143,14 @@ class World:
         """Every parameter of every graph, once."""
         return [(graph_id, i) for graph_id, ids in self.graphs.items() for i in ids]
 
-    def loss(self, micro: int, uses: Sequence[Use] | None = None, named: bool = True) -> Tensor:
-        """Depends on each parameter that is used, on the rank and on the micro-step."""
+    def loss(
+        self, micro: int, uses: Sequence[Use] | None = None, among: Sequence[nn.Parameter] | None = None
+    ) -> Tensor:
+        """Depends on each parameter that is used, on the rank and on the micro-step; by name unless `among` others."""
         total = torch.zeros(())
         for place, use in enumerate(self.everything if uses is None else uses):
-            p = Named.apply(self.mine[use[1]], self.runtime, use) if named else self.plain[use[1]]
-            x = draw(1 + self.rank, micro, place, shape=p.shape)
+            p = Named.apply(self.mine[use[1]], self.runtime, use) if among is None else among[use[1]]
+            x = draw(1 + self.rank, micro, place, shape=p.shape).to(p.dtype)
             total = total + torch.tanh(p * x + 0.5).pow(2).sum()
         return total
 
@@ -151,7 +163,12 @@ class World:
         loss.backward()
         if update if end is None else end:
             self.runtime.end_backward(next(iter(self.graphs)))
-        self.loss(micro, uses, named=False).backward()
+        self.plain_backward(micro, uses)
+
+    def plain_backward(self, micro: int, uses: Sequence[Use] | None = None) -> None:
+        """The backward of the copies, in fp32 and in float64."""
+        for copies in (self.plain, self.exact):
+            self.loss(micro, uses, copies).backward()
 
     def gradients(self) -> list[Tensor]:
         """This rank's part of each reduced gradient; its partition is released."""
@@ -167,19 +184,29 @@ class World:
         assert self.ledger.gauge("gradients").now == self.ledger.gauge("reduce buckets").now == 0
         return taken
 
-    def difference(self) -> float:
-        """How far the window's gradients are from the all-reduced ones, relative to these; ends the copies' window."""
-        worst = 0.0
-        for i, got in enumerate(self.gradients()):
-            p = self.plain[i]
-            wanted = torch.zeros_like(p) if p.grad is None else p.grad
+    def forget(self) -> None:
+        """Drop the gradients of the copies."""
+        for p in (*self.plain, *self.exact):
             p.grad = None
-            dist.all_reduce(wanted, group=self.group)
-            wanted = wanted.flatten() / self.world
-            start, numel = self.shares[i]
-            error = (got.float() - wanted[start : start + numel]).norm() / wanted.norm().clamp(min=1e-12)
-            worst = max(worst, float(error) if bool(got.isfinite().all()) else float("inf"))
-        return worst
+
+    def assign(self, i: int, grad: Tensor) -> None:
+        """What the copies of parameter `i` have as their gradient."""
+        self.plain[i].grad, self.exact[i].grad = grad.clone(), grad.double()
+
+    def difference(self) -> float:
+        """What `judge` says of the window's gradients beside the all-reduced ones; ends the copies' window."""
+        expected: list[dict[str, Tensor | None]] = []
+        got = self.gradients()
+        for copies in (self.plain, self.exact):
+            found: dict[str, Tensor | None] = {}
+            for i, p in enumerate(copies):
+                wanted = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = None
+                dist.all_reduce(wanted, group=self.group)
+                start, numel = self.shares[i]
+                found[str(i)] = wanted.flatten()[start : start + numel] / self.world
+            expected.append(found)
+        return judge({str(i): each.float() for i, each in enumerate(got)}, Expected(*expected))[0]
 
     def close(self) -> None:
         self.runtime.cleanup()

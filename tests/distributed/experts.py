@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from examples.moe import EXPERTS, Expert, Mixture, Model, sentences, whole
 from tests.distributed.counting import counted
-from tests.distributed.reference import Gradients, average, worst
+from tests.distributed.reference import Expected, Plain, judge, judge_numbers, worst
 
 MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 PATTERN = "*.experts.*"
@@ -65,8 +65,12 @@ def own(values: Mapping[str, Any], parallel_size: int) -> dict[str, Any]:
     return found
 
 
-def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(module.parameters(), lr=0.0, momentum=0.9, weight_decay=0.1)
+def mine(expected: Expected, parallel_size: int) -> Expected:
+    return expected.map(lambda values: own(values, parallel_size))
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9, weight_decay=0.1)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -76,34 +80,35 @@ def set_lr(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @dataclass(frozen=True)
 class Reference:
-    gradients: list[Gradients]
+    gradients: list[Expected]
     """of the steps with a learning rate of 0, clipped"""
-    norms: list[float]
-    parameters: dict[str, Tensor]
+    norms: tuple[list[float], list[float]]
+    parameters: Expected
 
 
 def reference(n: int, clip: float | None, avoid: tuple[int, ...], idle: bool) -> Reference:
     """All experts on all ranks, eager, gradients averaged by all-reduce; windows of `n` batches."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    module = build(1, avoid, idle)
-    optimizer = optimizer_of(module)
-    found, norms = [], []
+    plain = Plain(build(1, avoid, idle), optimizer_of)
+    found: list[Expected] = []
+    norms: tuple[list[float], list[float]] = [], []
     for step in range(CHECKED + TRAINED):
-        set_lr(optimizer, step)
+        for optimizer in plain.optimizers:
+            set_lr(optimizer, step)
         for index in range(step * n, (step + 1) * n):
-            (module(sentences(index, rank, world)) / n).backward()
-        average(module.named_parameters())
+            plain.each(lambda module, data: (module(data) / n).backward(), sentences(index, rank, world))
+        plain.average()
         if clip is not None:
-            norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), clip)))
-        found.append({name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return Reference(found, norms, {name: p.detach() for name, p in module.named_parameters()})
+            for net, each in zip(plain.nets, norms, strict=True):
+                each.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip)))
+        found.append(plain.gradients())
+        plain.step()
+    return Reference(found, norms, plain.values())
 
 
 @dataclass(frozen=True)
 class Result:
-    """One rank's differences from the reference, relative; the largest with its parameter's name.
+    """What `judge` says of one rank's numbers beside the reference.
 
     `absent`: parameters without a gradient, of each step. `reductions`: elements of a flat -> how often such a one was
     reduced in the last step, as the profiler tells; `planned`: what the engine's ledger says, beside the buckets.
@@ -111,7 +116,8 @@ class Result:
 
     gradients: list[tuple[float, str]]
     parameters: tuple[float, str]
-    norms: list[tuple[float, float]]
+    norms: tuple[float, str]
+    smallest_norm: float
     absent: list[int]
     reductions: Counter[int]
     buckets: Counter[int]
@@ -142,7 +148,7 @@ def train(
     }
     module = build(parallel_size, avoid, idle)
     gradients, norms, absent = [], [], []
-    with zw.initialize(module, optimizer_of(module), settings) as engine:
+    with zw.initialize(module, optimizer_of(module.parameters()), settings) as engine:
         for step in range(CHECKED + TRAINED):
             set_lr(engine.optimizer, step)
             last = step == CHECKED + TRAINED - 1
@@ -154,23 +160,24 @@ def train(
                         if not coalesce and index + 1 < (step + 1) * n:
                             engine.step()
                 if "gradient_clipping" in config:
-                    norms.append((float(engine.clip_grad_norm_(config["gradient_clipping"])), expected.norms[step]))
+                    norms.append(float(engine.clip_grad_norm_(config["gradient_clipping"])))
                 found = engine.gradients()  # which waits for all reductions: the profiler must not end before them
             absent.append(sum(value is None for value in found.values()))
             if step < CHECKED:
-                gradients.append(worst(found, own(expected.gradients[step], parallel_size)))
+                gradients.append(judge(found, mine(expected.gradients[step], parallel_size)))
             engine.step()
         reductions = Counter(numel for kind, numel in seen if kind == "reduce_scatter")
         with engine.full_parameters() as full:
-            parameters = worst(full, own(expected.parameters, parallel_size))
+            parameters = judge(full, mine(expected.parameters, parallel_size))
         saved = whole(engine.state_dict())
         if engine.rank == 0:
-            assert list(saved) and saved.keys() == expected.parameters.keys()
-            parameters = max(parameters, worst(saved, expected.parameters))
+            assert list(saved) and saved.keys() == expected.parameters.exact.keys()
+            parameters = max(parameters, judge(saved, expected.parameters))
         return Result(
             gradients,
             parameters,
-            norms,
+            judge_numbers(norms, expected.norms),
+            min(norms, default=1.0),
             absent,
             reductions,
             Counter(b.numel for b in engine.buckets if b.trainable and b.world > 1),
@@ -189,7 +196,7 @@ def exact(op: str, parallel_size: int) -> tuple[tuple[float, str], float]:
     module = build(parallel_size).double()
     settings = {"stage": 2, "reduce": {"op": op}, "compile": MODES["eager"], "deadline_seconds": 60.0}
     experts = {"parameters": [PATTERN], "parallel_size": parallel_size}
-    with zw.initialize(module, optimizer_of(module), {**settings, "experts": experts}) as engine:
+    with zw.initialize(module, optimizer_of(module.parameters()), {**settings, "experts": experts}) as engine:
         engine.backward(engine(sentences(0, engine.rank, engine.world)))
         full = {name: engine.full(name, "grad") for name in expected}
         wrong = {name: value * (parallel_size if ".experts." in name else 1) for name, value in full.items()}
@@ -306,7 +313,7 @@ def profiled() -> tuple[bool, dict[str, int], dict[str, int]]:
     share.load_state_dict(module.state_dict())
     settings = {"stage": 3, "compile": MODES["eager"], "deadline_seconds": 60.0}
     experts = {"parameters": [PATTERN], "parallel_size": 2}
-    with zw.initialize(share, optimizer_of(share), {**settings, "experts": experts}) as engine:
+    with zw.initialize(share, optimizer_of(share.parameters()), {**settings, "experts": experts}) as engine:
         batch = sentences(0, engine.rank, engine.world)
         for _ in range(2):
             engine.train_step(batch)
@@ -324,7 +331,7 @@ def die(parallel_size: int) -> None:
     module = build(parallel_size)
     settings = {"stage": 3, "compile": MODES["eager"], "deadline_seconds": 60.0}
     experts = {"parameters": [PATTERN], "parallel_size": parallel_size}
-    engine = zw.initialize(module, optimizer_of(module), {**settings, "experts": experts})
+    engine = zw.initialize(module, optimizer_of(module.parameters()), {**settings, "experts": experts})
     if engine.rank == 0:
 
         def fail(*_: object) -> None:

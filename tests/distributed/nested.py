@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed.coalescing import Setting, initialize, window
-from tests.distributed.reference import CHECKED, TRAINED, build, draw, set_lr, train_reference, worst
+from tests.distributed.reference import CHECKED, TRAINED, build, draw, judge, judge_numbers, set_lr, train_reference
 from tests.distributed.zoo import Block, Entry, Stack, rows
 
 CHUNKS = 2
@@ -120,7 +120,7 @@ def nested(setting: Setting, way: str, coalesce: bool) -> tuple[list[Any], Any, 
     """One window a step, its backwards run inside something else, beside the reference's ordinary one."""
     model = Entry("nested", untiled if way == "head" else lambda: Stack(lambda i: Block()), rows, plain)
     expected = train_reference(model, 1)
-    differences, reductions = [], []
+    differences, losses, reductions = [], [], []
     module = build(model)
     if way == "head":
         module.tiled = True
@@ -131,10 +131,11 @@ def nested(setting: Setting, way: str, coalesce: bool) -> tuple[list[Any], Any, 
             with window(engine, coalesce):
                 draw(engine.rank, step)
                 loss = WAYS[way](engine, model.batch(engine.rank, step), engine.backward)
-            assert abs(float(loss) - expected.losses[step]) <= 1e-5 * expected.losses[step]
+            losses.append(float(loss))
             if step < CHECKED:
-                differences.append(worst(engine.gradients(), expected.gradients[step]))
+                differences.append(judge(engine.gradients(), expected.gradients[step]))
             engine.step()
             reductions.append(engine.stats.last_step["reduce_scatter"].calls / buckets)
         with engine.full_parameters() as full:
-            return differences, worst(full, expected.parameters), set(reductions)
+            differences.append(judge_numbers(losses, expected.losses))
+            return differences, judge(full, expected.parameters), set(reductions)

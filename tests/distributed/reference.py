@@ -7,9 +7,9 @@ depends on the machine. `judge` holds the engine's error to what plain fp32 PyTo
 
 All are Euclidean norms for one tensor, distances to the float64 reference. The typical error is the tensor's norm times
 the median over the model's tensors of plain error by norm: two roundings of few elements differ by any factor, so a
-tensor that plain PyTorch happens to get right (often one of a single element) is not held to that luck, but to what its
-model's tensors lose as a rule. One ulp is the distance if each element were off by its last fp32 bit, 2^-23 of the norm.
-The norm of a tensor counts as at least 1e-3 of the median norm: gradients that are zero in theory are noise.
+tensor that plain PyTorch happens to get right (often one of a single element) is not held to that luck, but to what
+its model's tensors lose as a rule. One ulp is the distance if each element were off by its last fp32 bit, 2^-23 of
+the norm. The norm of a tensor counts as at least 1e-3 of the median norm: gradients that are zero in theory are noise.
 
 No bound is ever loosened. What must be equal in every bit (stages, schedules, offloading) is compared with `worst`.
 """
@@ -32,6 +32,8 @@ from tests.distributed.zoo import Entry
 
 T = TypeVar("T")
 SEED = 20_240
+ULP = torch.finfo(torch.float32).eps
+"""2^-23: the last bit of an fp32 number relative to it, at most."""
 CHECKED = 3
 """First steps of a run, taken with learning rate 0: all of their gradients are compared, so that recording,
 adopting and replaying a schedule are each held to the bound for gradients."""
@@ -84,7 +86,7 @@ def judge(got: Tensors, expected: Expected) -> tuple[float, str]:
         if value is None or other is None or not value.numel():
             continue
         error, norm = distance(other, value), norms[name]
-        allowed = 2 * max(errors[name], typical * norm) + torch.finfo(torch.float32).eps * norm
+        allowed = 2 * max(errors[name], typical * norm) + ULP * norm
         used = error / allowed if allowed else (float("inf") if error else 0.0)
         told = f"{name}: {error:.3g} off, {allowed:.3g} allowed, plain fp32 {errors[name]:.3g}, norm {norm:.3g}"
         result = max(result, (used if used == used else float("inf"), told))
@@ -120,6 +122,11 @@ class Exactly(TorchFunctionMode):
         return function(*given[0], **given[1])
 
 
+def widened(tensors: Tensors) -> dict[str, Any]:
+    """Tensors of any precision as they are, in float64."""
+    return {name: None if value is None else value.double() for name, value in tensors.items()}
+
+
 def doubled(values: T) -> T:
     """A nest of tensors, the fp32 ones in float64."""
     return tree_map_only(Tensor, lambda t: t.double() if t.dtype == torch.float32 else t, values)
@@ -137,13 +144,13 @@ class Plain:
         self.nets = (module, copy.deepcopy(module).double())
         self.optimizers = tuple(make(list(net.parameters())) for net in self.nets) if make else ()
 
-    def each(self, function: Callable[[Any], T]) -> tuple[T, T]:
-        """What `function` makes of the model in fp32 and of that in float64."""
+    def each(self, function: Callable[..., T], *data: Any) -> tuple[T, T]:
+        """What `function(model, *data)` gives for the model in fp32 and for that in float64, data included."""
         state = torch.get_rng_state()
-        first = function(self.nets[0])
+        first = function(self.nets[0], *data)
         torch.set_rng_state(state)
         with Exactly():
-            return first, function(self.nets[1])
+            return first, function(self.nets[1], *doubled(data))
 
     def average(self) -> Expected:
         """Replace the gradients of both by the ranks' means; collective."""
@@ -162,7 +169,11 @@ class Plain:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        for net in self.nets:
+            net.zero_grad()
 
 
 @dataclass(frozen=True)
@@ -273,7 +284,7 @@ def train_reference(
         with Exactly():
             exact = train_plain(entry, gas, make, steps, wide)
     else:
-        exact = Run(plain.losses, [doubled(gradients) for gradients in plain.gradients], doubled(plain.parameters))
+        exact = Run(plain.losses, [widened(each) for each in plain.gradients], widened(plain.parameters))
     gradients = [Expected(*pair) for pair in zip(plain.gradients, exact.gradients, strict=True)]
     return Reference((plain.losses, exact.losses), gradients, Expected(plain.parameters, exact.parameters))
 

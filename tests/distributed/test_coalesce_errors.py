@@ -16,7 +16,7 @@ from torch import nn
 import zeroweave as zw
 from tests.distributed.coalescing import Setting, initialize
 from tests.distributed.harness import Pool
-from tests.distributed.reference import CHECKED, build, draw, set_lr, train_reference, worst
+from tests.distributed.reference import CHECKED, build, draw, judge, set_lr, train_reference
 from tests.distributed.test_failures import TrippingStack, assert_ended_by, trip
 from tests.distributed.zoo import Entry, regression, rows
 
@@ -42,7 +42,7 @@ def clean_step(engine: Any, expected: Any, step: int) -> tuple[float, str]:
     with engine.coalesce_grad_reduction():
         for index in range(step * N, (step + 1) * N):
             backward(engine, index)
-    difference = worst(engine.gradients(), expected.gradients[step])
+    difference = judge(engine.gradients(), expected.gradients[step])
     engine.step()
     return difference
 
@@ -78,7 +78,7 @@ def misuse_inside(stage: int, mode: str) -> list[tuple[float, str]]:
                     for name, misuse in INSIDE.items():
                         with pytest.raises(RuntimeError, match=rf"^{name}\(\) inside .*coalesce_grad_reduction"):
                             misuse(engine)
-            differences.append(worst(engine.gradients(), expected.gradients[step]))
+            differences.append(judge(engine.gradients(), expected.gradients[step]))
             engine.step()
             assert engine.global_steps == step + 1
     return differences
@@ -87,7 +87,7 @@ def misuse_inside(stage: int, mode: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, PATHS))
 def test_a_misuse_inside_is_refused_and_changes_nothing(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(misuse_inside, stage, mode):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 def misuse_leaves(stage: int, mode: str) -> list[tuple[float, str]]:
@@ -111,7 +111,7 @@ def misuse_leaves(stage: int, mode: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, PATHS))
 def test_a_misuse_that_leaves_the_block(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(misuse_leaves, stage, mode):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 class Attempting(TrippingStack):
@@ -149,7 +149,7 @@ def misuse_in_the_middle(stage: int, mode: str) -> list[tuple[float, str]]:
             for index in range(step * N, (step + 1) * N):
                 engine.set_gradient_accumulation_boundary(index == (step + 1) * N - 1)
                 backward(engine, index)
-            differences.append(worst(engine.gradients(), expected.gradients[step]))
+            differences.append(judge(engine.gradients(), expected.gradients[step]))
             engine.step()
         assert len(tried) == 2 * 2 * N and engine.global_steps == CHECKED
     return differences
@@ -158,7 +158,7 @@ def misuse_in_the_middle(stage: int, mode: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, [(1, "eager"), (2, "aot_eager"), (3, "aot_eager")]))
 def test_a_misuse_inside_a_forward_or_backward(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(misuse_in_the_middle, stage, mode):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 def boundaries(stage: int, mode: str) -> None:
@@ -218,7 +218,7 @@ def on_all_ranks(stage: int, mode: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, PATHS))
 def test_an_exception_on_all_ranks(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(on_all_ranks, stage, mode):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 def on_one_rank(place: str, stage: int, mode: str, failing: int) -> int:

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.dc_world import Pools, World, draw
+from tests.distributed.dc_world import Pools, World, draw, mean_of
+from tests.distributed.reference import judge
 from zeroweave import dc
 from zeroweave.errors import ConfigError, EngineError, ParameterError
-
-EXACT = 1e-6
 
 
 def again_and_again(times: int) -> tuple[float, int]:
@@ -30,14 +29,14 @@ def again_and_again(times: int) -> tuple[float, int]:
         dc.reduce_grad(draw(1 + dist.get_rank(), turn, shape=(4,)), 0, 0)
         dc.end_backward(0)
         dc.cleanup()
-        mean = sum(draw(1 + rank, turn, shape=(4,)) for rank in range(2)) / 2
-        worst = max(worst, float((buffer - mean).abs().max()))
+        mean = mean_of([draw(1 + rank, turn, shape=(4,)) for rank in range(2)], 2)
+        worst = max(worst, judge({"": buffer}, mean)[0])
     return worst, len(dist.distributed_c10d._world.pg_map) - before
 
 
 def test_init_works_after_every_cleanup(pools: Pools) -> None:
     for worst, left in pools(2).run(again_and_again, 12):
-        assert worst <= EXACT and left == 0
+        assert worst <= 1 and left == 0
 
 
 def unshared_groups() -> float:
@@ -53,7 +52,7 @@ def unshared_groups() -> float:
 
 
 def test_ranks_with_other_groups_beside(pools: Pools) -> None:
-    assert max(pools(2).run(unshared_groups)) <= EXACT
+    assert max(pools(2).run(unshared_groups)) <= 1
 
 
 def errors_on_all_ranks(stage: int) -> tuple[list[str], float, float]:
@@ -78,8 +77,7 @@ def errors_on_all_ranks(stage: int) -> tuple[list[str], float, float]:
             said.append(str(raised.value))
             runtime.zero_grad()
             assert world.ledger.gauge("reduce buckets").now == 0
-        for p in world.plain:
-            p.grad = None
+        world.forget()
         world.micro_step(1, update=False)
         world.micro_step(2, update=True)
         return said, first, world.difference()
@@ -88,7 +86,7 @@ def errors_on_all_ranks(stage: int) -> tuple[list[str], float, float]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_errors_on_all_ranks_leave_the_runtime_usable(pools: Pools, stage: int) -> None:
     for said, first, last in pools(2).run(errors_on_all_ranks, stage):
-        assert len(said) == 5 and max(first, last) <= EXACT, (said, first, last)
+        assert len(said) == 5 and max(first, last) <= 1, (said, first, last)
 
 
 def kept_by_reset() -> tuple[float, int]:
@@ -98,7 +96,7 @@ def kept_by_reset() -> tuple[float, int]:
         runtime.start_backward(False)
         for i, p in enumerate(world.mine):
             grad = draw(1, world.rank, i, shape=p.shape)
-            world.plain[i].grad = grad.clone()
+            world.assign(i, grad)
             runtime.reduce_grad(grad, 0 if i < 2 else 1, i)
         issued = world.ledger.count
         world.recompile()
@@ -108,7 +106,7 @@ def kept_by_reset() -> tuple[float, int]:
 
 def test_reset_keeps_buckets_and_window(pools: Pools) -> None:
     for difference, issued in pools(2).run(kept_by_reset):
-        assert difference <= EXACT and issued == 0
+        assert difference <= 1 and issued == 0
 
 
 def cleaned_in_the_middle() -> float:
@@ -124,7 +122,7 @@ def cleaned_in_the_middle() -> float:
 
 
 def test_cleanup_in_the_middle_of_a_backward(pools: Pools) -> None:
-    assert max(pools(2).run(cleaned_in_the_middle)) <= EXACT
+    assert max(pools(2).run(cleaned_in_the_middle)) <= 1
 
 
 def other_settings(config: dict[str, Any], bucket: int) -> str:
@@ -168,7 +166,7 @@ def taken_graph_id() -> str:
             with pytest.raises(EngineError) as raised:
                 world.runtime.register_graph_z2(0, [0])
             world.micro_step(0, update=True)
-            assert world.difference() <= EXACT
+            assert world.difference() <= 1
             return str(raised.value)
     finally:
         if own is not None:

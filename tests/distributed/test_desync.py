@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.distributed.harness import Outcome, Pool
-from tests.distributed.reference import average, worst
+from tests.distributed.reference import Plain, judge
 from tests.distributed.zoo import Block, rows
 from zeroweave.errors import AgreementError, EngineError
 from zeroweave.schedule import Schedule, Unshard
@@ -196,25 +196,24 @@ def test_other_collectives_at_stage_3(disposable: Pools, what: str, at: int) -> 
 def parity(what: str, stage: int) -> tuple[tuple[float, str], int]:
     """Rank 1 does something else in some steps; the worst difference to plain training, and departures."""
     torch.manual_seed(0)
-    plain = Odd()
+    plain = Plain(Odd(), lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     torch.manual_seed(0)
     module = Odd()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
     with training(module, stage, deadline_seconds=60.0) as engine:
         for index in range(10):
-            plain.what = module.what = what if engine.rank == 1 and index in (0, 3, 4, 8) else ""
+            for net in (*plain.nets, module):
+                net.what = what if engine.rank == 1 and index in (0, 3, 4, 8) else ""
             step(engine, index)
             x, y = rows(engine.rank, index)
-            F.mse_loss(plain(x), y).backward()
-            average(plain.named_parameters())
-            optimizer.step()
-            optimizer.zero_grad()
+            plain.each(lambda net, x, y: F.mse_loss(net(x), y).backward(), x, y)
+            plain.average()
+            plain.step()
         with engine.full_parameters() as full:
-            return worst(full, dict(plain.named_parameters())), engine.stats.departures
+            return judge(full, plain.values()), engine.stats.departures
 
 
 @pytest.mark.parametrize(("what", "stage"), [("skip", 1), ("swap", 2), ("break", 1), ("break", 2)])
 def test_what_one_rank_may_do_otherwise(pools: Pools, what: str, stage: int) -> None:
     """A branch at stages 1 and 2, and a graph that breaks on one rank: it sends what the others send."""
     for difference, _ in pools(2).run(parity, what, stage):
-        assert difference[0] <= 1e-6, difference
+        assert difference[0] <= 1, difference

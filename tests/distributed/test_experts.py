@@ -48,9 +48,8 @@ def test_training_equals_that_with_all_experts_everywhere(
     pools: Pools, what: str, stage: int, mode: str, parallel_size: int
 ) -> None:
     for found in pools(4).run(_train, stage, mode, parallel_size, what):
-        assert max(found.gradients)[0] <= 1e-6 and found.parameters[0] <= 1e-6, found
-        for ours, theirs in found.norms:
-            assert ours == pytest.approx(theirs, rel=1e-6) and ours > 0.5
+        assert max(found.gradients)[0] <= 1 and found.parameters[0] <= 1, found
+        assert found.norms[0] <= 1 and found.smallest_norm > 0.5, found
         assert found.departures == 0 and (found.compiled_calls > 0) == (mode != "eager")
         if what in ("coalesced", "plain"):
             assert found.reductions == found.buckets and found.calls == found.buckets.total()
@@ -64,7 +63,7 @@ def test_only_the_ranks_of_an_idle_expert_miss_its_gradient(pools: Pools) -> Non
     for rank, found in enumerate(pools(4).run(_train, 2, "eager", 2, "idle")):
         parameters = 4 * 2  # weights and biases of an expert, in two blocks
         assert found.absent == [parameters * (rank % 2)] * (CHECKED + TRAINED)
-        assert max(found.gradients)[0] <= 1e-6 and found.parameters[0] <= 1e-6, found
+        assert max(found.gradients)[0] <= 1 and found.parameters[0] <= 1, found
 
 
 @pytest.mark.parametrize("op", ["average", "presum"])

@@ -15,40 +15,50 @@ from torch import Tensor
 from examples.gradcache import BATCHES, DEPTH, Encoder, Run, contrast, pairs, train
 from tests.cli.commands import ROOT
 from tests.distributed.dc_world import Pools
-from tests.distributed.reference import average, worst
+from tests.distributed.reference import Expected, Plain, judge, judge_numbers
 
 STEPS, BATCH, CHUNK = 4, 8, 4
 CHUNKS = 2 * BATCH // CHUNK
+DRIFT = 1e-3
+"""Other masks change outputs by more than 0.1; Inductor rounds other things in a pass without gradients."""
 MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 
 
-def whole() -> tuple[list[float], dict[str, Tensor]]:
-    """The unsharded model, all texts of a batch in one graph; embedded in chunks, for the same dropout masks."""
+def backward(model: Any, tokens: Tensor) -> float:
+    loss = contrast(torch.cat([model(part) for part in tokens.split(CHUNK)]))
+    loss.backward()
+    return loss.item()
+
+
+def whole() -> tuple[tuple[Any, ...], Expected]:
+    """The unsharded model's losses and weights, all texts of a batch in one graph.
+
+    They are embedded in chunks, for the same dropout masks.
+    """
     torch.manual_seed(0)
-    model, losses = Encoder().train(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    plain = Plain(Encoder().train(), lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9))
+    losses = []
     torch.manual_seed(dist.get_rank())
     for step in range(STEPS):
-        tokens = pairs(BATCH, step % BATCHES, dist.get_rank())
-        loss = contrast(torch.cat([model(part) for part in tokens.split(CHUNK)]))
-        loss.backward()
-        losses.append(loss.item())
-        average(model.named_parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
+        losses.append(plain.each(backward, pairs(BATCH, step % BATCHES, dist.get_rank())))
+        plain.average()
+        plain.step()
+    return tuple(zip(*losses, strict=True)), plain.values()
 
 
-def beside(stage: int, mode: str) -> tuple[dict[bool, Run], list[float], tuple[float, str]]:
-    """Both ways to train, by `coalesce`; the losses of the whole batch, and how far the weights are from its.
+def beside(stage: int, mode: str) -> tuple[dict[bool, Run], list[tuple[float, str]]]:
+    """Both ways to train, by `coalesce`; what `judge` says of their losses and weights beside the whole batch's.
 
-    Inductor draws other dropout masks than eager kernels, so there the two are compared with each other.
+    Inductor draws other dropout masks than eager kernels unless told to take those.
     """
     config = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 60.0}
-    runs = {coalesce: train(config, coalesce, STEPS, BATCH, CHUNK) for coalesce in (True, False)}
-    losses, weights = whole() if mode != "inductor" else (runs[False].losses, runs[False].weights)
-    far = max(worst(run.weights, weights) for run in runs.values()) if dist.get_rank() == 0 else (0.0, "")
-    return runs, losses, far
+    with torch._inductor.config.patch(fallback_random=True):
+        runs = {coalesce: train(config, coalesce, STEPS, BATCH, CHUNK) for coalesce in (True, False)}
+    losses, weights = whole()
+    found = [judge_numbers(run.losses, losses) for run in runs.values()]
+    if dist.get_rank() == 0:
+        found += [judge(run.weights, weights) for run in runs.values()]
+    return runs, found
 
 
 @pytest.mark.parametrize(
@@ -62,13 +72,11 @@ def beside(stage: int, mode: str) -> tuple[dict[bool, Run], list[float], tuple[f
     ],
 )
 def test_cached_chunks_train_as_the_whole_batch(pools: Pools, stage: int, mode: str) -> None:
-    tolerance = 1e-5 if mode == "inductor" else 1e-6
-    for runs, losses, weights in pools(2).run(beside, stage, mode):
+    for runs, found in pools(2).run(beside, stage, mode):
         buckets = DEPTH + 2  # the blocks, what comes before them and what comes after
-        assert weights[0] <= tolerance, weights
+        assert max(found)[0] <= 1, found
         for coalesce, run in runs.items():
-            assert run.drift <= tolerance, "the second pass has other dropout masks than the first"
-            assert run.losses == pytest.approx(losses, rel=10 * tolerance)
+            assert run.drift <= DRIFT, "the second pass has other dropout masks than the first"
             assert run.collectives["reduce_scatter"] == buckets * (1 if coalesce else CHUNKS)
         assert runs[True].collectives["all_gather"] == runs[False].collectives["all_gather"]
 

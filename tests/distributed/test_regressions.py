@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.distributed.harness import Pool
-from tests.distributed.reference import SEED, average, worst
+from tests.distributed.reference import SEED, Expected, Plain, judge
 from tests.distributed.zoo import WIDTH, Block, Stack, rows
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
@@ -37,7 +37,7 @@ class Reading(Stack):
 
 def twins(
     stage: int, mode: str, build: Callable[[], nn.Module] = Reading, lr: float = LR, **more: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, Plain]:
     """An engine, whose model rank 0 decides, and the same model in plain PyTorch."""
     torch.manual_seed(SEED)
     plain = build()
@@ -47,7 +47,11 @@ def twins(
             for parameter in model.parameters():
                 parameter.zero_()
     config = {"stage": stage, "compile": MODES[mode], "deadline_seconds": DEADLINE, **more}
-    return zw.initialize(model, torch.optim.SGD(model.parameters(), lr), config), plain
+    return zw.initialize(model, torch.optim.SGD(model.parameters(), lr), config), Plain(plain, by_sgd(lr))
+
+
+def by_sgd(lr: float = LR) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, lr)
 
 
 def loss_of(call: Callable[[Tensor], Tensor], index: int) -> Tensor:
@@ -59,19 +63,9 @@ def penalty(parameters: Iterable[Tensor]) -> Tensor:
     return 0.1 * torch.stack([p.pow(2).sum() for p in parameters]).sum()
 
 
-def plain_step(plain: nn.Module, lr: float = LR) -> None:
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=lr)
-    plain.zero_grad()
-
-
-def values_differ(engine: Any, plain: nn.Module) -> Difference:
+def values_differ(engine: Any, plain: Plain) -> Difference:
     with engine.full_parameters() as full:
-        return worst(
-            {name: p.detach() for name, p in full.items()}, {name: p.detach() for name, p in plain.named_parameters()}
-        )
+        return judge(full, plain.values())
 
 
 def penalised(stage: int, mode: str, gather: bool) -> list[Difference]:
@@ -88,10 +82,10 @@ def penalised(stage: int, mode: str, gather: bool) -> list[Difference]:
                 with engine.full_parameters() as full:
                     engine.backward(loss_of(engine, step) + penalty(full.values()))
                 del full
-            (loss_of(plain, step) + penalty(plain.parameters())).backward()
-            differences.append(worst(engine.gradients(), average(plain.named_parameters())))
+            plain.each(lambda net, step: (loss_of(net, step) + penalty(net.parameters())).backward(), step)
+            differences.append(judge(engine.gradients(), plain.average()))
             engine.step()
-            plain_step(plain)
+            plain.step()
         differences.append(values_differ(engine, plain))
         assert mode == "eager" or engine.stats.compiled_calls > 0
     return differences
@@ -103,7 +97,7 @@ def penalised(stage: int, mode: str, gather: bool) -> list[Difference]:
 )
 def test_terms_that_read_parameters(pools: Pools, stage: int, mode: str, gather: bool) -> None:
     for differences in pools(2).run(penalised, stage, mode, gather, deadline=DEADLINE):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 def loaded(stage: int, mode: str, gather: bool) -> list[Difference]:
@@ -117,18 +111,20 @@ def loaded(stage: int, mode: str, gather: bool) -> list[Difference]:
             with torch.no_grad():
                 engine(rows(0, 0)[0])
             torch.manual_seed(SEED + step)
-            values = {name: torch.randn_like(value) / WIDTH for name, value in plain.state_dict().items()}
-            plain.load_state_dict(values)
+            values = {name: torch.randn_like(value) / WIDTH for name, value in plain.nets[0].state_dict().items()}
+            for net in plain.nets:
+                net.load_state_dict(values)
             engine.load_state_dict(values if engine.rank == 0 else {})
             if gather:
                 assert all(torch.equal(p, values[name]) for name, p in engine.module.named_parameters())
             with torch.no_grad():
-                assert torch.allclose(engine(rows(0, 0)[0]), plain(rows(0, 0)[0]), rtol=0, atol=1e-6)
+                outputs = plain.each(lambda net, x: {"output": net(x)}, rows(0, 0)[0])
+                differences.append(judge({"output": engine(rows(0, 0)[0])}, Expected(*outputs)))
             engine.backward(loss_of(engine, step))
-            loss_of(plain, step).backward()
-            differences.append(worst(engine.gradients(), average(plain.named_parameters())))
+            plain.each(lambda net, step: loss_of(net, step).backward(), step)
+            differences.append(judge(engine.gradients(), plain.average()))
             engine.step()
-            plain_step(plain)
+            plain.step()
             differences.append(values_differ(engine, plain))
     return differences
 
@@ -139,7 +135,7 @@ def loaded(stage: int, mode: str, gather: bool) -> list[Difference]:
 )
 def test_what_is_loaded_is_what_the_next_forward_sees(pools: Pools, stage: int, mode: str, gather: bool) -> None:
     for differences in pools(2).run(loaded, stage, mode, gather, deadline=DEADLINE):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 def written(stage: int, mode: str) -> list[Difference]:
@@ -149,13 +145,13 @@ def written(stage: int, mode: str) -> list[Difference]:
     with engine:
         for step in range(3):
             engine.backward(loss_of(engine, step))
-            loss_of(plain, step).backward()
+            plain.each(lambda net, step: loss_of(net, step).backward(), step)
             with engine.full_parameters() as full, torch.no_grad():
-                for parameters in (full, dict(plain.named_parameters())):
+                for parameters in (full, *(dict(net.named_parameters()) for net in plain.nets)):
                     parameters["blocks.1.mlp.up.weight"].mul_(0.5)
-            differences.append(worst(engine.gradients(), average(plain.named_parameters())))
+            differences.append(judge(engine.gradients(), plain.average()))
             engine.step()
-            plain_step(plain)
+            plain.step()
             differences.append(values_differ(engine, plain))
     return differences
 
@@ -163,13 +159,14 @@ def written(stage: int, mode: str) -> list[Difference]:
 @FEW
 def test_a_write_between_backward_and_step(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(written, stage, mode, deadline=DEADLINE):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 def in_float64(stage: int, mode: str) -> float:
     """The largest difference of a gradient, summed over four micro-steps and two ranks, from the plain one."""
     steps, largest = 4, 0.0
     engine, plain = twins(stage, mode, lambda: Reading().double(), lr=1.0, gradient_accumulation_steps=steps)
+    exact = plain.nets[1]
     with engine:
         with engine.full_parameters() as full:
             before = {name: p.detach().clone() for name, p in full.items()}
@@ -177,10 +174,10 @@ def in_float64(stage: int, mode: str) -> float:
         for index in range(steps):
             x = rows(dist.get_rank(), index)[0].double() / 3
             engine.backward(engine(x).pow(2).mean())
-            (plain(x).pow(2).mean() / steps).backward()
+            (exact(x).pow(2).mean() / steps).backward()
             engine.step()
         with engine.full_parameters() as full:
-            for name, parameter in plain.named_parameters():
+            for name, parameter in exact.named_parameters():
                 assert parameter.grad is not None and full[name].dtype == torch.float64
                 dist.all_reduce(parameter.grad)
                 gradient = before[name] - full[name].detach()  # what SGD applied at a learning rate of 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.distributed.harness import Pool
-from tests.distributed.reference import average, worst
+from tests.distributed.reference import Plain, judge
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 SETTINGS = [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")]
@@ -45,7 +46,11 @@ class Stack(nn.Module):
         return self.end(x)
 
 
-def made(stage: int, mode: str, **more: Any) -> tuple[Stack, Stack, Any]:
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def made(stage: int, mode: str, **more: Any) -> tuple[Plain, Stack, Any]:
     """The plain model, its equal under the engine, and the engine."""
     models = []
     for _ in range(2):
@@ -53,33 +58,23 @@ def made(stage: int, mode: str, **more: Any) -> tuple[Stack, Stack, Any]:
         models.append(Stack())
     plain, model = models
     settings = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 60.0, **more}
-    return plain, model, zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), settings)
-
-
-def step_plain(plain: nn.Module) -> dict[str, Tensor | None]:
-    gradients = average(plain.named_parameters())
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            gradient = gradients[name]
-            if gradient is not None:
-                parameter -= 0.1 * gradient
-            parameter.grad = None
-    return gradients
+    return Plain(plain, sgd), model, zw.initialize(model, sgd(model.parameters()), settings)
 
 
 def branch_on_one_rank(stage: int, mode: str, which: int) -> tuple[list[tuple[float, str]], int, int, bool]:
     """After a first step with all branches, one block uses its own on rank 0 only."""
     plain, model, engine = made(stage, mode)
-    errors, expected = [], None
+    errors = []
     with engine:
         for index in range(4):
-            for module in (plain, model):
+            for module in (*plain.nets, model):
                 module.blocks[which].use = index == 0 or dist.get_rank() == 0
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
-            plain(x).pow(2).mean().backward()
-            expected = step_plain(plain)
+            plain.each(lambda net, x: net(x).pow(2).mean().backward(), x)
+            expected = plain.average()
+            plain.step()
             engine.backward(engine(x).pow(2).mean())
-            errors.append(worst(engine.gradients(), expected))
+            errors.append(judge(engine.gradients(), expected))
             engine.step()
         same = engine.executed == engine.schedule.instructions
         return errors, engine.stats.departures, engine.stats.on_demand_unshards, same
@@ -89,8 +84,14 @@ def branch_on_one_rank(stage: int, mode: str, which: int) -> tuple[list[tuple[fl
 @pytest.mark.parametrize(("stage", "mode"), SETTINGS)
 def test_a_parameter_used_on_one_rank(pools: Pools, stage: int, mode: str, which: int) -> None:
     for errors, departures, on_demand, same in pools(2).run(branch_on_one_rank, stage, mode, which):
-        assert max(errors)[0] <= 1e-6, errors
+        assert max(errors)[0] <= 1, errors
         assert (departures, on_demand) == (0, 0) and same
+
+
+def sometimes(net: Any, x: Tensor, index: int) -> Tensor:
+    """A loss which on rank 1 reaches no parameter at odd indices."""
+    loss = net(x).pow(2).mean()
+    return x.clone().requires_grad_().sum() if dist.get_rank() == 1 and index % 2 else loss
 
 
 def loss_on_one_rank(stage: int, mode: str, synced: bool) -> tuple[list[tuple[float, str]], int]:
@@ -100,21 +101,16 @@ def loss_on_one_rank(stage: int, mode: str, synced: bool) -> tuple[list[tuple[fl
     with engine:
         for index in range(4):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * index + dist.get_rank()))
-            for net, backward in ((plain, Tensor.backward), (engine, engine.backward)):
-                loss = net(x).pow(2).mean()
-                if dist.get_rank() == 1 and index % 2:
-                    loss = x.clone().requires_grad_().sum()
-                if net is plain or synced:
-                    backward(loss)
-                else:
-                    with engine.no_sync():
-                        backward(loss)
-            expected = step_plain(plain)
+            plain.each(lambda net, x, index: sometimes(net, x, index).backward(), x, index)
+            expected = plain.average()
+            plain.step()
+            with contextlib.nullcontext() if synced else engine.no_sync():
+                engine.backward(sometimes(engine, x, index))
             if synced:
-                errors.append(worst(engine.gradients(), expected))
+                errors.append(judge(engine.gradients(), expected))
             engine.step()
         with engine.full_parameters() as full:
-            errors.append(worst(full, dict(plain.named_parameters())))
+            errors.append(judge(full, plain.values()))
         return errors, engine.global_steps
 
 
@@ -122,7 +118,7 @@ def loss_on_one_rank(stage: int, mode: str, synced: bool) -> tuple[list[tuple[fl
 @pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager")])
 def test_a_loss_that_reaches_no_parameter_on_one_rank(pools: Pools, stage: int, mode: str, synced: bool) -> None:
     for errors, steps in pools(2).run(loss_on_one_rank, stage, mode, synced):
-        assert max(errors)[0] <= 1e-6, errors
+        assert max(errors)[0] <= 1, errors
         assert steps == 4
 
 
@@ -150,15 +146,17 @@ class Probing(nn.Module):
 
 
 def probed(stage: int, mode: str, probe: str) -> tuple[list[tuple[float, str]], list[int], int, str]:
-    plain, model = Probing(probe), Probing(probe)
-    model.load_state_dict(plain.state_dict())
+    module, model = Probing(probe), Probing(probe)
+    model.load_state_dict(module.state_dict())
+    plain = Plain(module)
     settings = {"stage": stage, "compile": MODES[mode], "gradient_accumulation_steps": 2, "deadline_seconds": 60.0}
     errors, scatters, refused = [], [], ""
     with zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), settings) as engine:
         for index in range(3):
             with engine.full_parameters() as full, torch.no_grad():
-                for name, parameter in plain.named_parameters():
-                    parameter.copy_(full[name])
+                for net in plain.nets:
+                    for name, parameter in net.named_parameters():
+                        parameter.copy_(full[name])
             for micro in range(2):
                 seed = 100 * index + 10 * micro + dist.get_rank()
                 x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
@@ -168,10 +166,11 @@ def probed(stage: int, mode: str, probe: str) -> tuple[list[tuple[float, str]], 
                         engine.step()  # the probe is no backward of the window
                     except zw.errors.EngineError as error:
                         refused = str(error)
-                (plain(x) / 2).backward()
+                plain.each(lambda net, x: (net(x) / 2).backward(), x)
                 engine.backward(engine(x))
                 if micro == 1:
-                    errors.append(worst(engine.gradients(), step_plain(plain)))
+                    errors.append(judge(engine.gradients(), plain.average()))
+                    plain.zero_grad()
                 engine.step()
             scatters.append(engine.stats.last_step["reduce_scatter"].calls)
         return errors, scatters, len([b for b in engine.buckets if b.trainable]), refused
@@ -183,6 +182,6 @@ PROBES = [(*s, p) for s in SETTINGS for p in ("input", "parameter", "double") if
 @pytest.mark.parametrize(("stage", "mode", "probe"), PROBES)
 def test_gradients_taken_inside_a_forward(pools: Pools, stage: int, mode: str, probe: str) -> None:
     for errors, scatters, buckets, refused in pools(2).run(probed, stage, mode, probe):
-        assert max(errors)[0] <= 1e-6, errors
+        assert max(errors)[0] <= 1, errors
         assert set(scatters) == {buckets * (1 if stage == 1 else 2)}
         assert refused.startswith("step() without a backward")

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 import zeroweave as zw
 from tests.distributed.harness import Pool
 from tests.distributed.models import entry
-from tests.distributed.reference import CHECKED, TRAINED, build, draw, set_lr, sgd, train_reference, worst
+from tests.distributed.reference import (
+    CHECKED,
+    TRAINED,
+    build,
+    draw,
+    judge,
+    judge_numbers,
+    set_lr,
+    sgd,
+    train_reference,
+)
 from tests.distributed.zoo import Block, Entry, Stack, rows
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
@@ -54,12 +64,12 @@ def without_sync(stage: int, mode: str) -> tuple[list[tuple[float, str]], tuple[
                     with engine.no_sync() if quiet and not last else contextlib.nullcontext():
                         engine.backward(F.mse_loss(engine(x), y))
                     if step < CHECKED and last:
-                        differences.append(worst(engine.gradients(), expected.gradients[step]))
+                        differences.append(judge(engine.gradients(), expected.gradients[step]))
                     engine.step()
                 counts[quiet].append(engine.stats.last_step["reduce_scatter"].calls)
             buckets = sum(bucket.requires_grad for bucket in engine.buckets)
             with engine.full_parameters() as full:
-                differences.append(worst(full, expected.parameters))
+                differences.append(judge(full, expected.parameters))
     assert set(counts[True]) == {buckets}, (counts, buckets)
     assert set(counts[False]) == {buckets * (1 if stage == 1 else gas)}, (counts, buckets)
     return differences[:-1], differences[-1], counts[True], counts[False]
@@ -72,7 +82,7 @@ def without_sync(stage: int, mode: str) -> tuple[list[tuple[float, str]], tuple[
 )
 def test_no_sync_reduces_once_a_step(pools: Pools, stage: int, mode: str) -> None:
     for gradients, parameters, _, _ in pools(2).run(without_sync, stage, mode):
-        assert max(gradients)[0] <= 1e-6 and parameters[0] <= 1e-6, (gradients, parameters)
+        assert max(gradients)[0] <= 1 and parameters[0] <= 1, (gradients, parameters)
 
 
 def plain_backward(stage: int, mode: str) -> list[tuple[float, str]]:
@@ -87,7 +97,7 @@ def plain_backward(stage: int, mode: str) -> list[tuple[float, str]]:
                 loss = F.mse_loss(engine(x), y)
                 (loss / gas if step == 0 else engine.scale(loss)).backward()
                 if index % gas == gas - 1:
-                    differences.append(worst(engine.gradients(), expected.gradients[step]))
+                    differences.append(judge(engine.gradients(), expected.gradients[step]))
                 engine.step()
     return differences
 
@@ -95,29 +105,29 @@ def plain_backward(stage: int, mode: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
 def test_plain_and_scaled_backward(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(plain_backward, stage, mode):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 def train_steps(stage: int, mode: str) -> list[tuple[float, str]]:
     """`train_step(batch, loss_fn)` is forward, backward and step."""
     model, gas = entry("mlp"), 2
     expected = train_reference(model, gas)
+    losses = []
     with started(model, config(stage, mode, gas)) as engine:
         for step in range(CHECKED + TRAINED):
             set_lr(engine.optimizer, step, model.lr)
             for index in range(step * gas, (step + 1) * gas):
                 x, y = data(index)
-                loss = engine.train_step((x,), lambda out, batch, y=y: F.mse_loss(out, y))
-                assert abs(float(loss) - expected.losses[index]) <= 1e-5 * expected.losses[index]
+                losses.append(float(engine.train_step((x,), lambda out, batch, y=y: F.mse_loss(out, y))))
         assert engine.global_steps == CHECKED + TRAINED and engine.micro_steps == gas * engine.global_steps
         with engine.full_parameters() as full:
-            return [worst(full, expected.parameters)]
+            return [judge(full, expected.parameters), judge_numbers(losses, expected.losses)]
 
 
 @pytest.mark.parametrize(("stage", "mode"), [(2, "eager"), (3, "aot_eager")])
 def test_train_step(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(train_steps, stage, mode):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
 
 
 class Tripping(torch.autograd.Function):
@@ -179,11 +189,11 @@ def tripped(stage: int, mode: str, place: str, gas: int) -> tuple[list[tuple[flo
                         break
                     engine.backward(F.mse_loss(engine(x), y))
                     if step < CHECKED and last:
-                        differences.append(worst(engine.gradients(), expected.gradients[step]))
+                        differences.append(judge(engine.gradients(), expected.gradients[step]))
                     engine.step()
         assert engine.global_steps == CHECKED + TRAINED
         with engine.full_parameters() as full:
-            return differences, worst(full, expected.parameters)
+            return differences, judge(full, expected.parameters)
 
 
 TRIPS = [
@@ -199,7 +209,7 @@ TRIPS += [(3, "aot_eager", "backward", 2)]
 @pytest.mark.parametrize(("stage", "mode", "place", "gas"), TRIPS)
 def test_an_exception_on_all_ranks(pools: Pools, stage: int, mode: str, place: str, gas: int) -> None:
     for gradients, parameters in pools(2).run(tripped, stage, mode, place, gas):
-        assert max(gradients)[0] <= 1e-6 and parameters[0] <= 1e-6, (gradients, parameters)
+        assert max(gradients)[0] <= 1 and parameters[0] <= 1, (gradients, parameters)
 
 
 def dropped(stage: int, mode: str) -> list[tuple[float, str]]:
@@ -223,7 +233,7 @@ def dropped(stage: int, mode: str) -> list[tuple[float, str]]:
                 x, y = data(index)
                 engine.backward(F.mse_loss(engine(x), y))
                 if index % gas == gas - 1:
-                    differences.append(worst(engine.gradients(), expected.gradients[step]))
+                    differences.append(judge(engine.gradients(), expected.gradients[step]))
                 engine.step()
     return differences
 
@@ -231,4 +241,4 @@ def dropped(stage: int, mode: str) -> list[tuple[float, str]]:
 @pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
 def test_zero_grad_and_forwards_without_backward(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(dropped, stage, mode):
-        assert max(differences)[0] <= 1e-6, differences
+        assert max(differences)[0] <= 1, differences
