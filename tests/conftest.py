@@ -13,10 +13,16 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 
+from tests import shares
 from tests.distributed.harness import Pool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    shares.pytest_addoption(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    shares.pytest_configure(config)
     config.addinivalue_line("markers", "matrix: the long set (`make matrix`); not part of `make test`")
     config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
 

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.twins import FEW, MODE, SOME, STAGES, WIDTH, Block, Multiplying, Net, loss_of, penalty, rows, twins
+from tests.distributed.reference import Expected, judge
+from tests.twins import FEW, MODE, SOME, STAGES, WIDTH, Block, Multiplying, Net, learn, loss_of, penalty, rows, twins
 from zeroweave.errors import EngineError
 
 
@@ -65,6 +66,17 @@ def backward_of_inputs(call: Callable[..., Any], index: int) -> tuple[Tensor, Te
     return loss, gradient
 
 
+def tapped_loss(call: Callable[..., Any], x: Tensor) -> Tensor:
+    return call(x)[0].pow(2).mean()
+
+
+def assert_equal_of_inputs(gradient: Tensor, expected: tuple[tuple[Tensor, Tensor], ...]) -> None:
+    """Beside (loss, gradient) in fp32 and in float64; the gradient of an fp32 input is fp32 there too."""
+    (_, plain), (_, exact) = expected
+    found = judge({"input": gradient}, Expected({"input": plain}, {"input": exact.double()}))
+    assert found[0] <= 1, found
+
+
 INPUT_GRADIENTS = {"leaf": grad_of_leaf, "inner": grad_of_inner, "inputs": backward_of_inputs}
 
 
@@ -75,17 +87,18 @@ def test_gradients_of_inputs_leave_the_window_empty(stage: int, mode: str, kind:
     with twins(stage, mode, Tapped) as both:
         for step in range(4):
             loss, gradient = INPUT_GRADIENTS[kind](both.engine, step)
-            plain_loss, expected = INPUT_GRADIENTS[kind](both.plain, step)
-            assert torch.allclose(gradient, expected, rtol=0, atol=1e-6)
+            expected = both.plain.each(INPUT_GRADIENTS[kind], step)
+            assert_equal_of_inputs(gradient, expected)
             assert all(g is None for g in both.engine.gradients().values())
-            assert all(p.grad is None for p in both.plain.parameters())
+            assert all(p.grad is None for net in both.plain.nets for p in net.parameters())
             if step % 2:  # the graph whose inputs were asked for; else one of its own
                 both.engine.backward(loss)
-                plain_loss.backward()
+                for plain_loss, _ in expected:
+                    plain_loss.backward()
             else:
-                del loss, plain_loss
-                both.engine.backward(both.engine(rows(50 + step))[0].pow(2).mean())
-                both.plain(rows(50 + step))[0].pow(2).mean().backward()
+                del loss, expected
+                both.engine.backward(tapped_loss(both.engine, rows(50 + step)))
+                both.plain.each(lambda net, x: tapped_loss(net, x).backward(), rows(50 + step))
             both.assert_equal_gradients()
             both.step()
         both.assert_equal_values()
@@ -95,20 +108,24 @@ def test_gradients_of_inputs_leave_the_window_empty(stage: int, mode: str, kind:
 def test_gradients_of_inputs_behind_the_losss_own_backward(stage: int, mode: str) -> None:
     """What `engine.backward` said of that backward does not hold for later ones of the same loss."""
     with twins(stage, mode, Tapped) as both:
-        loss, plain_loss = both.engine(rows())[0].pow(2).mean(), both.plain(rows())[0].pow(2).mean()
+        loss = tapped_loss(both.engine, rows())
         both.engine.backward(loss, retain_graph=True)
-        plain_loss.backward(retain_graph=True)
+        both.plain.each(lambda net, x: tapped_loss(net, x).backward(), rows())
         both.step()
         x = rows(1).requires_grad_()
-        loss, plain_loss = both.engine(x)[0].pow(2).mean(), both.plain(x)[0].pow(2).mean()
+        loss = tapped_loss(both.engine, x)
         both.engine.backward(loss, retain_graph=True)
         (gradient,) = torch.autograd.grad(loss, x)
-        plain_loss.backward(retain_graph=True)
-        (expected,) = torch.autograd.grad(plain_loss, x)
-        assert torch.allclose(gradient, expected, rtol=0, atol=1e-6)
+
+        def backward_and_grad(net: nn.Module) -> tuple[Tensor, Tensor]:
+            loss = tapped_loss(net, x)
+            loss.backward(retain_graph=True)
+            return loss, torch.autograd.grad(loss, x)[0]
+
+        assert_equal_of_inputs(gradient, both.plain.each(backward_and_grad))
         both.assert_equal_gradients()
         both.engine.zero_grad()
-        both.optimizer.zero_grad()
+        both.plain.zero_grad()
         loss = both.engine(x)[0].pow(2).mean()
         both.engine.backward(loss, retain_graph=True)
         both.engine.zero_grad()
@@ -129,6 +146,10 @@ def test_after_gradients_of_inputs_nothing_waits(stage: int, mode: str) -> None:
 
 
 # ---------------------------------------------------------------------- terms of the loss that read parameters
+def penalised(net: nn.Module, index: int, gas: int) -> None:
+    ((loss_of(net, index) + penalty(net.parameters())) / gas).backward()
+
+
 @STAGES
 @pytest.mark.parametrize(
     ("mode", "gas", "backward"),
@@ -147,7 +168,7 @@ def test_a_penalty_on_full_parameters(stage: int, mode: str, gas: int, backward:
             if backward == "outside":
                 engine.backward(loss)
             del loss
-            ((loss_of(plain, index) + penalty(plain.parameters())) / gas).backward()
+            plain.each(penalised, index, gas)
             if (index + 1) % gas == 0:
                 both.assert_equal_gradients()
             both.step()
@@ -162,7 +183,7 @@ def test_a_penalty_on_what_is_gathered_after_the_step(stage: int, mode: str, gas
         engine, plain = both.engine, both.plain
         for index in range(3 * gas):
             engine.backward(loss_of(engine, index) + penalty(engine.module.parameters()))
-            ((loss_of(plain, index) + penalty(plain.parameters())) / gas).backward()
+            plain.each(penalised, index, gas)
             if (index + 1) % gas == 0:
                 both.assert_equal_gradients()
             both.step()
@@ -182,7 +203,7 @@ def test_a_backward_of_the_penalty_alone(stage: int, mode: str) -> None:
             del full
             if first:
                 engine.backward(loss_of(engine))
-            (loss_of(plain) + penalty(plain.parameters())).backward()
+            plain.each(penalised, 0, 1)
             both.assert_equal_gradients()
             both.step()
         both.assert_equal_values()
@@ -195,16 +216,16 @@ def test_float64_accumulates_in_float64(stage: int, mode: str, sync: bool) -> No
     """Four micro-steps, reduced each time or once: no sum of theirs is rounded to float32."""
     steps = 4
     with twins(stage, mode, lambda: Net().double(), lr=1.0, gradient_accumulation_steps=steps) as both:
-        engine, plain = both.engine, both.plain
+        engine, exact = both.engine, both.plain.nets[1]
         before = engine.state_dict()
         for index in range(steps):
             x = rows(index).double() / 3
             with contextlib.nullcontext() if sync or index == steps - 1 else engine.no_sync():
                 engine.backward(engine(x).pow(2).mean())
-            (plain(x).pow(2).mean() / steps).backward()
+            (exact(x).pow(2).mean() / steps).backward()
             engine.step()
         after = engine.state_dict()
-        for name, parameter in plain.named_parameters():
+        for name, parameter in exact.named_parameters():
             assert parameter.grad is not None and after[name].dtype == torch.float64
             gradient = before[name] - after[name]  # what SGD applied at a learning rate of 1
             assert float((gradient - parameter.grad).abs().max()) <= 1e-12, name
@@ -236,10 +257,10 @@ def test_the_root_reads_parameters_of_its_parts(stage: int, mode: str, build: ty
     with twins(stage, mode, build) as both:
         for step in range(4):
             both.engine.backward(loss_of(both.engine, step))
-            loss_of(both.plain, step).backward()
+            both.plain.each(learn, step)
             both.assert_equal_gradients()
             with torch.no_grad():
-                assert torch.allclose(both.engine(rows()), both.plain(rows()), rtol=0, atol=1e-6)
+                both.assert_equal_outputs()
             both.step()
         both.assert_equal_values()
 
@@ -274,15 +295,17 @@ class Overwriting(Net):
 @pytest.mark.parametrize("kind", ["input", "output", "view", "leaf"])
 def test_a_write_to_a_saved_tensor_is_an_error_as_in_pytorch(stage: int, kind: str) -> None:
     with twins(stage, "eager", Overwriting) as both:
-        both.engine.module.kind = both.plain.kind = kind
+        for net in (both.engine.module, *both.plain.nets):
+            net.kind = kind
         for index in range(2):
             with pytest.raises(RuntimeError, match="modified"):
-                loss_of(both.plain, index).backward()
+                learn(both.plain.nets[0], index)
             with pytest.raises(RuntimeError, match="modified"):
                 both.engine.backward(loss_of(both.engine, index))
             both.engine.zero_grad()
-            both.optimizer.zero_grad()
-        both.engine.module.kind = both.plain.kind = ""
+            both.plain.zero_grad()
+        for net in (both.engine.module, *both.plain.nets):
+            net.kind = ""
         both.assert_still_trains()
 
 
@@ -290,7 +313,7 @@ def test_a_write_to_a_saved_tensor_is_an_error_as_in_pytorch(stage: int, kind: s
 def test_a_write_after_the_forward_is_an_error_as_in_pytorch(stage: int) -> None:
     """The caller's own input and the model's output, written between forward and backward."""
     with twins(stage, "eager", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())) as both:
-        for call, target in itertools.product((both.plain, both.engine), ("input", "output")):
+        for call, target in itertools.product((both.plain.nets[0], both.engine), ("input", "output")):
             x = rows()
             out = call(x)
             with torch.no_grad():
@@ -298,5 +321,5 @@ def test_a_write_after_the_forward_is_an_error_as_in_pytorch(stage: int) -> None
             with pytest.raises(RuntimeError, match="modified"):
                 out.sum().backward()
         both.engine.zero_grad()
-        both.optimizer.zero_grad()
+        both.plain.zero_grad()
         both.assert_still_trains()

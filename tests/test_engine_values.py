@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import zeroweave as zw
-from tests.twins import FEW, GATHERED, MODE, MODES, SOME, STAGES, WIDTH, Multiplying, Net, loss_of, rows, twins
+from tests.distributed.reference import judge
+from tests.twins import FEW, GATHERED, MODE, MODES, SOME, STAGES, WIDTH, Multiplying, Net, learn, loss_of, rows, twins
 from zeroweave.errors import EngineError, ParameterError
 
 
@@ -37,13 +38,14 @@ def test_what_is_loaded_is_what_the_next_forward_sees(stage: int, gather: bool, 
             with torch.no_grad():
                 engine(rows())  # leaves kept buckets gathered
             engine.load_state_dict(filled(engine, value))
-            plain.load_state_dict({name: torch.full_like(t, value) for name, t in plain.state_dict().items()})
+            for net in plain.nets:
+                net.load_state_dict({name: torch.full_like(t, value) for name, t in net.state_dict().items()})
             if gather:
                 assert all((p == value).all() for p in engine.module.parameters())
             with torch.no_grad():
-                assert torch.equal(engine(rows()), plain(rows()))
+                both.assert_equal_outputs()
             engine.backward(loss_of(engine, round_))
-            loss_of(plain, round_).backward()
+            both.plain.each(learn, round_)
             both.assert_equal_gradients()
             both.step()
             both.assert_equal_values()
@@ -66,7 +68,7 @@ def test_a_load_while_gradients_wait_is_refused(stage: int) -> None:
     with twins(stage, "eager") as both:
         engine = both.engine
         engine.backward(loss_of(engine))
-        loss_of(both.plain).backward()
+        both.plain.each(learn)
         with pytest.raises(EngineError, match="gradients wait"):
             engine.load_state_dict({})
         both.assert_equal_gradients()
@@ -82,23 +84,22 @@ def test_full_parameters_between_backward_and_step(stage: int, gather: bool, mod
         engine, plain = both.engine, both.plain
         for step in range(4):
             engine.backward(loss_of(engine, step))
-            loss_of(plain, step).backward()
+            both.plain.each(learn, step)
             with engine.full_parameters() as full, torch.no_grad():
-                assert all(torch.equal(full[name], p) for name, p in plain.named_parameters())
+                found = judge(full, plain.values())
+                assert found[0] <= 1, found
                 if step % 2:
-                    for parameters in (full, dict(plain.named_parameters())):
+                    for parameters in (full, *(dict(net.named_parameters()) for net in plain.nets)):
                         parameters["blocks.1.up.weight"].mul_(0.5)
                         parameters["leave.bias"].fill_(0.25)
             if gather:
-                assert all(
-                    torch.equal(p, q) for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True)
-                )
+                found = judge(dict(engine.module.named_parameters()), plain.values())
+                assert found[0] <= 1, found
             both.assert_equal_gradients()
             both.step()
             if gather:
-                assert all(
-                    torch.equal(p, q) for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True)
-                )
+                found = judge(dict(engine.module.named_parameters()), plain.values())
+                assert found[0] <= 1, found
             both.assert_equal_values()
 
 
@@ -112,7 +113,7 @@ def test_what_full_parameters_refuses_inside_changes_nothing(stage: int, gather:
         both.assert_still_trains()
         saved = engine.state_dict()
         engine.backward(loss_of(engine))
-        loss_of(plain).backward()
+        both.plain.each(learn)
         refused: dict[str, Callable[[], object]] = {
             "full_parameters": lambda: engine.full_parameters().__enter__(),
             "step": engine.step,
@@ -122,7 +123,8 @@ def test_what_full_parameters_refuses_inside_changes_nothing(stage: int, gather:
         with engine.full_parameters() as full:
             with torch.no_grad():
                 full["enter.weight"].fill_(0.125)
-                plain.get_parameter("enter.weight").fill_(0.125)
+                for net in plain.nets:
+                    net.get_parameter("enter.weight").fill_(0.125)
             for name, attempt in refused.items():
                 with pytest.raises(EngineError, match=rf"{name}\(\) inside"):
                     attempt()
@@ -140,10 +142,11 @@ def test_a_refused_destroy_changes_nothing(stage: int) -> None:
     with twins(stage, "eager") as both:
         engine, plain = both.engine, both.plain
         engine.backward(loss_of(engine))
-        loss_of(plain).backward()
+        both.plain.each(learn)
         with engine.full_parameters() as full, torch.no_grad():
             full["enter.weight"].fill_(0.125)
-            plain.get_parameter("enter.weight").fill_(0.125)
+            for net in plain.nets:
+                net.get_parameter("enter.weight").fill_(0.125)
             with pytest.raises(EngineError, match=r"destroy\(\) inside"):
                 engine.destroy()
             assert (full["enter.weight"] == 0.125).all()
@@ -162,14 +165,14 @@ def test_weights_exchanged_for_an_evaluation_and_back(stage: int, mode: str) -> 
             both.assert_still_trains()
             with engine.full_parameters() as full, torch.no_grad():
                 own = {name: p.clone() for name, p in full.items()}
-                for parameters in (full, dict(plain.named_parameters())):
+                for parameters in (full, *(dict(net.named_parameters()) for net in plain.nets)):
                     for parameter in parameters.values():
                         parameter.mul_(0.5)
-                assert torch.equal(engine(rows()), plain(rows()))
-                for parameters in (full, dict(plain.named_parameters())):
+                both.assert_equal_outputs()
+                for parameters in (full, *(dict(net.named_parameters()) for net in plain.nets)):
                     for name, parameter in parameters.items():
                         parameter.copy_(own[name])
-                assert torch.equal(engine(rows()), plain(rows()))
+                both.assert_equal_outputs()
             both.assert_equal_values()
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import zeroweave as zw
 from tests.distributed.coalescing import Setting, initialize
 from tests.distributed.harness import Pool
-from tests.distributed.reference import CHECKED, build, draw, judge, set_lr, train_reference
+from tests.distributed.reference import CHECKED, Plain, build, draw, judge, set_lr, train_reference
 from tests.distributed.test_failures import TrippingStack, assert_ended_by, trip
 from tests.distributed.zoo import Entry, regression, rows
 
@@ -283,20 +283,18 @@ def refused(module: nn.Module, optimizer: Any, stage: int) -> str:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_refused_pipeline_trains_on(stage: int) -> None:
     module, x = PipelineModule(nn.Linear(2, 2)), torch.randn(3, 2)
-    plain = copy.deepcopy(module)
-    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain = Plain(copy.deepcopy(module), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     ours = torch.optim.SGD(module.parameters(), lr=0.1)
     with zw.initialize(module, ours, {"stage": stage, "compile": {"enabled": False}}) as engine:
         for _ in range(3):
             with pytest.raises(NotImplementedError), engine.coalesce_grad_reduction():
                 pass
             engine.train_step(x, lambda y, _: y.square().mean())
-            plain(x).square().mean().backward()
-            theirs.step()
-            theirs.zero_grad()
+            plain.each(lambda net, x: net(x).square().mean().backward(), x)
+            plain.step()
         assert engine.global_steps == 3 and engine.stats.departures == 0
-    for got, expected in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0)
+    found = judge(dict(module.named_parameters()), plain.values())
+    assert found[0] <= 1, found
 
 
 def test_evaluation_coalesces_nothing() -> None:

@@ -17,7 +17,7 @@ from tests.distributed.reference import worst
 Results = Callable[[Case], list[Report]]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def results(pools: Callable[[int], Pool]) -> Results:
     """The reports of a case, computed once however many tests read them; a failed case fails each of them anew."""
     known: dict[Case, list[Report]] = {}
