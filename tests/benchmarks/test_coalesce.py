@@ -15,6 +15,7 @@ from benchmarks.windows import Row
 SMALL = "--width 16 --layers 2 --rows 4 --backwards 2 --warm 1 --rounds 1 --lower none --timeout 100"
 
 
+@pytest.mark.matrix
 def test_all_modes_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL.split(), "--stages", "2", "--engines", "zeroweave,plain", "--out", str(tmp_path)]
     assert coalesce.main(arguments) == 0, capsys.readouterr().out
@@ -41,6 +42,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("broken")
+@pytest.mark.matrix
 def test_a_peer_that_fails_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL.split(), "--stages", "3", "--engines", "deepspeed", "--out", str(tmp_path)]
     assert coalesce.main(arguments) == 0

@@ -26,6 +26,7 @@ def test_implementations_train_alike(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "× peer" in capsys.readouterr().out
 
 
+@pytest.mark.matrix
 def test_a_failing_rank_is_shown_and_fails_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--model tiny --seq 32 --impl zeroweave-z3 --gpus 1 --steps 2 --warm 1"
     assert lm.main([*arguments.split(), "--set", "stage=9", "--out", str(tmp_path)]) == 1

@@ -35,6 +35,7 @@ def test_the_range_of_pytorch(version: str, state: str) -> None:
     assert "torch>=2.11,<2.14" in check.cure
 
 
+@pytest.mark.matrix
 def test_a_machine_without_a_compiler_is_limited_and_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)

@@ -52,6 +52,7 @@ def test_the_model_sees_no_future() -> None:
     assert not torch.equal(before[:, 10:], after[:, 10:])
 
 
+@pytest.mark.matrix
 def test_finetuning_a_transformers_model() -> None:
     arguments = ("--model", "qwen3", "--lower", "aot_eager", "--steps", 11)
     done = zeroweave("run", "--nproc-per-node", 2, "examples/hf_finetune.py", *arguments)

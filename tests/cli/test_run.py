@@ -39,6 +39,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.matrix
 def test_a_script_that_leaves_its_group_behind_ends_well(script: Path) -> None:
     done = zeroweave("run", "--nproc-per-node", 2, script, "--stage", "3", "--help")
     assert done.returncode == 0, done.stderr

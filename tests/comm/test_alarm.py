@@ -127,6 +127,7 @@ def alarms(world: int) -> list[tuple[Alarm, list[str]]]:
 
 
 @pytest.mark.oldest
+@pytest.mark.matrix
 def test_four_ranks_fail_alike_and_then_three_of_them() -> None:
     made = alarms(4)
     with ThreadPoolExecutor(4) as threads:
@@ -215,6 +216,7 @@ def close_at_different_times(first: int) -> list[str]:
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
 def test_ranks_may_close_at_different_times(pools: Pools, first: int) -> None:
     outcomes = pools(2).outcomes(close_at_different_times, first)
     assert [outcome.value for outcome in outcomes] == [["ok", "closed"]] * 2
@@ -389,6 +391,7 @@ def test_an_uncaught_exception_outside_of_the_engine(tmp_path: Path) -> None:
     assert outcomes[1].value == "before", "what was printed is not lost"
 
 
+@pytest.mark.matrix
 def test_an_exception_on_all_ranks_shows_each_its_own_traceback(tmp_path: Path) -> None:
     outcomes = run_script(
         tmp_path,
@@ -406,6 +409,7 @@ def test_an_exception_on_all_ranks_shows_each_its_own_traceback(tmp_path: Path) 
         assert "ValueError: bad config" in outcome.stderr and "ended by its alarm" not in outcome.stderr
 
 
+@pytest.mark.matrix
 def test_a_script_that_never_closes_ends_nobody(tmp_path: Path) -> None:
     outcomes = run_script(
         tmp_path,

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.harness import Pool
+from tests.marks import daily
 from zeroweave.comm.control import Agreement, Control, Decision, decide
 from zeroweave.errors import AgreementError, RankFailure
 
@@ -78,7 +79,7 @@ def exchange() -> dict[str, object]:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("world", [2, 3])
+@daily("world", [2], [3])
 def test_exchanges(pools: Pools, world: int) -> None:
     for result in pools(world).run(exchange):
         assert result == {
@@ -162,7 +163,7 @@ def one_dies(dead: int) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("dead", [0, 1])
+@daily("dead", [0], [1])
 def test_a_dead_rank_is_named_at_once(disposable: Pools, dead: int) -> None:
     outcomes = disposable(2).outcomes(one_dies, dead)
     assert outcomes[dead].exit_code == 3

@@ -12,6 +12,7 @@ import zeroweave as zw
 from tests.distributed import cases
 from tests.distributed.harness import Pool
 from tests.distributed.parity import Case, check, run_case
+from tests.marks import daily
 
 Pools = Callable[[int], Pool]
 CHECKPOINTED = ("checkpoint", "checkpoint_reentrant", "checkpoint_inside", "checkpoint_inside_reentrant")
@@ -22,7 +23,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("case", MORE)
+@daily("case", MORE[::4], [each for each in MORE if each not in MORE[::4]])
 def test_checkpoints_at_every_stage(pools: Pools, case: Case) -> None:
     """Beside the rows that `test_parity` has of these models."""
     check(case, pools(2).run(run_case, case))
@@ -33,7 +34,7 @@ def with_budget(model: Any, optimizer: Any, config: dict[str, Any]) -> zw.Engine
     return zw.initialize(model, optimizer, {**config, "compile": compile_})
 
 
-@pytest.mark.parametrize(("model", "stage"), [("dropout", 3), ("decoder", 2), ("checkpoint_inside", 1)])
+@daily(("model", "stage"), [("checkpoint_inside", 1)], [("dropout", 3), ("decoder", 2)])
 def test_a_budget_changes_no_gradient(pools: Pools, model: str, stage: int) -> None:
     """`tests/compile/test_activation_budget.py` shows that fewer bytes are saved."""
     case = Case(model, stage, "aot_eager", 1)

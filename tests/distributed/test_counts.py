@@ -16,6 +16,7 @@ from tests.distributed.counting import counted
 from tests.distributed.harness import Pool
 from tests.distributed.models import entry
 from tests.distributed.reference import build, draw
+from tests.marks import daily
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 PREFETCH, DEPTH = 1, 2
@@ -61,9 +62,7 @@ def measured(pools: Pools) -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("stage", "gas"), [(1, 1), (2, 1), (3, 1), pytest.param(1, 3, marks=pytest.mark.matrix), (2, 3), (3, 3)]
-)
+@daily(("stage", "gas"), [(2, 3), (3, 1)], [(1, 1), (2, 1), (1, 3), (3, 3)])
 def test_three_counts_agree(measured: Callable[..., list[dict[str, Any]]], stage: int, gas: int, mode: str) -> None:
     world = 2
     for found in measured(stage, mode, gas):
@@ -76,7 +75,7 @@ def test_three_counts_agree(measured: Callable[..., list[dict[str, Any]]], stage
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@daily("stage", [3], [1, 2])
 def test_no_collective_beyond_what_the_stage_needs(
     measured: Callable[..., list[dict[str, Any]]], stage: int, mode: str
 ) -> None:
@@ -102,7 +101,7 @@ def lora_bytes(stage: int, mode: str) -> tuple[int, int, int]:
         return engine.stats.last_step["reduce_scatter"].payload, adapters, slack
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@daily("stage", [3], [1, 2])
 def test_only_adapters_are_reduced(pools: Pools, stage: int) -> None:
     for payload, adapters, slack in pools(2).run(lora_bytes, stage, "aot_eager"):
         assert adapters <= payload <= adapters + slack
@@ -116,7 +115,7 @@ def memory(stage: int, mode: str, params: str | None) -> tuple[Any, Any, int, in
 
 
 @pytest.mark.parametrize("params", [None, "bfloat16"])
-@pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
+@daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])
 def test_memory_is_the_formula(pools: Pools, stage: int, mode: str, params: str | None) -> None:
     for measured, buckets, rank, parameters in pools(2).run(memory, stage, mode, params):
         elements = sum(bucket.shard_numel for bucket in buckets)

@@ -11,6 +11,7 @@ import pytest
 from examples import dc_zero2
 from tests.cli.commands import ROOT
 from tests.distributed.dc_world import Pools
+from tests.marks import daily
 from zeroweave import dc
 
 SETTINGS = [(1, False), (1, True), (2, False), (2, True), (3, False)]
@@ -24,7 +25,7 @@ def example(stage: int, partitioned: bool) -> None:
         dc.cleanup()
 
 
-@pytest.mark.parametrize(("stage", "partitioned"), SETTINGS)
+@daily(("stage", "partitioned"), SETTINGS[2:4], [*SETTINGS[:2], SETTINGS[4]])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.matrix)])
 def test_gradients_are_those_of_plain_data_parallelism(pools: Pools, world: int, stage: int, partitioned: bool) -> None:
     pools(world).run(example, stage, partitioned)
@@ -39,11 +40,7 @@ def torchrun(world: int, *options: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("world", "stage", "partitioned"),
-    [
-        pytest.param(world, *setting, marks=[] if (world, setting) == (2, (2, False)) else [pytest.mark.matrix])
-        for world in (2, 3)
-        for setting in SETTINGS
-    ],
+    [pytest.param(world, *setting, marks=pytest.mark.matrix) for world in (2, 3) for setting in SETTINGS],
 )
 def test_under_torchrun(world: int, stage: int, partitioned: bool) -> None:
     done = torchrun(world, "--stage", stage, *(["--partitioned"] if partitioned else []))

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.distributed.dc_world import Ends, Named, Pools, World, draw
 from tests.distributed.reference import Expected, judge
+from tests.marks import daily
 from zeroweave import dc
 from zeroweave.errors import EngineError
 
@@ -84,7 +85,7 @@ def chained(stage: int, held: str, whole: bool) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["one backward", "three backwards"])
-@pytest.mark.parametrize(("stage", "held"), ROWS)
+@daily(("stage", "held"), ROWS[1:3], [ROWS[0], ROWS[3]])
 def test_buckets_go_with_the_backward_whichever_graph_reduces(pools: Pools, stage: int, held: str, whole: bool) -> None:
     for found in pools(2).run(chained, stage, held, whole):
         assert len(found) == 24
@@ -117,7 +118,7 @@ def inside(stage: int, release: bool | None) -> tuple[list[int], list[int], floa
 
 
 @pytest.mark.parametrize("release", [None, True, False])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@daily("stage", [2], [1, 3])
 def test_release_by_hand(pools: Pools, stage: int, release: bool | None) -> None:
     """True settles and releases at once, whatever is to come; False leaves it to another end."""
     for before, after, difference in pools(2).run(inside, stage, release):
@@ -166,8 +167,8 @@ def at_the_optimizer(stage: int, gas: int) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("gas", [1, 3])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@daily("gas", [3], [1])
+@daily("stage", [1, 3], [2])
 def test_at_the_optimizer_there_is_the_partition_alone(pools: Pools, stage: int, gas: int) -> None:
     for found in pools(2).run(at_the_optimizer, stage, gas):
         size, padded = found["size"]

@@ -13,6 +13,7 @@ from torch import nn
 import zeroweave as zw
 from tests.distributed.dc_world import Pools, World, draw, mean_of
 from tests.distributed.reference import judge
+from tests.marks import daily
 from zeroweave import dc
 from zeroweave.errors import AgreementError, EngineError, ParameterError
 
@@ -34,8 +35,10 @@ def windows(stage: int, held: str, shapes: Any = None, shares: list[Shares] | No
     return found
 
 
-@pytest.mark.parametrize(
-    ("stage", "held"), [(1, "cut"), (1, "taken"), (2, "whole"), (2, "cut"), (2, "taken"), (3, "cut"), (3, "taken")]
+@daily(
+    ("stage", "held"),
+    [(1, "cut"), (3, "taken")],
+    [(1, "taken"), (2, "whole"), (2, "cut"), (2, "taken"), (3, "cut")],
 )
 def test_three_ranks(pools: Pools, stage: int, held: str) -> None:
     """Parameter 2 straddles all three."""
@@ -54,7 +57,7 @@ LAYOUTS: dict[str, tuple[list[tuple[int, ...]], list[Shares]]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("stage", [1, 2])
+@daily("stage", [2], [1])
 def test_layouts_of_the_callers_own(pools: Pools, stage: int, name: str) -> None:
     shapes, shares = LAYOUTS[name]
     for found in pools(3).run(windows, stage, "cut", shapes, shares):

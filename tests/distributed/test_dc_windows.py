@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from tests.distributed.dc_world import Pools, Use, World, draw, mean_of
 from tests.distributed.reference import judge
+from tests.marks import daily
 from zeroweave import dc
 from zeroweave.errors import EngineError
 
-DAILY = [(1, "taken"), (2, "whole"), (2, "cut"), (3, "cut")]
-REST = [(1, "whole"), (1, "cut"), (2, "taken"), (3, "taken")]
+DAILY = [(1, "taken"), (2, "cut")]
+REST = [(1, "whole"), (1, "cut"), (2, "whole"), (2, "taken"), (3, "cut"), (3, "taken")]
 matrix = pytest.mark.matrix
 WIDER = pytest.param(torch.bfloat16, "float32", marks=matrix)
 every_row = pytest.mark.parametrize(("stage", "held"), [*DAILY, *(pytest.param(*row, marks=matrix) for row in REST)])
@@ -32,7 +33,7 @@ def pattern(stage: int, held: str, updates: str, end: bool) -> list[float]:
 
 
 @every_row
-@pytest.mark.parametrize("updates", ["TFTT", "FFFT"])
+@daily("updates", ["TFTT"], ["FFFT"])
 def test_update_patterns(pools: Pools, stage: int, held: str, updates: str) -> None:
     for found in pools(2).run(pattern, stage, held, updates, False):
         assert len(found) == updates.count("T") and max(found) <= 1, found
@@ -102,7 +103,7 @@ def grown(stage: int, held: str) -> float:
         return world.difference()
 
 
-@pytest.mark.parametrize(("stage", "held"), [(1, "taken"), (2, "cut"), (2, "taken"), (3, "taken")])
+@daily(("stage", "held"), [(2, "cut")], [(1, "taken"), (2, "taken"), (3, "taken")])
 def test_a_graph_that_comes_in_the_middle_of_a_window(pools: Pools, stage: int, held: str) -> None:
     assert max(pools(2).run(grown, stage, held)) <= 1
 
@@ -181,7 +182,7 @@ def broken(stage: int, held: str, where: str) -> tuple[list[str], list[float]]:
     return said, found
 
 
-@pytest.mark.parametrize("where", ["hook", "between", "before"])
+@daily("where", ["hook"], ["between", "before"])
 @every_row
 def test_an_exception_in_the_middle_and_a_clean_step(pools: Pools, stage: int, held: str, where: str) -> None:
     for said, found in pools(2).run(broken, stage, held, where):
@@ -259,7 +260,7 @@ def in_flight(bucket: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("bucket", [1, 64, 1000])
+@daily("bucket", [64], [1, 1000])
 def test_results_arrive_in_the_order_of_their_reductions(pools: Pools, bucket: int) -> None:
     for found in pools(2).run(in_flight, bucket):
         assert max(found) <= 1, found
@@ -284,7 +285,7 @@ def moved(stage: int, held: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("stage", "held"), [(1, "cut"), (2, "whole"), (2, "cut"), (3, "cut")])
+@daily(("stage", "held"), [(3, "cut")], [(1, "cut"), (2, "whole"), (2, "cut")])
 def test_another_buffer_in_the_middle(pools: Pools, stage: int, held: str) -> None:
     for found in pools(2).run(moved, stage, held):
         assert max(found) <= 1, found

@@ -15,6 +15,7 @@ import zeroweave as zw
 from tests.distributed.dc_world import World
 from tests.distributed.harness import Pool
 from tests.distributed.zoo import Block, Stack, rows
+from tests.marks import daily
 from zeroweave.comm.fence import Fenced
 
 Pools = Callable[[int], Pool]
@@ -48,7 +49,7 @@ def train(stage: int, debug: dict[str, bool]) -> tuple[dict[str, Tensor], list[d
 
 
 @pytest.mark.parametrize("switches", [SWITCHES, {"keep_gradient_targets": True}], ids=["all", "kept"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@daily("stage", [3], [1, 2])
 def test_switches_change_nothing(pools: Pools, stage: int, switches: dict[str, bool]) -> None:
     with_them, without = pools(2).run(train, stage, switches), pools(2).run(train, stage, {})
     for (values, gradients, traffic, fenced), (others, other_gradients, other_traffic, other_fenced) in zip(
@@ -73,7 +74,7 @@ def by_name(stage: int, held: str) -> float:
         return worst
 
 
-@pytest.mark.parametrize(("stage", "held"), [(1, "cut"), (2, "whole"), (3, "cut")])
+@daily(("stage", "held"), [(2, "whole")], [(1, "cut"), (3, "cut")])
 def test_all_switches_change_nothing_by_name(pools: Pools, stage: int, held: str) -> None:
     assert max(pools(2).run(by_name, stage, held)) <= 1
 

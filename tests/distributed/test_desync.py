@@ -24,6 +24,7 @@ import zeroweave as zw
 from tests.distributed.harness import Outcome, Pool
 from tests.distributed.reference import Plain, judge
 from tests.distributed.zoo import Block, rows
+from tests.marks import daily
 from zeroweave.errors import AgreementError, EngineError
 from zeroweave.schedule import Schedule, Unshard
 from zeroweave.schedule.passes import prefetch
@@ -185,7 +186,7 @@ def check_ended(outcomes: list[Outcome], *names: str) -> None:
         assert re.search(name, told), told
 
 
-@pytest.mark.parametrize("what", ["swap", "skip", "break"])
+@daily("what", ["swap"], ["skip", "break"])
 @pytest.mark.parametrize("at", [1, pytest.param(3, marks=pytest.mark.matrix)])
 def test_other_collectives_at_stage_3(disposable: Pools, what: str, at: int) -> None:
     """Swapped blocks of equal size, a branch, a broken graph, whose parts gather their block once each."""
@@ -212,7 +213,7 @@ def parity(what: str, stage: int) -> tuple[tuple[float, str], int]:
             return judge(full, plain.values()), engine.stats.departures
 
 
-@pytest.mark.parametrize(("what", "stage"), [("skip", 1), ("swap", 2), ("break", 1), ("break", 2)])
+@daily(("what", "stage"), [("swap", 2), ("break", 1)], [("skip", 1), ("break", 2)])
 def test_what_one_rank_may_do_otherwise(pools: Pools, what: str, stage: int) -> None:
     """A branch at stages 1 and 2, and a graph that breaks on one rank: it sends what the others send."""
     for difference, _ in pools(2).run(parity, what, stage):

@@ -20,6 +20,7 @@ from tests.distributed.harness import Outcome, Pool
 from tests.distributed.models import entry
 from tests.distributed.reference import build, draw, sgd
 from tests.distributed.zoo import Block, Stack, rows
+from tests.marks import daily
 
 Disposable = Callable[[int], Pool]
 LIMIT = 2.0
@@ -226,7 +227,7 @@ def order_on_one_rank(stage: int, mode: str) -> int:
         return int(engine.global_steps)
 
 
-@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
+@daily("mode", ["aot_eager"], ["eager"])
 def test_another_order_on_one_rank_at_stage_3(disposable: Disposable, mode: str) -> None:
     outcomes = disposable(2).outcomes(order_on_one_rank, 3, mode, deadline=40.0)
     for outcome in outcomes:

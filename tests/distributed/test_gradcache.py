@@ -64,7 +64,7 @@ def beside(stage: int, mode: str) -> tuple[dict[bool, Run], list[tuple[float, st
 @pytest.mark.parametrize(
     ("stage", "mode"),
     [
-        (2, "aot_eager"),
+        pytest.param(2, "aot_eager", marks=pytest.mark.matrix),
         (3, "aot_eager"),
         pytest.param(2, "eager", marks=pytest.mark.matrix),
         pytest.param(3, "eager", marks=pytest.mark.matrix),
@@ -81,6 +81,7 @@ def test_cached_chunks_train_as_the_whole_batch(pools: Pools, stage: int, mode: 
         assert runs[True].collectives["all_gather"] == runs[False].collectives["all_gather"]
 
 
+@pytest.mark.matrix
 def test_the_script() -> None:
     script = str(ROOT / "examples" / "gradcache.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]

@@ -58,6 +58,7 @@ def test_experts_on_two_ranks_train_as_on_one(pools: Pools, stage: int, mode: st
         assert weights[0] <= 1, weights
 
 
+@pytest.mark.matrix
 def test_the_script() -> None:
     script = str(ROOT / "examples" / "moe.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]

@@ -34,7 +34,8 @@ def test_a_pass_that_reduces_in_the_backward(pools: Pools, world: int, lower: st
     assert max(pools(world).run(example, lower)) <= TOLERANCE[lower]
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_the_example_under_torchrun(lower: str) -> None:
     script = str(ROOT / "examples" / "custom_pass.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,10 +14,11 @@ import zeroweave as zw
 from tests.distributed.harness import Pool
 from tests.distributed.reference import SEED, Expected, Plain, judge
 from tests.distributed.zoo import WIDTH, Block, Stack, rows
+from tests.marks import daily
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
-SETTINGS = pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
-FEW = pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (3, "aot_eager")])
+SETTINGS = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])
+FEW = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager")])
 DEADLINE = 60.0
 LR = 0.1
 Pools = Callable[[int], Pool]
@@ -91,9 +91,10 @@ def penalised(stage: int, mode: str, gather: bool) -> list[Difference]:
     return differences
 
 
-@pytest.mark.parametrize(
+@daily(
     ("stage", "mode", "gather"),
-    [(1, "eager", True), (2, "aot_eager", True), (1, "aot_eager", False), (3, "eager", False), (3, "aot_eager", False)],
+    [(2, "aot_eager", True), (3, "eager", False)],
+    [(1, "eager", True), (1, "aot_eager", False), (3, "aot_eager", False)],
 )
 def test_terms_that_read_parameters(pools: Pools, stage: int, mode: str, gather: bool) -> None:
     for differences in pools(2).run(penalised, stage, mode, gather, deadline=DEADLINE):
@@ -129,9 +130,10 @@ def loaded(stage: int, mode: str, gather: bool) -> list[Difference]:
     return differences
 
 
-@pytest.mark.parametrize(
+@daily(
     ("stage", "mode", "gather"),
-    [(1, "eager", True), (2, "aot_eager", True), (2, "eager", False), (3, "aot_eager", False)],
+    [(1, "eager", True), (3, "aot_eager", False)],
+    [(2, "aot_eager", True), (2, "eager", False)],
 )
 def test_what_is_loaded_is_what_the_next_forward_sees(pools: Pools, stage: int, mode: str, gather: bool) -> None:
     for differences in pools(2).run(loaded, stage, mode, gather, deadline=DEADLINE):

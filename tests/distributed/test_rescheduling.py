@@ -132,6 +132,7 @@ def automatic_after_a_request() -> bool:
         return engine.schedule.facts.costs is not None
 
 
+@pytest.mark.matrix
 def test_auto_on_request_measures_first(pools: Pools) -> None:
     assert pools(2).run(automatic_after_a_request) == [True, True]
 
@@ -214,6 +215,7 @@ def profiled() -> int:
         return engine.global_steps
 
 
+@pytest.mark.matrix
 def test_profiling_decides_nothing(pools: Pools) -> None:
     assert pools(2).run(profiled) == [4, 4]
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from tests.distributed.harness import Pool
 from tests.distributed.reference import Plain, judge
+from tests.marks import daily
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 SETTINGS = [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")]
@@ -80,7 +81,7 @@ def branch_on_one_rank(stage: int, mode: str, which: int) -> tuple[list[tuple[fl
         return errors, engine.stats.departures, engine.stats.on_demand_unshards, same
 
 
-@pytest.mark.parametrize("which", [0, 2, 3])
+@daily("which", [2], [0, 3])
 @pytest.mark.parametrize(("stage", "mode"), SETTINGS)
 def test_a_parameter_used_on_one_rank(pools: Pools, stage: int, mode: str, which: int) -> None:
     for errors, departures, on_demand, same in pools(2).run(branch_on_one_rank, stage, mode, which):
@@ -115,7 +116,7 @@ def loss_on_one_rank(stage: int, mode: str, synced: bool) -> tuple[list[tuple[fl
 
 
 @pytest.mark.parametrize("synced", [True, False])
-@pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager")])
+@daily(("stage", "mode"), [(2, "aot_eager")], [(1, "eager")])
 def test_a_loss_that_reaches_no_parameter_on_one_rank(pools: Pools, stage: int, mode: str, synced: bool) -> None:
     for errors, steps in pools(2).run(loss_on_one_rank, stage, mode, synced):
         assert max(errors)[0] <= 1, errors
@@ -179,7 +180,7 @@ def probed(stage: int, mode: str, probe: str) -> tuple[list[tuple[float, str]], 
 PROBES = [(*s, p) for s in SETTINGS for p in ("input", "parameter", "double") if s[1] == "eager" or p == "input"]
 
 
-@pytest.mark.parametrize(("stage", "mode", "probe"), PROBES)
+@daily(("stage", "mode", "probe"), PROBES[::3], [each for each in PROBES if each not in PROBES[::3]])
 def test_gradients_taken_inside_a_forward(pools: Pools, stage: int, mode: str, probe: str) -> None:
     for errors, scatters, buckets, refused in pools(2).run(probed, stage, mode, probe):
         assert max(errors)[0] <= 1, errors

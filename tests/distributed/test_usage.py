@@ -16,9 +16,10 @@ from tests.distributed.harness import Pool
 from tests.distributed.models import entry
 from tests.distributed.reference import Expected, Plain, build, draw, judge, worst
 from tests.distributed.zoo import rows
+from tests.marks import daily
 
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
-SETTINGS = pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")])
+SETTINGS = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])
 Pools = Callable[[int], Pool]
 
 
