@@ -29,10 +29,10 @@ help: ## show this list
 demo: $(VENV)/.ready-run ## train a small language model under ZeRO on two processes
 	$(VENV)/bin/zeroweave demo $(ARGS)
 
-test: $(VENV)/.ready-test ## the daily tests
+test: $(VENV)/.ready-test ## the daily tests, within five minutes on two cores
 	$(VENV)/bin/python -m pytest -m "not matrix" $(ARGS)
 
-matrix: $(VENV)/.ready-test ## the larger product of parity cases; pytest's last line counts them
+matrix: $(VENV)/.ready-test ## all other tests, hours; ARGS="--minutes 40 --shuffle SEED" runs a share of them
 	$(VENV)/bin/python -m pytest -m matrix $(ARGS)
 
 test-oldest: $(if $(filter $(OLDEST_VENV)/%,$(OLDEST_PYTHON)),$(OLDEST_VENV)/.ready-test) ## a subset on the oldest PyTorch

@@ -72,13 +72,18 @@ def backend(lower: str, ids: Mapping[nn.Parameter, int], module: fx.GraphModule,
 
 
 def train(lower: str) -> float:
-    """Trains a few steps; returns the largest relative difference of a step's gradients."""
+    """Trains a few steps; returns the largest error of a step's gradients, as a part of what is allowed.
+
+    Allowed is twice what plain data parallelism in fp32 is beside the same in float64, and the last bit of an fp32
+    number.
+    """
     models = []
-    for _ in range(2):
+    for _ in range(3):
         torch.manual_seed(0)
         models.append(nn.Sequential(nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 33), nn.GELU(), nn.Linear(33, 7)))
-    model, plain = models
-    parameters, others = list(model.parameters()), list(plain.parameters())
+    model, plain, exact = models
+    exact.double()
+    parameters = list(model.parameters())
 
     dc.init(dist.group.WORLD, initial_reduce_bucket_size=600)
     for ds_id, p in enumerate(parameters):  # each rank keeps whole gradients here; dc_zero2.py shows partitions
@@ -97,17 +102,23 @@ def train(lower: str) -> float:
         dc.start_backward(update=True)
         loss.backward()
 
-        optimizers[1].zero_grad()
-        plain(x).pow(2).mean().backward()
-        for p in others:
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-        expected = torch.cat([p.grad.flatten() for p in others])
         reduced = torch.cat([p.grad.flatten() for p in parameters])
-        worst = max(worst, float((reduced - expected).norm() / expected.norm()))
+        usual, expected = averaged(plain, x), averaged(exact, x.double())
+        allowed = 2 * (usual - expected).norm() + torch.finfo(torch.float32).eps * expected.norm()
+        worst = max(worst, float((reduced - expected).norm() / allowed))
         for optimizer in optimizers:
             optimizer.step()
     return worst
+
+
+def averaged(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """All gradients of plain data parallelism, as one tensor."""
+    net.zero_grad()
+    net(x).pow(2).mean().backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+    return torch.cat([p.grad.flatten() for p in net.parameters()])
 
 
 def main() -> None:
@@ -117,9 +128,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     try:
         worst = train(lower)
-        assert worst <= (1e-6 if lower == "aot_eager" else 1e-5), worst
+        assert worst <= 1, worst
         if dist.get_rank() == 0:
-            print(f"{lower}: gradients as in plain data parallelism within {worst:.1e}, {STEPS} steps")
+            print(f"{lower}: gradients as in plain data parallelism in {STEPS} steps, {worst:.2f} of the error allowed")
     finally:
         dc.cleanup()
         dist.destroy_process_group()

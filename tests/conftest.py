@@ -68,7 +68,7 @@ def disposable(tmp_path: Path) -> Iterator[Callable[[int], Pool]]:
     made: list[Pool] = []
 
     def pool(world: int) -> Pool:
-        made.append(Pool(world, tmp_path, deadline=120.0, forked=True))
+        made.append(Pool(world, tmp_path, deadline=300.0, forked=True))
         return made[-1]
 
     yield pool

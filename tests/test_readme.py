@@ -31,7 +31,7 @@ def test_python_snippets_run(document: Path) -> None:
         env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
 

@@ -47,7 +47,7 @@ def run(folder: Path, failing: list[int], *arguments: str) -> tuple[int, str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     return done.returncode, done.stdout
 

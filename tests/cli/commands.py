@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def zeroweave(*arguments: object, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+def zeroweave(*arguments: object, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
     """The finished command, with its output as text; subprocess.TimeoutExpired after `timeout` seconds."""
     command = [sys.executable, "-m", "zeroweave.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.harness import Outcome, Pool
+from tests.patience import patient
 from zeroweave.comm import watcher
 from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.board import Board
@@ -91,7 +92,7 @@ def test_ranks_that_wait_for_a_failed_one_are_ended(disposable: Pools, world: in
         assert outcome.exit_code == 1
         expected = f"zeroweave: rank {outcome.rank} is ended by its alarm: "
         assert f"{expected}rank {culprit} failed in forward at step 1: ValueError: bad batch" in outcome.stderr
-        assert GRACE_SECONDS - 0.1 < outcome.ended - begin < 2.0 + 0.5, "half a second is for this machine"
+        assert GRACE_SECONDS - 0.1 < outcome.ended - begin < patient(2.5), "half a second is for this machine"
 
 
 def all_fail_alike(times: int) -> list[object]:
@@ -101,7 +102,7 @@ def all_fail_alike(times: int) -> list[object]:
             made.collective()
             time.sleep(0.3 * ((made.rank + round) % 2))
             begin = time.monotonic()
-            seen.append((raised(made, "forward", f"round {round}"), time.monotonic() - begin < 1.0))
+            seen.append((raised(made, "forward", f"round {round}"), time.monotonic() - begin < patient(1.0)))
             made.agree()
         time.sleep(1.8)
         made.collective()
@@ -161,7 +162,7 @@ def test_different_failures_are_fatal_and_known_at_once(pools: Pools, how: str) 
     for outcome in pools(2).outcomes(fail_differently, how):
         shared, fatal, took = outcome.value
         other = 1 - outcome.rank
-        assert not shared and took < 1.0
+        assert not shared and took < patient(1.0)
         assert fatal is not None and f"ValueError: on {other}" in fatal and f"rank {outcome.rank} failed in" in fatal
 
 
@@ -212,7 +213,7 @@ def close_at_different_times(first: int) -> list[str]:
     took = time.monotonic() - begin
     dist.barrier()
     assert not any(thread.name == "zeroweave alarm" for thread in threading.enumerate())
-    return ["slow" if took > 2.0 else "ok", "failed" if raised(made, "forward", "late") else "closed"]
+    return ["slow" if took > patient(2.0) else "ok", "failed" if raised(made, "forward", "late") else "closed"]
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.matrix)])
@@ -362,7 +363,7 @@ def run_script(directory: Path, body: str, ranks: int = 2) -> list[Outcome]:
     try:
         outcomes = []
         for rank, process in enumerate(processes):
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=300)
             outcomes.append(Outcome(rank, time.time(), value=out, exit_code=process.returncode, stderr=err))
         return outcomes
     finally:

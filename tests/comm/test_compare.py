@@ -13,7 +13,7 @@ from zeroweave.comm.board import Board
 from zeroweave.comm.compare import compare, difference
 from zeroweave.errors import AgreementError
 
-DEADLINE = 5.0
+DEADLINE = 60.0
 
 
 def on_ranks(*works: Callable[[Board], None]) -> list[str]:

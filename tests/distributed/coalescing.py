@@ -71,7 +71,7 @@ class Window:
 
 def initialize(module: nn.Module, config: dict[str, Any]) -> Any:
     trainable = [p for p in module.parameters() if p.requires_grad]
-    return zw.initialize(module, sgd(trainable), {"deadline_seconds": 60.0, **config})
+    return zw.initialize(module, sgd(trainable), {"deadline_seconds": 200.0, **config})
 
 
 @contextlib.contextmanager

@@ -143,7 +143,7 @@ def train(
         "compile": MODES[mode],
         "experts": {"parameters": [PATTERN], "parallel_size": parallel_size},
         "gradient_accumulation_steps": 1 if coalesce else n,
-        "deadline_seconds": 60.0,
+        "deadline_seconds": 200.0,
         **config,
     }
     module = build(parallel_size, avoid, idle)
@@ -194,7 +194,7 @@ def exact(op: str, parallel_size: int) -> tuple[tuple[float, str], float]:
     (sum(dense(sentences(0, rank, world)) for rank in range(world)) / world).backward()
     expected = own({name: p.grad for name, p in dense.named_parameters()}, parallel_size)
     module = build(parallel_size).double()
-    settings = {"stage": 2, "reduce": {"op": op}, "compile": MODES["eager"], "deadline_seconds": 60.0}
+    settings = {"stage": 2, "reduce": {"op": op}, "compile": MODES["eager"], "deadline_seconds": 200.0}
     experts = {"parameters": [PATTERN], "parallel_size": parallel_size}
     with zw.initialize(module, optimizer_of(module.parameters()), {**settings, "experts": experts}) as engine:
         engine.backward(engine(sentences(0, engine.rank, engine.world)))
@@ -240,7 +240,7 @@ def overflow(stage: int) -> tuple[list[float], list[bool], list[bool], str]:
         "experts": {"parameters": [PATTERN], "parallel_size": 2},
         "precision": {"params": "float16", "initial_loss_scale": 64.0, "min_loss_scale": 32.0},
         "on_nonfinite": "raise",
-        "deadline_seconds": 60.0,
+        "deadline_seconds": 200.0,
     }
     scales, applied, moved = [], [], []
     with zw.initialize(module, torch.optim.SGD(module.parameters(), lr=0.1), settings) as engine:
@@ -273,7 +273,7 @@ def values(stage: int) -> dict[str, Any]:
     expected = {name: p.detach().clone() for name, p in module.named_parameters()}
     name = "blocks.0.mixture.experts.1.up.weight"  # expert 1 on ranks 0 and 2; 3, which is idle, on ranks 1 and 3
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    settings = {"stage": stage, "compile": MODES["eager"], "deadline_seconds": 60.0}
+    settings = {"stage": stage, "compile": MODES["eager"], "deadline_seconds": 200.0}
     experts = {"parameters": [PATTERN], "parallel_size": 2}
     found: dict[str, Any] = {"start": expected}
     with zw.initialize(module, optimizer, {**settings, "experts": experts}) as engine:
@@ -311,7 +311,7 @@ def profiled() -> tuple[bool, dict[str, int], dict[str, int]]:
     module = build(1)
     share = Model(None)  # experts that exchange nothing, of which every second rank has the same: no all-to-all here
     share.load_state_dict(module.state_dict())
-    settings = {"stage": 3, "compile": MODES["eager"], "deadline_seconds": 60.0}
+    settings = {"stage": 3, "compile": MODES["eager"], "deadline_seconds": 200.0}
     experts = {"parameters": [PATTERN], "parallel_size": 2}
     with zw.initialize(share, optimizer_of(share.parameters()), {**settings, "experts": experts}) as engine:
         batch = sentences(0, engine.rank, engine.world)
@@ -329,7 +329,7 @@ def profiled() -> tuple[bool, dict[str, int], dict[str, int]]:
 def die(parallel_size: int) -> None:
     """Rank 0 raises in an expert, while the others of its group wait for its tokens."""
     module = build(parallel_size)
-    settings = {"stage": 3, "compile": MODES["eager"], "deadline_seconds": 60.0}
+    settings = {"stage": 3, "compile": MODES["eager"], "deadline_seconds": 200.0}
     experts = {"parameters": [PATTERN], "parallel_size": parallel_size}
     engine = zw.initialize(module, optimizer_of(module.parameters()), {**settings, "experts": experts})
     if engine.rank == 0:
@@ -347,7 +347,7 @@ def refused(config: dict[str, Any]) -> tuple[str, str, bool]:
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     kind = message = ""
     try:
-        zw.initialize(module, None, {"experts": config, "deadline_seconds": 60.0})
+        zw.initialize(module, None, {"experts": config, "deadline_seconds": 200.0})
     except zw.ZeroweaveError as error:
         kind, message = type(error).__name__, str(error)
     return kind, message, all(torch.equal(p, before[name]) for name, p in module.named_parameters())

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DEADLINE = 180.0
-START = 120.0
+DEADLINE = 300.0
+START = 300.0
 """Seconds that workers get to import torch and to find each other; a job's deadline counts from there."""
-GRACE = 15.0
+GRACE = 60.0
 """Seconds that the other ranks get to return once one rank has raised."""
 
 

@@ -47,7 +47,7 @@ class Case:
         return {
             "stage": self.stage,
             "gradient_accumulation_steps": self.gas,
-            "deadline_seconds": 60.0,
+            "deadline_seconds": 200.0,
             **more,
             "compile": {**compile_, **more.get("compile", {})},
         }

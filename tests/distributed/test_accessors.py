@@ -50,7 +50,7 @@ STAGE_PRECISION = [(1, None), (2, "bfloat16"), (3, "float16"), (3, None)]
 def started(model: Entry, stage: int, params: str | None = None, **more: Any) -> Any:
     module = build(model, SEED + dist.get_rank())
     precision = {"params": params, **({"initial_loss_scale": 4.0} if params == "float16" else {})}
-    config = {"stage": stage, "compile": {"enabled": False}, "deadline_seconds": 60.0, "precision": precision, **more}
+    config = {"stage": stage, "compile": {"enabled": False}, "deadline_seconds": 200.0, "precision": precision, **more}
     trained = [p for p in module.parameters() if p.requires_grad]
     return zw.initialize(module, torch.optim.AdamW(trained, lr=1e-2), config)
 
@@ -217,7 +217,7 @@ def references() -> None:
     model = entry("tied")
     module = build(model)
     user = module.embedding.weight
-    config = {"stage": 2, "compile": {"enabled": False}, "gather_after_step": True, "deadline_seconds": 60.0}
+    config = {"stage": 2, "compile": {"enabled": False}, "gather_after_step": True, "deadline_seconds": 200.0}
     with zw.initialize(module, torch.optim.AdamW(module.parameters()), config) as engine:
         expected = engine.full("embedding.weight")
         assert engine.fragment("head.weight") == engine.fragment("embedding.weight") == engine.fragment(user)

@@ -71,7 +71,7 @@ def training(stage: int, prefetch: int) -> dict[str, Any]:
     torch.manual_seed(5)
     module = Net()
     found: dict[str, Any] = {"late": [], "departures": [], "executed": []}
-    config = {"stage": stage, "compile": {"lower": "aot_eager", "prefetch": prefetch}, "deadline_seconds": 60.0}
+    config = {"stage": stage, "compile": {"lower": "aot_eager", "prefetch": prefetch}, "deadline_seconds": 200.0}
     with zw.initialize(module, torch.optim.SGD(module.parameters(), lr=0.05), config) as engine:
         for index in range(7):
             for net in (*plain.nets, module):

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
 import zeroweave as zw
 from tests.distributed import cases
 from tests.distributed.harness import Pool
@@ -17,13 +15,14 @@ from tests.marks import daily
 Pools = Callable[[int], Pool]
 CHECKPOINTED = ("checkpoint", "checkpoint_reentrant", "checkpoint_inside", "checkpoint_inside_reentrant")
 MORE = [
-    pytest.param(case, id=str(case), marks=[] if model in CHECKPOINTED[1:3] else [pytest.mark.matrix])
+    case
     for model, stage, mode in itertools.product(CHECKPOINTED, (1, 2, 3), ("aot_eager", "eager"))
     if (case := Case(model, stage, mode, 1)) not in cases.DAILY
 ]
+DAILY = [Case("checkpoint_reentrant", 2, "eager", 1), Case("checkpoint_inside", 1, "aot_eager", 1)]
 
 
-@daily("case", MORE[::4], [each for each in MORE if each not in MORE[::4]])
+@daily("case", DAILY, [case for case in MORE if case not in DAILY], ids=str)
 def test_checkpoints_at_every_stage(pools: Pools, case: Case) -> None:
     """Beside the rows that `test_parity` has of these models."""
     check(case, pools(2).run(run_case, case))

@@ -35,7 +35,7 @@ def torchrun(world: int, *options: object) -> subprocess.CompletedProcess[str]:
     script = str(ROOT / "examples" / "dc_zero2.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*command, *map(str, options)], env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*command, *map(str, options)], env=environment, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_ranks_with_other_groups_beside(pools: Pools) -> None:
 def errors_on_all_ranks(stage: int) -> tuple[list[str], float, float]:
     """Each wrong call is refused on all ranks at once; zero_grad, and the runtime is as new."""
     said = []
-    with World(stage, "cut", {"deadline_seconds": 30.0}) as world:
+    with World(stage, "cut", {"deadline_seconds": 200.0}) as world:
         runtime = world.runtime
         world.micro_step(0, update=True)
         first = world.difference()
@@ -162,7 +162,7 @@ def taken_graph_id() -> str:
         if own is not None:
             own.register_param(0, [4], torch.zeros(4))
             own.register_graph_z2(0, [0])
-        with World(2, "cut", {"deadline_seconds": 30.0}, graphs={1: range(5)}) as world:
+        with World(2, "cut", {"deadline_seconds": 200.0}, graphs={1: range(5)}) as world:
             with pytest.raises(EngineError) as raised:
                 world.runtime.register_graph_z2(0, [0])
             world.micro_step(0, update=True)

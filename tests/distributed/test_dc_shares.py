@@ -104,7 +104,7 @@ def test_all_reduce_only_where_every_rank_holds_all(pools: Pools) -> None:
 def refused(buffers: list[Any], stages: tuple[int, int, int] = (2, 2, 2)) -> tuple[str, str, float]:
     """What registering a graph says where the ranks' (elements, offset) do not fit together; then a graph that does."""
     rank = dist.get_rank()
-    runtime = dc.Runtime(None, {"deadline_seconds": 30.0}, 1000)
+    runtime = dc.Runtime(None, {"deadline_seconds": 200.0}, 1000)
     try:
         held = buffers[rank]
         runtime.register_param(7, [10], torch.zeros(10), held and torch.zeros(held[0]), held[1] if held else 0)
@@ -160,7 +160,7 @@ def unlike(there: dict[str, Any]) -> str:
     """Rank 2 registers a sharded parameter in another way."""
     rank = dist.get_rank()
     options = {"ds_tensor": torch.zeros(2), "persistent": False, **(there if rank == 2 else {})}
-    runtime = dc.Runtime(None, {"deadline_seconds": 30.0})
+    runtime = dc.Runtime(None, {"deadline_seconds": 200.0})
     try:
         runtime.register_z3_param(0, [5], **options)
         with pytest.raises(ParameterError) as raised:
@@ -179,7 +179,7 @@ def test_sharded_parameters_unlike_on_another_rank(pools: Pools, there: dict[str
 def other_graph() -> tuple[str, str]:
     """Ranks that register other graphs, and graphs of other parameters."""
     rank = dist.get_rank()
-    runtime = dc.Runtime(None, {"deadline_seconds": 30.0})
+    runtime = dc.Runtime(None, {"deadline_seconds": 200.0})
     try:
         for i in range(2):
             runtime.register_param(i, [3], torch.zeros(3))

@@ -30,7 +30,7 @@ def started(stage: int, gas: int, debug: dict[str, bool], **settings: Any) -> zw
     module = Stack(lambda index: Block())
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     config = {"stage": stage, "compile": {"enabled": False}, "gradient_accumulation_steps": gas, "debug": debug}
-    return zw.initialize(module, optimizer, {**config, "deadline_seconds": 10.0, **settings})
+    return zw.initialize(module, optimizer, {**config, "deadline_seconds": 200.0, **settings})
 
 
 def train(stage: int, debug: dict[str, bool]) -> tuple[dict[str, Tensor], list[dict[str, Tensor | None]], Any, bool]:

@@ -25,14 +25,15 @@ from tests.distributed.harness import Outcome, Pool
 from tests.distributed.reference import Plain, judge
 from tests.distributed.zoo import Block, rows
 from tests.marks import daily
+from tests.patience import patient
 from zeroweave.errors import AgreementError, EngineError
 from zeroweave.schedule import Schedule, Unshard
 from zeroweave.schedule.passes import prefetch
 
 Pools = Callable[[int], Pool]
-DEADLINE = 4.0
+DEADLINE = 8.0
 SLACK = 2.0
-"""Seconds beyond the deadline that an error may take."""
+"""Seconds beyond the deadline that an error may take on an idle machine."""
 
 
 class Odd(nn.Module):
@@ -80,7 +81,7 @@ def refused(error: type[Exception], *texts: str) -> Iterator[None]:
     began = time.monotonic()
     with pytest.raises(error) as caught:
         yield
-    assert time.monotonic() - began < DEADLINE + SLACK
+    assert time.monotonic() - began < DEADLINE + patient(SLACK)
     for text in texts:
         assert re.search(text, str(caught.value)), caught.value
 
@@ -179,7 +180,7 @@ def check_ended(outcomes: list[Outcome], *names: str) -> None:
     began = max(float(found) for found in re.findall(r"odd at ([\d.]+)", told))
     for outcome in outcomes:
         assert outcome.failed, f"rank {outcome.rank} trained on: {outcome.value}"
-        assert outcome.ended - began < DEADLINE + SLACK, (
+        assert outcome.ended - began < DEADLINE + patient(SLACK), (
             f"rank {outcome.rank} ended after {outcome.ended - began:.1f} s"
         )
     for name in names:
@@ -200,7 +201,7 @@ def parity(what: str, stage: int) -> tuple[tuple[float, str], int]:
     plain = Plain(Odd(), lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     torch.manual_seed(0)
     module = Odd()
-    with training(module, stage, deadline_seconds=60.0) as engine:
+    with training(module, stage, deadline_seconds=200.0) as engine:
         for index in range(10):
             for net in (*plain.nets, module):
                 net.what = what if engine.rank == 1 and index in (0, 3, 4, 8) else ""

@@ -70,7 +70,7 @@ def train(stage: int, gas: int, folder: str | None, dynamic: bool | None) -> Fou
         config = {
             "stage": stage,
             "gradient_accumulation_steps": gas,
-            "deadline_seconds": 60.0,
+            "deadline_seconds": 200.0,
             "compile": {"lower": "aot_eager" if folder is None else "inductor", "dynamic": dynamic},
         }
         with zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), config) as engine:

@@ -21,13 +21,14 @@ from tests.distributed.models import entry
 from tests.distributed.reference import build, draw, sgd
 from tests.distributed.zoo import Block, Stack, rows
 from tests.marks import daily
+from tests.patience import patient
 
 Disposable = Callable[[int], Pool]
 LIMIT = 2.0
 """Seconds from an exception on one rank to the end of the others."""
 
 
-def config(stage: int, mode: str, deadline: float = 60.0) -> dict[str, Any]:
+def config(stage: int, mode: str, deadline: float = 200.0) -> dict[str, Any]:
     compile_ = {"enabled": False} if mode == "eager" else {"lower": mode}
     return {"stage": stage, "compile": compile_, "deadline_seconds": deadline}
 
@@ -104,7 +105,7 @@ def assert_ended_by(outcomes: list[Outcome], failing: int) -> None:
             assert outcome.failed, outcome.describe()
             said = outcome.stderr + outcome.message
             assert f"rank {failing} failed" in said and "no more batteries" in said, outcome.describe()
-            assert outcome.ended - raised < LIMIT, f"rank {outcome.rank} ended after {outcome.ended - raised:.2f} s"
+            assert outcome.ended - raised < patient(LIMIT), (outcome.rank, outcome.ended - raised)
 
 
 FAILURES = [
@@ -167,10 +168,10 @@ def skip_the_step(stage: int) -> int:
     """Rank 1 runs the backward and does not come to `step()`."""
     model = entry("mlp")
     module = build(model)
-    engine = zw.initialize(module, sgd(list(module.parameters())), config(stage, "eager", deadline=4.0))
+    engine = zw.initialize(module, sgd(list(module.parameters())), config(stage, "eager", deadline=8.0))
     model.micro(engine, engine.module, model.batch(dist.get_rank(), 0), engine.backward)
     if dist.get_rank() == 1:
-        time.sleep(30)
+        time.sleep(60)
     engine.step()
     return int(engine.global_steps)
 
@@ -180,14 +181,14 @@ def test_a_rank_that_misses_the_deadline(disposable: Disposable) -> None:
     outcomes = disposable(2).outcomes(skip_the_step, 2)
     assert outcomes[0].failed and "rank 1" in outcomes[0].message + outcomes[0].stderr, outcomes[0].describe()
     assert outcomes[0].kind in (None, "AgreementError")
-    assert outcomes[0].ended - start < 20
+    assert outcomes[0].ended - start < patient(20)
 
 
 def branch_on_one_rank() -> int:
     """Stage 3: rank 0 enters a module that the others do not."""
     model = entry("branch_on_one_rank")
     module = build(model)
-    engine = zw.initialize(module, sgd(list(module.parameters())), config(3, "eager", deadline=6.0))
+    engine = zw.initialize(module, sgd(list(module.parameters())), config(3, "eager", deadline=8.0))
     for step in range(2):
         model.micro(engine, engine.module, model.batch(dist.get_rank(), step), engine.backward)
         engine.step()
@@ -196,7 +197,7 @@ def branch_on_one_rank() -> int:
 
 def test_a_branch_on_one_rank_at_stage_3(disposable: Disposable) -> None:
     """gloo itself ends a process that receives a message of the wrong size; the other rank gets an error."""
-    outcomes = disposable(2).outcomes(branch_on_one_rank, deadline=40.0)
+    outcomes = disposable(2).outcomes(branch_on_one_rank)
     for outcome in outcomes:
         assert outcome.failed, f"rank {outcome.rank} trained on: {outcome.value} steps"
         assert re.search("rank|mismatch", outcome.message + outcome.stderr), outcome.describe()
@@ -219,7 +220,7 @@ class Ordered(Stack):
 def order_on_one_rank(stage: int, mode: str) -> int:
     torch.manual_seed(0)
     module = Ordered()
-    with zw.initialize(module, sgd(list(module.parameters())), config(stage, mode, deadline=6.0)) as engine:
+    with zw.initialize(module, sgd(list(module.parameters())), config(stage, mode, deadline=8.0)) as engine:
         for step in range(2):
             x, y = rows(dist.get_rank(), step)
             engine.backward(F.mse_loss(engine(x), y))
@@ -229,7 +230,7 @@ def order_on_one_rank(stage: int, mode: str) -> int:
 
 @daily("mode", ["aot_eager"], ["eager"])
 def test_another_order_on_one_rank_at_stage_3(disposable: Disposable, mode: str) -> None:
-    outcomes = disposable(2).outcomes(order_on_one_rank, 3, mode, deadline=40.0)
+    outcomes = disposable(2).outcomes(order_on_one_rank, 3, mode)
     for outcome in outcomes:
         assert outcome.failed, f"rank {outcome.rank} trained on: {outcome.value} steps"
         assert "rank" in outcome.message + outcome.stderr, outcome.describe()

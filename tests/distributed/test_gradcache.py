@@ -51,7 +51,7 @@ def beside(stage: int, mode: str) -> tuple[dict[bool, Run], list[tuple[float, st
 
     Inductor draws other dropout masks than eager kernels unless told to take those.
     """
-    config = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 60.0}
+    config = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 200.0}
     with torch._inductor.config.patch(fallback_random=True):
         runs = {coalesce: train(config, coalesce, STEPS, BATCH, CHUNK) for coalesce in (True, False)}
     losses, weights = whole()
@@ -87,7 +87,7 @@ def test_the_script() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--stage", "3", "--steps", "5"], env=environment, capture_output=True, text=True, timeout=120
+        [*command, "--stage", "3", "--steps", "5"], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "collectives of a step with 4 backwards: {'all_gather'" in done.stdout

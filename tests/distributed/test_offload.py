@@ -70,7 +70,7 @@ class Case:
             "stage": self.stage,
             "compile": {**MODES[self.mode], "record_steps": 0},
             "precision": {"params": self.params},
-            "deadline_seconds": 60.0,
+            "deadline_seconds": 200.0,
             **more,
         }
         return config if not offload else {**config, "offload": OFFLOADS[offload]}

@@ -39,7 +39,7 @@ def two_groups(module: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, "compile": {"enabled": False}, "deadline_seconds": 60.0, **more}
+    return {"stage": stage, "compile": {"enabled": False}, "deadline_seconds": 200.0, **more}
 
 
 def micro(engine: Any, model: Entry, index: int) -> None:

@@ -36,7 +36,7 @@ MLP = Entry("mlp", lambda: Stack(lambda index: Block(), depth=2), rows, regressi
 
 
 def settings(stage: int, mode: str, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, "compile": MODES[mode], "deadline_seconds": 60.0, **more}
+    return {"stage": stage, "compile": MODES[mode], "deadline_seconds": 200.0, **more}
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.AdamW:

@@ -43,7 +43,7 @@ def training(depth: int = 4, lower: str | None = "aot_eager", stage: int = 3, **
     module = Detour(depth)
     compile_ = {"enabled": False} if lower is None else {"lower": lower}
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    config = {"stage": stage, "deadline_seconds": 60.0, "compile": compile_ | settings}
+    config = {"stage": stage, "deadline_seconds": 200.0, "compile": compile_ | settings}
     with zw.initialize(module, optimizer, config) as engine:
         yield engine
 

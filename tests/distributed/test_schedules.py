@@ -45,7 +45,7 @@ def training(stage: int, mode: str, gas: int) -> Iterator[tuple[Any, Callable[[]
     config = {
         "stage": stage,
         "gradient_accumulation_steps": gas,
-        "deadline_seconds": 60.0,
+        "deadline_seconds": 200.0,
         "compile": {**MODES[mode], "prefetch": 0, "keep": "none", "fuse": False},
     }
     with zw.initialize(module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), config) as engine:

@@ -58,7 +58,7 @@ def made(stage: int, mode: str, **more: Any) -> tuple[Plain, Stack, Any]:
         torch.manual_seed(3)
         models.append(Stack())
     plain, model = models
-    settings = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 60.0, **more}
+    settings = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 200.0, **more}
     return Plain(plain, sgd), model, zw.initialize(model, sgd(model.parameters()), settings)
 
 
@@ -150,7 +150,7 @@ def probed(stage: int, mode: str, probe: str) -> tuple[list[tuple[float, str]], 
     module, model = Probing(probe), Probing(probe)
     model.load_state_dict(module.state_dict())
     plain = Plain(module)
-    settings = {"stage": stage, "compile": MODES[mode], "gradient_accumulation_steps": 2, "deadline_seconds": 60.0}
+    settings = {"stage": stage, "compile": MODES[mode], "gradient_accumulation_steps": 2, "deadline_seconds": 200.0}
     errors, scatters, refused = [], [], ""
     with zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), settings) as engine:
         for index in range(3):

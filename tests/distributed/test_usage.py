@@ -24,7 +24,7 @@ Pools = Callable[[int], Pool]
 
 
 def config(stage: int, mode: str, **more: Any) -> dict[str, Any]:
-    return {"stage": stage, "compile": MODES[mode], "deadline_seconds": 60.0, **more}
+    return {"stage": stage, "compile": MODES[mode], "deadline_seconds": 200.0, **more}
 
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:

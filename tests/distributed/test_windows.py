@@ -35,7 +35,7 @@ Pools = Callable[[int], Pool]
 
 def config(stage: int, mode: str, gas: int = 1) -> dict[str, Any]:
     steps = {"gradient_accumulation_steps": gas}
-    return {"stage": stage, "compile": MODES[mode], "deadline_seconds": 60.0, **steps}
+    return {"stage": stage, "compile": MODES[mode], "deadline_seconds": 200.0, **steps}
 
 
 def started(model: Entry, settings: dict[str, Any]) -> Any:
