@@ -79,7 +79,7 @@ def judge(got: Tensors, expected: Expected) -> tuple[float, str]:
     Infinite where one side lacks a tensor, or where something is not finite.
     """
     present = {name: value for name, value in expected.exact.items() if value is not None and value.numel()}
-    norms = {name: float(value.norm()) for name, value in present.items()}
+    norms = {name: float(value.detach().norm()) for name, value in present.items()}
     floor = 1e-3 * statistics.median(norms.values()) if norms else 0.0
     norms = {name: max(norm, floor) for name, norm in norms.items()}
     errors = {name: distance(expected.plain[name], value) for name, value in present.items()}
@@ -111,7 +111,7 @@ def judge_numbers(got: Iterable[float], expected: tuple[Iterable[float], Iterabl
 
 def distance(a: Tensor | None, b: Tensor) -> float:
     assert a is not None
-    return float((a.double() - b).norm())
+    return float((a.detach().double() - b.detach()).norm())
 
 
 class Exactly(TorchFunctionMode):
