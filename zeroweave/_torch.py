@@ -579,8 +579,12 @@ def step_unheard(optimizer: torch.optim.Optimizer) -> None:
 
 
 def foreach_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, fp32, 0-dim. Why: one launch, and the public form rounds to bf16."""
-    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float32))
+    """The 2-norm of each tensor, 0-dim; fp32, or fp64 where one of them is, which PyTorch does not narrow.
+
+    Why: one launch, and the public form rounds to bf16.
+    """
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if wide else torch.float32))
 
 
 def foreach_maxima(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

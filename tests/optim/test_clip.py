@@ -45,6 +45,13 @@ def test_bf16_shards_are_not_rounded_to_bf16_on_the_way() -> None:
     assert total_norm(local_square_norm([gradient]), lambda _: None).item() == pytest.approx(1000**0.5, rel=NORM)
 
 
+def test_float64_gradients_are_not_narrowed() -> None:
+    gradients = [torch.full((3,), 1e200, dtype=torch.float64), torch.ones(2)]
+    assert local_square_norm(gradients[:1]).item() == pytest.approx(float("inf"))  # as 3e400 is in float64
+    gradients[0] *= 1e-100
+    assert local_square_norm(gradients).item() == pytest.approx(3e200, rel=1e-15)
+
+
 def test_norms_beyond_the_range_of_squares() -> None:
     local = local_square_norm([torch.tensor([1e18, 1e18]), torch.tensor([1e18]).repeat(200)])
     norm = total_norm(local * 1000, lambda _: None).item()

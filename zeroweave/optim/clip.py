@@ -17,7 +17,7 @@ from zeroweave._torch import foreach_norms
 def local_square_norm(gradients: Iterable[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
     """The sum of squares of all elements on this rank: fp64, 0-dim, on the gradients' device.
 
-    Each tensor's norm is taken in fp32 whatever its dtype; squares are added in fp64, where they neither
+    Each tensor's norm is taken in fp32, or fp64 where gradients are; squares are added in fp64, where they neither
     overflow nor depend on the number of buckets and ranks in the digits that fp32 shows. Infinities and
     NaNs pass through. `device` is where the zero of an empty list lies.
     """
