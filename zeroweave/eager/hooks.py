@@ -41,6 +41,8 @@ class ModuleCall:
         self.name, self.module = name, module
         self.uses = tuple(sorted({bucket for bucket, _ in slots}))
         self._trainable = [s for s in slots if runtime.buckets[s[0]].layout.trainable]
+        # An embedding's backward reads no values of it.
+        self._trains = bool(self._trainable) and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
         self._runtime, self._access, self._session = runtime, access, session
         self._inner = tuple(module.modules())
         self.compiled: Compiled | None = None
@@ -62,7 +64,7 @@ class ModuleCall:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
-        frame = runtime.enter(self.name, "forward", self.uses)
+        frame = runtime.enter(self.name, "forward", self.uses, self._trains)
         try:
             # a recomputation inside a backward runs as its forward ran
             if not runtime.in_backward:

@@ -18,7 +18,8 @@ class Frame:
     `covered`: a part of a backward whose frame is open already.
 
     On the tape, `backward` is the open backward of a forward frame; `saves`: its graph keeps values of parameters,
-    which a backward that comes to it reads. `segment`: see `_torch.checkpoint_segment`.
+    which a backward that comes to it reads; `trains`: it does wherever its input has a gradient, and has one itself.
+    `segment`: see `_torch.checkpoint_segment`.
     """
 
     call: Call
@@ -34,6 +35,7 @@ class Frame:
     is_read: bool = False
     covered: bool = False
     backward: Frame | None = None
-    saves: bool | None = None
+    saves: bool = False
+    trains: bool = False
     segment: int = 0
     on_tape: bool = False

@@ -149,13 +149,14 @@ class Runtime:
         if not self._training:
             self._inference.abandon()
 
-    def enter(self, name: str, phase: str, uses: tuple[int, ...]) -> Frame:
-        """A call begins: the values of the buckets `uses` are usable until it is left."""
+    def enter(self, name: str, phase: str, uses: tuple[int, ...], trains: bool = False) -> Frame:
+        """A call begins: the values of the buckets `uses` are usable until it is left. `trains`: see `Frame`."""
         self.lanes.sweep()
         if phase == "backward":
             self.note_backward()
             return self._back.enter(name, uses)
-        self._frame = self._enter_forward(Frame(Call(name, "forward"), uses, self._forwards, self._frame))
+        frame = Frame(Call(name, "forward"), uses, self._forwards, self._frame, trains=trains)
+        self._frame = self._enter_forward(frame)
         return self._frame
 
     @property

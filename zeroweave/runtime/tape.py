@@ -43,13 +43,18 @@ class Tape:
         """frames whose backward can begin"""
         self._open: list[Frame] = []
         """frames whose backward has begun, oldest first"""
+        self._trains = False
+        """may the input of the next call have a gradient, for what lies in front of it?"""
         self._before: list[tuple[Frame, bool]] = []
         """the marks that the last backward found"""
 
     def entered(self, frame: Frame) -> None:
         """A forward call begins whose graph is kept."""
         frame.segment, frame.on_tape = checkpoint_segment(), True
-        frame.saves = frame.segment != 0  # a checkpoint keeps nothing itself, and what it runs again then does
+        # A checkpoint keeps nothing itself; what it runs again does. And which calls lead back to trained parameters
+        # may differ between steps, on some ranks only: where that can be, it is so.
+        frame.saves = frame.segment != 0 or (frame.trains and self._trains)
+        self._trains = self._trains or frame.trains
         self._marks.append((frame, False))
         self._uses.update(frame.uses)
 
@@ -101,6 +106,7 @@ class Tape:
         """The way back up to the beginning."""
         while self._marks:
             yield self._step()
+        self._trains = False
 
     def _step(self) -> Step:
         frame, is_end = self._marks.pop()
@@ -115,5 +121,6 @@ class Tape:
 
     def clear(self) -> None:
         """Nothing can be differentiated any more."""
+        self._trains = False
         for held in (self._marks, self._uses, self._ahead, self._open, self._before):
             held.clear()
