@@ -10,6 +10,7 @@ from typing import Final
 from zeroweave.comm.alarm import Alarm
 from zeroweave.comm.compare import compare, first_difference
 from zeroweave.comm.control import Agreement, Control, Decision, Diverged, decide
+from zeroweave.comm.differ import MODULES
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.skip import Skipping
 from zeroweave.errors import AgreementError, EngineError, RankFailure
@@ -116,6 +117,8 @@ class Agreements:
             self._changes += 1
             texts = self._progress.ledger.texts(self._agreed)
             found = first_difference(board, self._changes, texts, error.rank, self._seconds)
+            if self._progress.ledger.gathers_on_entry:
+                found = f"{found}; {MODULES}"
             raise AgreementError(f"{error}. Behind the {self._agreed} on which they agreed: {found}") from None
         self._agreed = mine.count
         return decision

@@ -19,6 +19,7 @@ from zeroweave.comm.control import Control
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.paired import Paired
 from zeroweave.comm.process_group import device_of, make_transport, own_group
 from zeroweave.comm.skip import Skipping
 from zeroweave.comm.start import backstop, start_process_group
@@ -72,6 +73,39 @@ def initialize(
     Raises ConfigError for a wrong config and ParameterError or EngineError for a model or an optimizer
     that is refused; nothing has been changed then.
     """
+    try:
+        asked: _Asked | Exception = _check(model, optimizer, config, lr_scheduler)
+    except Exception as error:
+        asked = error  # raised when the ranks have met: the others may not have it, and must not wait for this one
+    settings = Config() if isinstance(asked, Exception) else asked.settings
+    ends = ExitStack()
+    try:
+        if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            start_process_group(settings.deadline_seconds)
+        group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        control = Control.over(group, settings.deadline_seconds)
+        ends.callback(control.close)
+        common = _Common(control, Ledger(control.world, control.rank, gathers_on_entry=settings.stage == 3), ends)
+        with common.guard("initialize"):
+            if isinstance(asked, Exception):
+                raise asked
+            return _assemble(model, asked, group, common)
+    except BaseException:
+        ends.close()
+        raise
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `initialize` was asked for, as far as one rank alone can check it. `experts`: see `_specs`."""
+
+    settings: Config
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    experts: frozenset[int]
+
+
+def _check(model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any) -> _Asked:
     settings = Config.load(config)
     passes_of(settings)
     check(model)
@@ -80,20 +114,7 @@ def initialize(
         optimizer = optimizer(list(model.parameters()))
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    scheduler = _scheduler_of(lr_scheduler, optimizer)
-    ends = ExitStack()
-    try:
-        if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            start_process_group(settings.deadline_seconds)
-        group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
-        control = Control.over(group, settings.deadline_seconds)
-        ends.callback(control.close)
-        common = _Common(control, Ledger(control.world, control.rank), ends)
-        with common.guard("initialize"):
-            return _assemble(model, optimizer, settings, scheduler, experts, group, common)
-    except BaseException:
-        ends.close()
-        raise
+    return _Asked(settings, optimizer, _scheduler_of(lr_scheduler, optimizer), experts)
 
 
 def _scheduler_of(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -278,14 +299,12 @@ def _transport(
 
 def _assemble(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    settings: Config,
-    lr_scheduler: Any,
-    experts: frozenset[int],
+    asked: _Asked,
     group: dist.ProcessGroup | None,
     common: _Common,
 ) -> Engine:
     control, ledger = common.control, common.ledger
+    settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
     device = device_of(group)
     parameters = _parameters(model, settings)
     specs = _specs(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
@@ -302,9 +321,10 @@ def _assemble(
     ledger.names.update((b.id, b.name) for b in layouts)
     meeting = _transport(group, control, device, ledger, groups, common.ends)
     timed = Timed(fenced(meeting, device, settings.debug), clock_of(device))
-    transport = Skipping(timed, device)
+    ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
+    transport = Skipping(Paired(timed, control, ledger) if ways_differ else timed, device)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
-    runtime = Runtime(layouts, dtypes, transport, policy)
+    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering)
     runtime.lanes.issuing = timed.issuing
     _fill(runtime, parameters)
     runtime.lanes.finish()
@@ -344,5 +364,5 @@ def _assemble(
             device=device,
             ends=common.ends,
         ),
-        lr_scheduler,
+        asked.scheduler,
     )

@@ -34,7 +34,7 @@ def test_decisions() -> None:
         (Agreement(3, 8, 5, b"\0"), "rank 0 issued 7 .*rank 2 issued 8"),
         (Agreement(3, 7, 6, b"\0"), "rank 0 issued 7 .*rank 2 issued 7 .*in another order"),
         (Agreement(4, 7, 5, b"\0"), "rank 0 is at step 3, rank 2 at step 4"),
-        (Agreement(3, 7, 5, b"\0\0"), "rank 0 tells of 1 bytes of gradients, rank 2 of 2"),
+        (Agreement(3, 7, 5, b"\0\0"), "rank 0 tells of 1 bytes of flags, rank 2 of 2"),
     ],
 )
 def test_differences_name_two_ranks_and_the_figures(other: Agreement, words: str) -> None:

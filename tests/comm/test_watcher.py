@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from zeroweave.comm.board import Board
 from zeroweave.comm.watcher import (
-    GRACE_SECONDS,
     LOOK_SECONDS,
     LOST_SECONDS,
     POLL_SECONDS,
@@ -22,14 +21,19 @@ from zeroweave.comm.watcher import (
 )
 
 
+DEADLINE = 20.0
+
+
 class Rank:
     """A rank of a pretended world: its line, its watcher and how far it is."""
 
     def __init__(self, board: Board) -> None:
         self.board, self.line = board, Line(board)
-        self.at = (0, 0)
+        self.at, self.operations = (0, 0), 0
         self.ends: list[str] = []
-        self.watcher = Watcher(self.line, lambda: self.at, self.ends.append, deadline_seconds=20.0)
+        self.watcher = Watcher(
+            self.line, lambda: self.at, self.ends.append, None, DEADLINE, operations=lambda: self.operations
+        )
 
     def says(self, now: float) -> str | None:
         return self.watcher.look(now) or self.watcher.find(now)
@@ -60,19 +64,32 @@ def test_a_status_survives_the_board() -> None:
 
 
 @pytest.mark.oldest
-def test_a_failure_ends_the_others_after_the_grace() -> None:
+def test_a_failure_ends_at_the_deadline_who_neither_fails_alike_nor_goes_on() -> None:
     failing, waiting = world(2)
+    waiting.at = (3, 5)
     assert waiting.says(0.0) is None
     failing.line.post(failure=failure())
     failing.board.ring()
     assert waiting.says(0.1) is None
-    assert waiting.says(0.1 + GRACE_SECONDS - 0.05) is None
-    assert waiting.says(0.1 + GRACE_SECONDS) == "rank 0 failed in forward at step 3: ValueError: no"
+    assert waiting.says(0.1 + DEADLINE - 0.05) is None, "a slow rank may yet fail alike"
+    assert waiting.says(0.1 + DEADLINE) == "rank 0 failed in forward at step 3: ValueError: no"
     assert failing.says(9.0) is None, "a failing rank raises, it is not ended"
     assert failing.board.decided(question_of(failure())) == "alone"
 
 
-def test_no_grace_where_it_is_certain() -> None:
+@pytest.mark.parametrize(("at", "operations"), [((3, 6), 0), ((3, 5), 1)])
+def test_a_failure_ends_at_once_who_has_gone_on(at: tuple[int, int], operations: int) -> None:
+    """It has begun a collective, or an agreement, that the failed rank will never come to."""
+    failing, waiting = world(2)
+    waiting.at = (3, 5)
+    failing.line.post(failure=failure())
+    assert waiting.says(0.0) is None
+    waiting.at, waiting.operations = at, operations
+    assert waiting.says(0.1) == "rank 0 failed in forward at step 3: ValueError: no"
+    assert failing.board.decided(question_of(failure())) == "alone"
+
+
+def test_no_waiting_where_it_is_certain() -> None:
     for change in ({"failure": failure(final=True)}, {"failure": failure(), "left": "it closed its engine"}):
         failing, waiting = world(2)
         failing.line.post(**change)
@@ -105,7 +122,7 @@ def test_a_rank_that_fails_alike_is_not_ended() -> None:
     assert first.says(120.0) is None and second.says(120.0) is None
     first.line.post(failure=failure(epoch=1))
     assert second.says(121.0) is None
-    assert "rank 0 failed" in (second.says(121.0 + GRACE_SECONDS) or "")
+    assert "rank 0 failed" in (second.says(121.0 + DEADLINE) or "")
 
 
 @pytest.mark.oldest

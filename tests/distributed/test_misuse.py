@@ -100,7 +100,7 @@ def test_a_call_that_one_rank_makes(disposable: Disposable, what: str, stage: in
 def test_a_call_that_one_of_three_ranks_makes(disposable: Disposable) -> None:
     outcomes = disposable(3).outcomes(one_rank_alone, "state_dict", 3, 1, False, deadline=120.0)
     assert all(outcome.failed for outcome in outcomes)
-    assert "rank 1 was in state_dict where rank" in told(outcomes) or "where rank 1 was in state_dict" in told(outcomes)
+    assert re.search("rank 1 (is|was) in state_dict|rank 1 at 'state_dict'", told(outcomes)), told(outcomes)
 
 
 def stuck(where: str, stage: int, late: int) -> int:
@@ -137,7 +137,8 @@ def test_the_deadline_holds_in_every_collective(disposable: Disposable, where: s
     for outcome in outcomes:
         assert outcome.failed, outcome.describe()
         assert outcome.ended - began < DEADLINE + 5.0, f"rank {outcome.rank} after {outcome.ended - began:.1f} s"
-    assert re.search(rf"rank {late} \(.*\) did not come to collective \d+ \('.*'\) within the deadline", text), text
+    assert re.search(rf"rank {late} \(.*\) did not .* within the deadline", text), text
+    assert re.search(r"collective \d+\b.*(all_gather|reduce_scatter|all_reduce) ", text), text
 
 
 def slow(seconds: float, ranks: tuple[int, ...]) -> int:

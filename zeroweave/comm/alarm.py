@@ -3,9 +3,10 @@
 A rank that is blocked in a collective can only be ended. So each process has a watcher thread (`watcher`)
 that polls the board and ends its process, with the reason on stderr, when one of these is certain:
 
-1. Another rank failed and told so (`failed`), and this one did not fail at the same step and place within
-   `GRACE_SECONDS`. If all ranks fail alike, nobody waits for anybody: no process is ended and training can go
-   on. Which of the two it is, is decided once for all ranks by whoever knows first.
+1. Another rank failed and told so (`failed`), and this one does not fail alike: it fails elsewhere, leaves, or
+   begins a collective, or an operation of the control group, that the other had not begun when it failed; or it does
+   none of these within the deadline. If all ranks fail alike, at whatever speed, nobody waits for anybody: no process
+   is ended and training can go on. Which of the two it is, is decided once for all ranks by whoever knows first.
 2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
    a collective that the other will never issue.
 3. Another process has ended through an uncaught exception, has given no sign of life for about a minute (or the
@@ -34,7 +35,6 @@ from contextlib import suppress
 from zeroweave.comm.board import Board
 from zeroweave.comm.control import Control
 from zeroweave.comm.watcher import (
-    GRACE_SECONDS,
     LOOK_SECONDS,
     Failure,
     Line,
@@ -50,6 +50,8 @@ from zeroweave.errors import RankFailure
 
 CAUSE_SECONDS = 2 * LOOK_SECONDS
 """Within this time a watcher finds out what broke a collective, if anybody has told."""
+PATIENCE_SECONDS = 5.0
+"""A rank that waits for longer to learn whether the others fail alike says why it is silent."""
 PARTING_SECONDS = 5.0
 """How long rank 0 keeps the board for ranks that do not yet know that it has left."""
 
@@ -82,7 +84,7 @@ class Alarm:
             return
         self._line = Line(control.board.connect())
         self._line.post()
-        self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds)
+        self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds, lambda: control.operations)
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._watcher.run, args=(self._stop,), name="zeroweave alarm", daemon=True
@@ -95,16 +97,18 @@ class Alarm:
         """To be called once per exception that leaves the engine, which is then raised again.
 
         True: all ranks failed at this step and place, after equally many collectives; they can go on
-        together. False: they did not within `GRACE_SECONDS` (known earlier where possible), or the control
-        group is broken; `fatal` says what is known, and the watchers of the other ranks end them.
+        together. False: they did not, or a connection is broken; `fatal` says what is known, and the watchers of the
+        other ranks end them. It returns when that is certain, at the deadline at the latest. A rank that has to wait
+        for it says so on stderr.
         """
         if self.fatal is not None or self._line is None:
             return self.fatal is None and self.world == 1
         if isinstance(error, RankFailure):
             # A broken connection is no cause. If the watcher knows or finds one, it ends this process with that.
             self._thread.join(CAUSE_SECONDS)
-        line, broken = self._line, self._control.broken is not None
-        mine = Failure(line.epoch, step, place, self._progress()[1], describe(error), final=broken)
+        line, count = self._line, self._progress()[1]
+        broken = self._control.broken is not None or isinstance(error, RankFailure)
+        mine = Failure(line.epoch, step, place, count, describe(error), broken, self._control.operations)
         known: list[str] = []
         try:
             line.post(failure=mine)
@@ -120,7 +124,7 @@ class Alarm:
             self._shared = mine.error
             line.epoch += 1
             return True
-        known = known or [f"no other rank did within {GRACE_SECONDS:g} s"]
+        known = known or ["no other rank failed alike"]
         self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}{self._latest()}", *known])
         if self.rank:
             self._stop.set()  # the others end, and rank 0 takes the board with it
@@ -168,16 +172,23 @@ class Alarm:
 
     def _verdict(self, board: Board, mine: Failure) -> str:
         """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
-        question, deadline = question_of(mine), time.monotonic() + GRACE_SECONDS
+        question, begin, told = question_of(mine), time.monotonic(), False
+        seconds = self._control.deadline_seconds
         while (decided := board.decided(question)) is None:
-            failures = [status.failure for status in read(board)]
+            statuses = read(board)
+            failures = [status.failure for status in statuses]
             same = [failure for failure in failures if failure is not None and failure.epoch == mine.epoch]
             if any(failure.final or failure.spot != mine.spot for failure in same):
                 return board.decide(question, "different")
             if len(same) == self.world:
                 return board.decide(question, "alike")
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begin
+            if waited > seconds or any(status.left for status in statuses):
                 return board.decide(question, "alone")
+            if waited > PATIENCE_SECONDS and not told:
+                told = True
+                what = f"waits up to {seconds:g} s for the other ranks to fail alike or to go on"
+                print(f"zeroweave: {tell(self.rank, mine)}; it {what}", file=sys.stderr, flush=True)
             time.sleep(0.02)
         return decided
 

@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.board import Board
+from zeroweave.comm.differ import advice
 from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
 
 _FRAME = 4096
 """Bytes of a frame. What does not fit behind its header goes into a second all-gather."""
-_HEADER = struct.Struct("<Q64s")
+_HEADER = struct.Struct("<Q248s")
 """Bytes of the payload, and the label of the operation."""
 _INLINE = _FRAME - _HEADER.size
 _FIELDS = struct.Struct("<qQQQQ?")
@@ -105,8 +106,9 @@ class Control:
         self.rank, self.world, self.deadline_seconds = rank, world, deadline_seconds
         self.board = board
         self.broken: str | None = None
+        self.operations = 0
+        """how many this rank has begun; the alarm's thread reads it"""
         self._group = group
-        self._operations = 0
         # The frames, and one tensor over each; the tensors share the buffers' memory.
         self._sent, self._received = bytearray(_FRAME), bytearray(world * _FRAME)
         self._input = torch.frombuffer(self._sent, dtype=torch.uint8)
@@ -157,16 +159,16 @@ class Control:
     def all_gather_bytes(self, data: bytes, label: str = "all_gather_bytes") -> list[bytes]:
         """Every rank's `data`, of any length, in rank order.
 
-        `label` says where this rank is (the first 64 bytes count); ranks with different labels raise
+        `label` says where this rank is (the first 248 bytes count); ranks with different labels raise
         `AgreementError`, all of them.
         """
         if self.world == 1:
             return [data]
         if self.broken is not None:
             raise RankFailure(f"the control group cannot be used again: {self.broken}")
-        self._operations += 1
+        self.operations += 1
         self._arrive(label)
-        _HEADER.pack_into(self._sent, 0, len(data), label.encode()[: _HEADER.size - 8])
+        _HEADER.pack_into(self._sent, 0, len(data), label.encode())
         inline = data[:_INLINE]
         self._sent[_HEADER.size : _HEADER.size + len(inline)] = inline
         self._gather(self._outputs, self._input, label)
@@ -208,7 +210,7 @@ class Control:
     def _arrive(self, label: str, gave_up: str = "") -> None:
         assert self.board is not None
         try:
-            self.board.post("arrived", f"{self._operations}\t{label}\t{gave_up}")
+            self.board.post("arrived", f"{self.operations}\t{label}\t{gave_up}")
         except ConnectionError:
             pass  # rank 0 has gone; the gather will say so
 
@@ -221,9 +223,9 @@ class Control:
         except ConnectionError:
             return RankFailure(f"rank 0 has gone; rank {self.rank} waited for it at '{label}': {error}")
         for rank, place in enumerate(places):
-            if place.gave_up and place.operation >= self._operations:
+            if place.gave_up and place.operation >= self.operations:
                 return AgreementError(f"rank {rank} gave up at '{place.label}': {place.gave_up}")
-        missing = [rank for rank, place in enumerate(places) if place.operation < self._operations]
+        missing = [rank for rank, place in enumerate(places) if place.operation < self.operations]
         if not missing:
             return RankFailure(f"the ranks lost each other at '{label}': {error}")
         who = ", ".join(f"rank {rank} (last seen at '{places[rank].label}')" for rank in missing)
@@ -290,4 +292,5 @@ def _same_place(labels: list[str]) -> None:
         if label != labels[0]:
             raise AgreementError(
                 f"the ranks are in different places: rank 0 at '{labels[0]}', rank {rank} at '{label}'"
+                + advice(labels[0], label)
             )

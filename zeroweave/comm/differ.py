@@ -10,6 +10,33 @@ from zeroweave.comm.ledger import Mark
 
 ADVICE = "all ranks must make the engine's calls together and in the same order, also those that only one rank needs"
 
+MODULES = (
+    "at stage 3 all ranks must enter the same modules in the same order, because each gathers its parameters on all "
+    "ranks; what is used inside one region may differ (compile.regions makes a module one region), and at stages 1 and "
+    "2 the modules may differ, too"
+)
+_COLLECTIVE = "collective "
+_UPDATES = ("agreement of step ", "the check after backward ")
+"""Where a rank is that has issued all collectives of its step, or of a backward."""
+
+
+def next_collective(count: int, call: str, module: str, kind: str, name: str) -> str:
+    """Where a rank is that is about to issue this collective; `call`, `module`: see `Ledger`."""
+    return f"{_COLLECTIVE}{count}{call and f' {call}'}{module and f', having entered {module}'}: {kind} {name}".rstrip()
+
+
+def advice(one: str, two: str) -> str:
+    """What to tell people of two ranks that are at these different places, behind the places; "" for nothing.
+
+    Only ranks that gather on entry are at a `next_collective`.
+    """
+    collectives = [place.startswith(_COLLECTIVE) for place in (one, two)]
+    if not any(collectives):
+        return ""
+    if all(collectives) or one.startswith(_UPDATES) or two.startswith(_UPDATES):
+        return f": {MODULES}; {ADVICE}"
+    return f": {ADVICE}"
+
 
 def dump(marks: Sequence[Mark]) -> str:
     return json.dumps([astuple(mark) for mark in marks])
@@ -19,8 +46,10 @@ def parse(text: str) -> list[Mark]:
     return [Mark(*fields) for fields in json.loads(text or "[]")]
 
 
-def explain(rank: int, mine: Sequence[Mark], other: int, theirs: Sequence[Mark]) -> str:
+def explain(rank: int, mine: Sequence[Mark], other: int, theirs: Sequence[Mark], gathers_on_entry: bool = False) -> str:
     """The first collective that the ranks do not share, in words; "" if none is remembered on both.
+
+    `gathers_on_entry`: see `Ledger`.
 
     Calls are told where they differ: those in which the ranks were when they last went different ways. Collectives of
     different calls may be equal for a while, because all gather the same buckets.
@@ -35,6 +64,9 @@ def explain(rank: int, mine: Sequence[Mark], other: int, theirs: Sequence[Mark])
         begin -= 1
     one, two = pairs[first]
     told = f"their collective {one.count} was '{one.text}' on rank {rank}, '{two.text}' on rank {other}"
+    if gathers_on_entry:
+        entered = f"rank {rank} had entered {one.module or 'none'} last, rank {other} {two.module or 'none'}"
+        told = f"{told}; {entered}: {MODULES}"
     here, there = (mark.call for mark in pairs[begin])
     if here == there:
         return told

@@ -45,13 +45,14 @@ class Traffic:
 class Mark:
     """What is remembered of a collective: its number, from 1, the hash of all up to it, and both in words.
 
-    `call`: the engine's call that it was issued in, see `Ledger.call`.
+    `call`: the engine's call that it was issued in, see `Ledger.call`; `module`: the last one that had been entered.
     """
 
     count: int
     hash: int
     text: str
     call: str
+    module: str = ""
 
 
 @dataclass(slots=True)
@@ -71,10 +72,15 @@ class Gauge:
 
 
 class Ledger:
-    """Counts the collectives that this rank issues. `names`: of buckets, by id, for people; more may be added."""
+    """Counts the collectives that this rank issues. `names`: of buckets, by id, for people; more may be added.
 
-    def __init__(self, world: int, rank: int, names: Mapping[int, str] | None = None) -> None:
-        self.world, self.rank = world, rank
+    `gathers_on_entry`: whether this rank's collectives follow from the modules that it enters, as at stage 3.
+    """
+
+    def __init__(
+        self, world: int, rank: int, names: Mapping[int, str] | None = None, gathers_on_entry: bool = False
+    ) -> None:
+        self.world, self.rank, self.gathers_on_entry = world, rank, gathers_on_entry
         self.names = dict(names or {})
         self._totals: dict[str, Traffic] = {}
         self._at_begin: dict[str, Traffic] = {}
@@ -84,6 +90,8 @@ class Ledger:
         self._marks: deque[Mark] = deque([Mark(0, self._hash.intdigest(), "", "")], maxlen=_REMEMBERED)
         self.call = ""
         """where this rank is, for people: "in forward", "after step"; the guard says so"""
+        self.module = ""
+        """the module that was entered last, in a forward or on the way back"""
         self.waiting: tuple[int, float] | None = None
         """number and time (`time.monotonic`) of the collective that this rank began to wait for last; None: it has come
 
@@ -103,9 +111,16 @@ class Ledger:
         self._totals[kind] = self._totals.get(kind, Traffic()) + Traffic(1, payload, wire)
         self._count += 1
         self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
-        name = self.names.get(bucket, "" if bucket < 0 else f"bucket {bucket}")
-        spelled = f"{kind} {name}, {payload} bytes of {dtype}".replace(" ,", ",")
-        self._marks.append(Mark(self._count, self._hash.intdigest(), spelled, self.call))
+        spelled = f"{kind} {self.name_of(bucket)}, {payload} bytes of {dtype}".replace(" ,", ",")
+        self._marks.append(Mark(self._count, self._hash.intdigest(), spelled, self.call, self.module))
+
+    def entering(self, module: str) -> None:
+        """The module of this name is entered; what is issued from now on may be for it."""
+        self.module = module
+
+    def name_of(self, bucket: int) -> str:
+        """What people call the bucket; "" for a tensor that is in none."""
+        return self.names.get(bucket, "" if bucket < 0 else f"bucket {bucket}")
 
     def gauge(self, name: str) -> Gauge:
         """The memory account of this name; made when it is first asked for."""

@@ -19,8 +19,6 @@ from zeroweave.comm.board import Board
 from zeroweave.comm.differ import ADVICE, dump, explain, parse
 from zeroweave.comm.ledger import Mark
 
-GRACE_SECONDS = 1.5
-"""How long a failure waits for the other ranks to fail alike."""
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
 """How often a watcher reads the board, and shows that it lives, when nobody rings."""
@@ -41,7 +39,8 @@ _ANSWER_SECONDS = 1.0
 class Failure:
     """An exception that left the engine on one rank; `final` if the others cannot share it.
 
-    `epoch` counts the failures that all ranks have survived together before; `count` the collectives issued.
+    `epoch` counts the failures that all ranks have survived together before; `count` the collectives issued,
+    `operations` those of the control group.
     """
 
     epoch: int
@@ -50,11 +49,12 @@ class Failure:
     count: int
     error: str
     final: bool = False
+    operations: int = 0
 
     @property
-    def spot(self) -> tuple[int, str, int]:
-        """Where it happened. The count belongs to it: after different collectives ranks cannot go on."""
-        return self.step, self.place, self.count
+    def spot(self) -> tuple[int, str, int, int]:
+        """Where it happened. The counts belong to it: after different collectives ranks cannot go on."""
+        return self.step, self.place, self.count, self.operations
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class Trail(Protocol):
 
     call: str
     waiting: tuple[int, float] | None
+    gathers_on_entry: bool
 
     @property
     def mark(self) -> tuple[int, int]: ...
@@ -136,7 +137,9 @@ class Watcher:
         end: Callable[[str], None],
         trail: Trail | None = None,
         deadline_seconds: float = 600.0,
+        operations: Callable[[], int] = lambda: 0,
     ) -> None:
+        self._operations = operations
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
         self._trail, self._deadline = trail, deadline_seconds
         self._silence = max(SILENCE, int(deadline_seconds / LOOK_SECONDS))
@@ -179,7 +182,8 @@ class Watcher:
             if failure is None or failure.epoch != self._line.epoch:
                 continue
             since = self._seen.setdefault((rank, failure.epoch), now)
-            over = failure.final or bool(status.left) or now - since >= GRACE_SECONDS
+            gone_on = self._is_past(failure) or now - since >= self._deadline
+            over = failure.final or bool(status.left) or gone_on
             # Asked last: this rank's own thread may have failed meanwhile.
             if self._is_fatal(failure, over) and not self._line.failing:
                 return "; ".join(self.heard())  # all: a broken connection is no cause, but what broke it is one
@@ -219,7 +223,7 @@ class Watcher:
                 time.sleep(0.02)
         except ConnectionError:
             return ""
-        return explain(self._board.rank, self._trail.marks, rank, parse(answer))
+        return explain(self._board.rank, self._trail.marks, rank, parse(answer), self._trail.gathers_on_entry)
 
     def _tell_marks(self) -> None:
         if self._trail is not None and not self._remembered:
@@ -307,6 +311,10 @@ class Watcher:
             for rank, status in enumerate(self._statuses):
                 beat, looks = self._beats.get(rank, (-1, 0))
                 self._beats[rank] = (status.beat, looks + 1 if status.beat == beat else 0)
+
+    def _is_past(self, failure: Failure) -> bool:
+        """Has this rank begun something that the failed one had not begun? It can then no longer fail alike."""
+        return self._progress()[1] > failure.count or self._operations() > failure.operations
 
     def _is_fatal(self, failure: Failure, over: bool) -> bool:
         question = question_of(failure)

@@ -48,6 +48,7 @@ class Runtime:
 
     `backward_began` and `backward_ended(trained)` tell the engine about outermost backwards, once each. One that
     accumulates into no parameter (`torch.autograd.grad`, for a penalty on a gradient) has not `trained`.
+    `entering(name)` hears of each call before anything is gathered for it.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Runtime:
         dtypes: Mapping[str, torch.dtype],
         transport: Transport,
         policy: Policy,
+        entering: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.transport, self.policy = transport, policy
+        self.transport, self.policy, self._entering = transport, policy, entering
         self.flats = Gauge()
         """bytes of all flats that are unsharded"""
         device = transport.empty(0, torch.uint8).device
@@ -152,6 +154,7 @@ class Runtime:
     def enter(self, name: str, phase: str, uses: tuple[int, ...], trains: bool = False) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left. `trains`: see `Frame`."""
         self.lanes.sweep()
+        self._entering(name)
         if phase == "backward":
             self.note_backward()
             return self._back.enter(name, uses)
