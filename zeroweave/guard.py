@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Final
 
@@ -181,8 +182,10 @@ class Guard:
                 raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
             yield
         except (RankFailure, AgreementError) as error:
-            self._tell(place, error)
-            raise error.with_traceback(None) from None  # where in here it was noticed says nothing about the cause
+            # Where in here it was noticed says nothing about the cause; contextlib gives the same object its frames back.
+            short = copy(error)
+            self._tell(place, short)
+            raise short from None
         except BaseException as error:
             self._tell(place, error)
             raise

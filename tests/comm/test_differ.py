@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroweave.comm.differ import ADVICE, dump, explain, parse
+from zeroweave.comm.differ import ADVICE, MODULES, advice, dump, explain, next_collective, parse
 from zeroweave.comm.ledger import Ledger, Mark
 
 
@@ -50,3 +50,25 @@ def test_the_call_that_one_rank_made_alone_is_named_though_its_gathers_met_equal
 def test_only_what_both_remember_is_compared() -> None:
     one, two = marks(*STEP, ("in forward", 0)), marks(*STEP, ("in forward", 2))
     assert "collective 4" in explain(0, one[3:], 1, two[2:])
+
+
+def test_a_difference_where_ranks_gather_what_they_enter() -> None:
+    """What was entered is told: with a schedule, what is gathered is for later."""
+    one, two = Ledger(2, 0, {0: "a", 1: "b"}, gathers_on_entry=True), Ledger(2, 1, {0: "a", 1: "b"})
+    for ledger, module, bucket in ((one, "a", 1), (two, "b", 0)):
+        ledger.entering(module)
+        ledger.record("all_gather", bucket, "float32", 64)
+    told = explain(0, one.marks, 1, two.marks, one.gathers_on_entry)
+    assert "rank 0 had entered a last, rank 1 b" in told and MODULES in told
+    assert MODULES not in explain(0, one.marks, 1, two.marks)
+
+
+def test_advice_for_ranks_in_different_places() -> None:
+    gather = next_collective(4, "in forward", "blocks.0", "all_gather", "blocks.1")
+    assert gather == "collective 4 in forward, having entered blocks.0: all_gather blocks.1"
+    assert next_collective(1, "", "", "broadcast", "") == "collective 1: broadcast"
+    other = next_collective(4, "in forward", "blocks.1", "all_gather", "blocks.2")
+    assert MODULES in advice(gather, other)
+    assert MODULES in advice("agreement of step 3", gather), "it left out the last one"
+    assert advice(gather, "state_dict") == f": {ADVICE}"
+    assert advice("state_dict", "agreement of step 3") == ""

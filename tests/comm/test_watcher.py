@@ -20,7 +20,6 @@ from zeroweave.comm.watcher import (
     question_of,
 )
 
-
 DEADLINE = 20.0
 
 
