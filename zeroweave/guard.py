@@ -182,7 +182,7 @@ class Guard:
                 raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
             yield
         except (RankFailure, AgreementError) as error:
-            # Where in here it was noticed says nothing about the cause; contextlib gives the same object its frames back.
+            # Where in here it was noticed says nothing about the cause. A copy: contextlib would restore the frames.
             short = copy(error)
             self._tell(place, short)
             raise short from None
