@@ -438,14 +438,15 @@ def recomputing() -> bool:
     return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
 
 
-def checkpoint_segment() -> int:
-    """What tells this non-reentrant checkpoint from others, while its function runs for the first time; 0 outside.
+def checkpoint_segment() -> weakref.ref[Any] | None:
+    """What tells this non-reentrant checkpoint from others, while its function runs for the first time; None outside.
 
-    Why: in a backward everything inside runs again before anything inside is differentiated.
+    One object for each, to be compared by identity. Why: in a backward everything inside runs again before anything
+    inside is differentiated. The reference is weak because a checkpoint's hook holds its inputs.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[1], "__qualname__", "")
-    return id(hooks[1]) if inside else 0  # graphs that are alive hold the hook, so that its id is its own
+    return weakref.ref(hooks[1]) if inside else None
 
 
 def wrapper_like(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:

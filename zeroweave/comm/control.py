@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.board import Board
-from zeroweave.comm.differ import advice
+from zeroweave.comm.differ import advice, same
 from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
 
 _FRAME = 4096
@@ -289,7 +289,7 @@ def _unpack(data: bytes) -> Agreement:
 
 def _same_place(labels: list[str]) -> None:
     for rank, label in enumerate(labels):
-        if label != labels[0]:
+        if not same(label, labels[0]):
             raise AgreementError(
                 f"the ranks are in different places: rank 0 at '{labels[0]}', rank {rank} at '{label}'"
                 + advice(labels[0], label)

@@ -25,6 +25,17 @@ def next_collective(count: int, call: str, module: str, kind: str, name: str) ->
     return f"{_COLLECTIVE}{count}{call and f' {call}'}{module and f', having entered {module}'}: {kind} {name}".rstrip()
 
 
+def same(one: str, two: str) -> bool:
+    """Are these the same place? Of collectives that come next it is the collective, not how a rank came to it."""
+    return _what(one) == _what(two)
+
+
+def _what(place: str) -> tuple[str, ...]:
+    if not place.startswith(_COLLECTIVE):
+        return (place,)
+    return place.removeprefix(_COLLECTIVE).partition(" ")[0].rstrip(":,"), place.rpartition(": ")[2]
+
+
 def advice(one: str, two: str) -> str:
     """What to tell people of two ranks that are at these different places, behind the places; "" for nothing.
 

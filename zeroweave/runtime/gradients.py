@@ -222,6 +222,11 @@ class Gradients:
         account = self._accounts.get(bucket_id)
         return account is not None and not account.issued
 
+    def is_unused(self, bucket_id: int) -> bool:
+        """Is the bucket trained, and has had no gradient in this window?"""
+        account = self._accounts.get(bucket_id)
+        return account is not None and not account.had_gradient
+
     def late(self) -> bytes:
         """A byte per trainable bucket, by id: 1 where gradients have come since its last reduction."""
         return bytes(bool(account.parts) for _, account in sorted(self._accounts.items()))

@@ -129,7 +129,9 @@ class Replay:
             self._reduce_overdue(End(call))
         place = self.record.add(Left(call))
         if ended.supposed is not None:
-            self.record.suppose(ended.entered, place, ended.supposed)
+            # What nobody has used may be used in a later step, on some ranks only.
+            unused = any(map(self._gradients.is_unused, ended.uses))
+            self.record.suppose(ended.entered, place, ended.supposed or unused)
         del self._open[index]
         if self.following:
             if ended.lasts and not self._advance(End(call)):

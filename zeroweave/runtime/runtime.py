@@ -121,8 +121,12 @@ class Runtime:
 
     @property
     def frame(self) -> Frame | None:
-        """The innermost forward call that is running; between calls, the outermost forward itself."""
-        return self._frame or self._session
+        """The innermost forward call that is running; between calls, the outermost forward itself.
+
+        Of a call that runs again, what it was at first.
+        """
+        inner = self._frame
+        return self._session if inner is None else inner.origin or inner
 
     def begin_session(self) -> None:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
@@ -169,16 +173,16 @@ class Runtime:
 
     def _enter_forward(self, frame: Frame) -> Frame:
         again = recomputing()
-        self._back.recompute(frame.call.name)
-        if self._training and torch.is_grad_enabled() and not again:
-            self._back.tape.entered(frame)
-        self._acquire(frame)
+        self._back.recompute(frame, again)
+        if self._training and not again:
+            self._back.tape.entered(frame, silent=not torch.is_grad_enabled())
+        if not frame.covered:
+            self._acquire(frame)
         return frame
 
     def _acquire(self, frame: Frame) -> None:
-        frame.number = frame.replay.entered(
-            frame.call, frame.uses, frame.saves if frame.call.phase == "backward" else None
-        )
+        supposed = frame.saves if frame.call.phase == "backward" else None
+        frame.number = frame.replay.entered(frame.call, frame.uses, supposed)
         self._in_use.update(frame.uses)
 
     def leave(self, frame: Frame) -> None:
@@ -187,13 +191,15 @@ class Runtime:
         if frame.call.phase == "forward":
             self._frame = frame.parent
             self._saved.clear()
-            if frame.replay is self.replay:
+            if frame.replay is self.replay and not frame.covered:
                 self.activations.end_call(frame.call, frame.number)
         if not frame.covered:
             self._release(frame)
         if not self.writable:
             for bucket in frame.uses:
                 self.buckets[bucket].check_unchanged()
+        if frame.covered and frame.call.phase == "backward":
+            self._back.left(frame)
 
     def _release(self, frame: Frame) -> None:
         self._in_use.subtract(frame.uses)
@@ -223,8 +229,9 @@ class Runtime:
     # ------------------------------------------------------------------ saved tensors
     def saved(self, tensors: Iterable[torch.Tensor], read: bool) -> None:
         """A compiled forward saves these views of flats; its backward will bind them itself, and read some or none."""
-        if read and self._frame is not None:
-            self._frame.saves = True
+        if self._frame is not None and not self._frame.covered:
+            self._frame.parts += 1
+            self._frame.saves = self._frame.saves or read
         for tensor in tensors:
             if (place := self.find(tensor)) is not None:
                 self._saved[_saved_key(tensor, place)] += 1

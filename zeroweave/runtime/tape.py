@@ -48,12 +48,12 @@ class Tape:
         self._before: list[tuple[Frame, bool]] = []
         """the marks that the last backward found"""
 
-    def entered(self, frame: Frame) -> None:
-        """A forward call begins whose graph is kept."""
-        frame.segment, frame.on_tape = checkpoint_segment(), True
+    def entered(self, frame: Frame, silent: bool) -> None:
+        """A forward call begins; `silent`: see `Frame`."""
+        frame.segment, frame.on_tape, frame.silent = checkpoint_segment(), True, silent
         # A checkpoint keeps nothing itself; what it runs again does. And which calls lead back to trained parameters
         # may differ between steps, on some ranks only: where that can be, it is so.
-        frame.saves = frame.segment != 0 or (frame.trains and self._trains)
+        frame.saves = frame.segment is not None or (frame.trains and self._trains)
         self._trains = self._trains or frame.trains
         self._marks.append((frame, False))
         self._uses.update(frame.uses)
@@ -89,18 +89,29 @@ class Tape:
         while frame in self._ahead:
             yield self._step()
 
-    def to_recomputation(self, name: str) -> Iterator[Step]:
-        """The way back up to where a call is run forward again.
+    def to_recomputation(self, frame: Frame) -> Iterator[Step]:
+        """The way back up to where a call is run forward again: to its backward, which then holds its buckets.
 
-        That is in front of its checkpoint, whose calls all run forward before the backward of the last of them; for
-        reentrant checkpoints, which leave no forward calls behind, what has begun is over.
+        A checkpoint over several calls runs all of them forward before the backward of the last: it leads up to its
+        end. A reentrant one, whose calls are silent, runs a backward of its own behind each: the way leads up to it.
         """
-        found = self.last(name)
-        while self._marks and (found is None or found.segment == 0) and not self._marks[-1][1]:
-            yield self._step()
-        if found is not None and found.segment and found in self._ahead:
-            while not (self._marks[-1][1] and self._marks[-1][0].segment == found.segment):
+        if frame in self._ahead and not self._alone(frame):
+            while not (self._marks[-1][1] and self._marks[-1][0].segment is frame.segment):
                 yield self._step()
+        elif frame.silent:
+            while frame in self._ahead and self._marks[-1] != (frame, True):
+                yield self._step()
+        else:
+            yield from self.to(frame)
+
+    def _alone(self, frame: Frame) -> bool:
+        """Is there no other call in its checkpoint?"""
+        return frame.segment is None or sum(is_end and f.segment is frame.segment for f, is_end in self._marks) == 1
+
+    def past(self, frame: Frame) -> Iterator[Step]:
+        """The step that ends the backward of `frame`, if it is the next one."""
+        if self._marks and self._marks[-1] == (frame, False):
+            yield self._step()
 
     def rest(self) -> Iterator[Step]:
         """The way back up to the beginning."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.frame import Frame
 from zeroweave.runtime.replay import Replay
@@ -52,20 +54,29 @@ class WayBack:
         """Compiled code runs, of the backward of the call `name`."""
         self.leave_finished()
         call = Call(name, "backward")
-        if self.active and (origin := self.tape.last(name)) is not None:
+        if self.active and (origin := self.tape.last(name)) is not None and not origin.silent:
             missing = self._reach(origin, frozenset(uses))
             if not missing:
-                return Frame(call, uses, self._replay, covered=True)
+                return Frame(call, uses, self._replay, origin=origin, covered=True)
             uses = tuple(sorted(missing))
         frame = Frame(call, uses, self._replay)
         self._acquire(frame)
         return frame
 
+    def left(self, frame: Frame) -> None:
+        """That code has run. Where a schedule says what comes next, the call is over with the last of its parts."""
+        origin = frame.origin
+        assert origin is not None
+        origin.over += 1
+        if self._replay.following and not origin.handles and origin.over == origin.parts:
+            for step in self.tape.past(origin):
+                self._take(step)
+
     def use(self, bucket: Bucket, origin: Frame) -> None:
         """A node needs a tensor that the eager code of the call `origin` saved."""
-        origin.unpacked += 1
         if self.active and self.tape.knows(origin) and not self._reach(origin, frozenset((bucket.id,))):
             return
+        origin.unpacked += 1
         frames = self._beside.setdefault(bucket.id, [])
         if any(frame.origin is origin for frame in frames):
             return
@@ -74,11 +85,18 @@ class WayBack:
         self._acquire(frame)
         frames.append(frame)
 
-    def recompute(self, name: str) -> None:
-        """A call runs forward again, for its backward."""
-        if self.active:
-            for step in self.tape.to_recomputation(name):
-                self._take(step)
+    def recompute(self, frame: Frame, again: bool) -> None:
+        """A forward call begins. In a backward it may be one that runs again, which `again` says of some.
+
+        What its backward holds already needs no further hold.
+        """
+        origin = self.tape.last(frame.call.name) if self.active and torch.is_grad_enabled() else None
+        if origin is None or not (origin.silent or (again and origin.segment is not None)):
+            return
+        for step in self.tape.to_recomputation(origin):
+            self._take(step)
+        if origin.backward is not None and set(frame.uses) <= set(origin.backward.uses):
+            frame.covered, frame.origin = True, origin
 
     def leave_finished(self, everything: bool = False) -> None:
         """Leaves what stands beside the way and was asked for all that it had saved: its nodes have run."""
@@ -115,9 +133,9 @@ class WayBack:
 
         This rank's backward may not come to the call; others' may.
         """
-        if frame.is_read:
-            return  # the code that reads it lies anywhere behind it
-        call = Call(frame.call.name, "backward")
+        if frame.is_read or frame.silent:
+            return  # the code that reads it lies anywhere behind it; what runs again announces itself
+        call, frame.over = Call(frame.call.name, "backward"), 0
         if frame.uses and (needed or self._replay.plans(call)):
             frame.backward = Frame(call, frame.uses, self._replay, saves=bool(frame.saves or needed))
             self._acquire(frame.backward)
