@@ -484,3 +484,35 @@ def test_kept_code_and_what_it_calls_make_no_graphs_but_are_inlined() -> None:
     graphs.clear()
     torch.compile(lambda x: _kept(x).sin(), backend=backend, fullgraph=True)(x)
     assert len(graphs) == 1 and "mul" in str(graphs[0].graph)
+
+
+def test_lent_memory_has_no_part_in_the_storage() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        tensor = torch.zeros(6, dtype=dtype)
+        users = private.storage_use_count(tensor.untyped_storage())
+        lent = private.lent(tensor)
+        assert private.storage_use_count(tensor.untyped_storage()) == users
+        lent[2] = 1
+        assert tensor.tolist() == [0, 0, 1, 0, 0, 0] and lent.shape == tensor.shape
+    assert private.lent(torch.zeros(0)).numel() == 0
+    scalar = torch.tensor(3.0)
+    assert private.lent(scalar).shape == () and float(private.lent(scalar)) == 3.0
+
+
+def test_each_checkpoint_is_a_segment_of_its_own() -> None:
+    seen: list[object] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.checkpoint_segment())
+        x = x.sin()
+        seen.append(private.checkpoint_segment())
+        return x
+
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(2):
+        x = torch.utils.checkpoint.checkpoint(look, x, use_reentrant=False)
+    assert seen[0] is seen[1] is not seen[2] and seen[2] is seen[3] and None not in seen
+    look(torch.ones(2))
+    assert seen[4] is None
+    x.sum().backward()
+    assert seen[5:] and all(each is None for each in seen[5:]), "what runs again is no first time"
