@@ -27,6 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = set((Path(__file__).parent / "matrix.txt").read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.matrix)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     counts = {
         outcome: sum("parity" in getattr(report, "keywords", {}) for report in terminalreporter.stats.get(outcome, []))

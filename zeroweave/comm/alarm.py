@@ -5,8 +5,9 @@ that polls the board and ends its process, with the reason on stderr, when one o
 
 1. Another rank failed and told so (`failed`), and this one does not fail alike: it fails elsewhere, leaves, or
    begins a collective, or an operation of the control group, that the other had not begun when it failed; or it does
-   none of these within the deadline. If all ranks fail alike, at whatever speed, nobody waits for anybody: no process
-   is ended and training can go on. Which of the two it is, is decided once for all ranks by whoever knows first.
+   none of these within `ALIKE_SECONDS`, because it waits for the other elsewhere, in a collective of the user's. If all
+   ranks fail alike, nobody waits for anybody: no process is ended and training can go on. Which of the two it is, is
+   decided once for all ranks by whoever knows first.
 2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
    a collective that the other will never issue.
 3. Another process has ended through an uncaught exception, has given no sign of life for about a minute (or the
@@ -35,6 +36,7 @@ from contextlib import suppress
 from zeroweave.comm.board import Board
 from zeroweave.comm.control import Control
 from zeroweave.comm.watcher import (
+    ALIKE_SECONDS,
     LOOK_SECONDS,
     Failure,
     Line,
@@ -50,8 +52,6 @@ from zeroweave.errors import RankFailure
 
 CAUSE_SECONDS = 2 * LOOK_SECONDS
 """Within this time a watcher finds out what broke a collective, if anybody has told."""
-PATIENCE_SECONDS = 5.0
-"""A rank that waits for longer to learn whether the others fail alike says why it is silent."""
 PARTING_SECONDS = 5.0
 """How long rank 0 keeps the board for ranks that do not yet know that it has left."""
 
@@ -98,8 +98,7 @@ class Alarm:
 
         True: all ranks failed at this step and place, after equally many collectives; they can go on
         together. False: they did not, or a connection is broken; `fatal` says what is known, and the watchers of the
-        other ranks end them. It returns when that is certain, at the deadline at the latest. A rank that has to wait
-        for it says so on stderr.
+        other ranks end them. It returns when that is certain, after `ALIKE_SECONDS` at the latest.
         """
         if self.fatal is not None or self._line is None:
             return self.fatal is None and self.world == 1
@@ -172,8 +171,8 @@ class Alarm:
 
     def _verdict(self, board: Board, mine: Failure) -> str:
         """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
-        question, begin, told = question_of(mine), time.monotonic(), False
-        seconds = self._control.deadline_seconds
+        question, begin = question_of(mine), time.monotonic()
+        seconds = min(ALIKE_SECONDS, self._control.deadline_seconds)
         while (decided := board.decided(question)) is None:
             statuses = read(board)
             failures = [status.failure for status in statuses]
@@ -182,13 +181,8 @@ class Alarm:
                 return board.decide(question, "different")
             if len(same) == self.world:
                 return board.decide(question, "alike")
-            waited = time.monotonic() - begin
-            if waited > seconds or any(status.left for status in statuses):
+            if time.monotonic() - begin > seconds or any(status.left for status in statuses):
                 return board.decide(question, "alone")
-            if waited > PATIENCE_SECONDS and not told:
-                told = True
-                what = f"waits up to {seconds:g} s for the other ranks to fail alike or to go on"
-                print(f"zeroweave: {tell(self.rank, mine)}; it {what}", file=sys.stderr, flush=True)
             time.sleep(0.02)
         return decided
 

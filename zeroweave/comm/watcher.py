@@ -19,6 +19,8 @@ from zeroweave.comm.board import Board
 from zeroweave.comm.differ import ADVICE, dump, explain, parse
 from zeroweave.comm.ledger import Mark
 
+ALIKE_SECONDS = 10.0
+"""How long a failure that no other rank has gone past waits for them to fail alike."""
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
 """How often a watcher reads the board, and shows that it lives, when nobody rings."""
@@ -182,7 +184,7 @@ class Watcher:
             if failure is None or failure.epoch != self._line.epoch:
                 continue
             since = self._seen.setdefault((rank, failure.epoch), now)
-            gone_on = self._is_past(failure) or now - since >= self._deadline
+            gone_on = self._is_past(failure) or now - since >= min(ALIKE_SECONDS, self._deadline)
             over = failure.final or bool(status.left) or gone_on
             # Asked last: this rank's own thread may have failed meanwhile.
             if self._is_fatal(failure, over) and not self._line.failing:
