@@ -339,6 +339,10 @@ class Replay:
         event = self._cursor.beyond(Reduce)
         return not self.following or (isinstance(event, Run) and event.call == call)
 
+    def may_end(self, call: Call) -> bool:
+        """May a call that is open end before the next event? By the schedule: not where others lie inside."""
+        return self.following and not any(each.lasts for each in self._open if each.call == call)
+
     # ------------------------------------------------------------------ on demand
     def _acquire(self, bucket: int) -> None:
         if bucket in self.keep:

@@ -59,7 +59,7 @@ class WayBack:
             if not missing:
                 return Frame(call, uses, self._replay, origin=origin, covered=True)
             uses = tuple(sorted(missing))
-        frame = Frame(call, uses, self._replay)
+        frame = Frame(call, uses, self._replay, saves=True)
         self._acquire(frame)
         return frame
 
@@ -68,7 +68,7 @@ class WayBack:
         origin = frame.origin
         assert origin is not None
         origin.over += 1
-        if self._replay.following and not origin.handles and origin.over == origin.parts:
+        if origin.over == origin.parts and not origin.handles and self._replay.may_end(frame.call):
             for step in self.tape.past(origin):
                 self._take(step)
 
@@ -81,7 +81,7 @@ class WayBack:
         if any(frame.origin is origin for frame in frames):
             return
         self.leave_finished()
-        frame = Frame(Call(bucket.layout.name, "backward"), (bucket.id,), self._replay, origin=origin)
+        frame = Frame(Call(bucket.layout.name, "backward"), (bucket.id,), self._replay, origin=origin, saves=True)
         self._acquire(frame)
         frames.append(frame)
 
