@@ -16,6 +16,9 @@ from zeroweave.eager.access import Shown
 from zeroweave.errors import EngineError
 from zeroweave.guard import Agreements, Found
 from zeroweave.layout import BucketLayout
+from zeroweave.notices import warn
+from zeroweave.optim.room import Room
+from zeroweave.optim.states import Gathered
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.samples import Samples
 from zeroweave.scaling import Scaling, scaler_of
@@ -266,29 +269,42 @@ class Engine(Scheduling, Scaling, Accessors):
     def eval(self) -> Engine:
         return self.train(False)
 
-    def destroy(self) -> None:
+    def destroy(self, optimizer_state: bool = True) -> None:
         """Gives the model back as an ordinary one with its full parameters, and ends what the engine started.
 
         Collective. The optimizer's groups hold the user's parameters again, and its state is that of whole parameters,
-        on every rank, in the dtypes that it keeps (float32 at least); `initialize` takes both over as they are.
-        A process group stays for later engines, also one that `initialize` has started.
+        on every rank, in the dtypes that it keeps (float32 at least): on the engine's device if all ranks have room
+        there, else in host memory. Where neither has room, a warning says so, and the optimizer has no state; with
+        `optimizer_state=False` it has none anyway. `initialize` takes model and optimizer over as they are. A process
+        group stays for later engines, also one that `initialize` has started.
         """
         if self._guard.destroyed:
             return
-        with self._guard("destroy", clean=False):
+        with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
             self._refuse_inside("destroy()")
             self._refuse_coalescing("destroy()")
             self._guard.meet()
             self._abort()
             self._opened.close()
             values, optimizer = state.full_values(self._runtime, self._parts.original_dtypes), self._parts.optimizer
-            states = {} if optimizer is None else optimizer.gather(self._runtime.transport, self._parts.control)
+            states, lacking = Gathered({})
+            if optimizer is not None and optimizer_state:
+                room = Room.now(self.device)  # beside the parameters
+                states, lacking = optimizer.gather(self._runtime.transport, self._parts.control, room)
         self._calls.remove()
         self._parts.places.restore(values.__getitem__)
         if optimizer is not None:
             optimizer.destroy(states)
         self._guard.close()
         self._parts.ends.close()
+        if lacking is not None:  # last: a filter may make an exception of it
+            warn(
+                f"engine.destroy() has dropped the optimizer's state, for which no memory has room: {lacking}. The "
+                "parameters are complete. To go on training later, keep the engine, or run fewer ranks on a machine; "
+                "before destroy(), engine.full(name, key) gives the state of one parameter at a time. "
+                "engine.destroy(optimizer_state=False) drops it without this warning",
+                self.rank,
+            )
 
     def __enter__(self) -> Engine:
         return self

@@ -106,12 +106,14 @@ class Opened:
 
 @torch.no_grad()
 def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """All parameters, full, from the masters, in the given dtypes, on the device."""
-    return {
-        slot.name: view.to(dtypes[slot.name], copy=True)
-        for bucket in runtime.buckets.values()
-        for slot, view in zip(bucket.layout.slots, gather_like(runtime, bucket, bucket.values()), strict=True)
-    }
+    """All parameters, full, from the masters, in the given dtypes, on the device. Beside them one bucket at a time."""
+    values: dict[str, torch.Tensor] = {}
+    for bucket in runtime.buckets.values():
+        views = gather_like(runtime, bucket, bucket.values())
+        pairs = zip(bucket.layout.slots, views, strict=True)
+        values.update({slot.name: view.to(dtypes[slot.name], copy=True) for slot, view in pairs})
+        del views, pairs  # before the next bucket is gathered
+    return values
 
 
 def gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:

@@ -120,11 +120,16 @@ def test_training_goes_on_after_destroy_in_one_process(kind: str, stages: tuple[
     assert stopped_and_not(kind, stages, {}) == []
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "params"])
 @pytest.mark.parametrize(
-    "stages", [pytest.param((3, 3)), *(pytest.param((a, b), marks=pytest.mark.matrix) for a, b in ((1, 2), (2, 3)))]
+    ("offload", "stages"),
+    [
+        ("optimizer", (3, 3)),
+        ("params", (3, 3)),
+        *(pytest.param("optimizer", stages, marks=pytest.mark.matrix) for stages in ((1, 2), (2, 3))),
+    ],
 )
 def test_state_in_host_memory(pools: Pools, offload: str, stages: tuple[int, int]) -> None:
+    """Parameters are in host memory at stage 3 only."""
     off = {"optimizer": "all", "params": offload == "params"}
     assert pools(2).run(stopped_and_not, "adamw", stages, {"offload": off}) == [[], []]
 

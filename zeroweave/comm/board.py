@@ -47,10 +47,10 @@ class Board:
         told: list[tuple[str, str, int]] = [("", "", 0)] * world
         # MASTER_ADDR belongs to the first rank of the job, which need not be in this group.
         first_of_job = dist.get_rank() == 0 and os.environ.get("MASTER_ADDR")
-        mine = (_machine(), first_of_job or socket.gethostname(), server.port if server else 0)
+        mine = (machine(), first_of_job or socket.gethostname(), server.port if server else 0)
         dist.all_gather_object(told, mine, group=process_group)
         _, name, port = told[0]
-        host = "127.0.0.1" if len({machine for machine, _, _ in told}) == 1 else name
+        host = "127.0.0.1" if len({where for where, _, _ in told}) == 1 else name
 
         def reach() -> Store:
             return _tcp_store(host, port, timeout)
@@ -123,7 +123,7 @@ def _closed() -> Store:
     raise ConnectionError("the board is closed")
 
 
-def _machine() -> str:
+def machine() -> str:
     """Names this machine: two may share a host name, but not the number of the boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

@@ -18,7 +18,9 @@ from torch import nn
 from zeroweave.comm.control import Control
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
+from zeroweave.layout import BucketLayout
 from zeroweave.optim.fragments import Fragments, ShardView
+from zeroweave.optim.room import Need, Room, decide, shortage
 
 States = dict[tuple[int, int], dict[str, Any]]
 """(bucket id, slot) -> what an optimizer holds of that parameter, or of this rank's fragment of it."""
@@ -44,6 +46,10 @@ class Described(NamedTuple):
     """options that can be compared, and the names of the parameters"""
     states: dict[str, dict[str, Told]]
     """by the parameter's name"""
+
+
+_Mine = Mapping[tuple[int, int], Mapping[str, Told]]
+"""(bucket id, slot) -> what a rank's optimizer holds of its fragment"""
 
 
 # ---------------------------------------------------------------------- of whole parameters
@@ -151,6 +157,7 @@ def take(
             shard = flat[start:stop].to(home, copy=True)
             for i in mine:
                 cut[i, key] = shard.narrow(0, places[i].start, places[i].numel)
+            del flat, shard  # before the next ones are made
         for i, held in enumerate(found):
             if held and places[i].numel:
                 own = optimizer.state.get(named[layout.slots[i].name], {})
@@ -159,6 +166,22 @@ def take(
 
 
 # ---------------------------------------------------------------------- of fragments
+class Gathered(NamedTuple):
+    """What `gather` has got. Equal on all ranks but for what belongs to each alone."""
+
+    states: States
+    lacking: str | None = None
+    """why there is nothing, in words: no memory has room"""
+
+
+class _Kind(NamedTuple):
+    """What a bucket's slots have of one key and dtype, to be gathered at once."""
+
+    key: str
+    dtype: torch.dtype
+    slots: tuple[int, ...]
+
+
 @torch.no_grad()
 def gather(
     optimizer: torch.optim.Optimizer,
@@ -167,11 +190,13 @@ def gather(
     transport: Transport,
     control: Control,
     device: torch.device,
-) -> States:
+    room: Room,
+) -> Gathered:
     """What the optimizers of all ranks hold, of whole parameters, on every rank. Collective; changes nothing.
 
-    Each kind of state is gathered bucket by bucket on `device`, where the result lies. What belongs to the rank alone
-    is in it as it is.
+    `room`: what this rank has; where there is room for the states of all ranks they lie on `device`, else in host
+    memory, else there are none. Each kind of state is gathered bucket by bucket on `device`, and then goes where it is
+    to lie. What belongs to the rank alone is in it as it is.
     """
     held = {
         (bucket, slot): optimizer.state.get(parameter, {})
@@ -183,33 +208,66 @@ def gather(
         place: {key: _tell_fragment(fragments[place[0]].parameters[place[1]], v) for key, v in state.items()}
         for place, state in held.items()
     }
-    told = control.all_gather_object(mine, "the optimizer's state")
+    ranks = control.all_gather_object((mine, room), "the optimizer's state")
+    told, rooms = [mine for mine, _ in ranks], [room for _, room in ranks]
+    needs = _needs(told, buckets)
+    memory = decide(rooms, needs)
+    if memory is None:
+        return Gathered({}, shortage(rooms, needs))
+    home = device if memory == "device" else torch.device("cpu")
     states: States = {}
     for id, bucket in buckets.items():
         layout = bucket.layout
-        slots = range(len(layout.slots))
-        number = layout.number(transport.rank)
-        group = [one for rank, one in enumerate(told) if layout.number(rank) == number]
-        found = [_merged([one.get((id, slot), {}) for one in group]) for slot in slots]
+        found = _found(told, layout, transport.rank)
         whole: dict[tuple[int, str], torch.Tensor] = {}
-        every = (one.get((id, slot), {}) for one in told for slot in slots)
-        for key, dtype in _kinds(every, bucket.shard.dtype):
+        for key, dtype, slots in _to_gather(told, bucket, found):
             shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
-            kind = [i for i in slots if _is_kind(found[i], key, dtype, bucket.shard.dtype)]
-            for i in kind:
+            for i in slots:
                 if (value := held.get((id, i), {}).get(key)) is not None:
                     place = layout.fragment(i, bucket.rank)
                     shard.narrow(0, place.start, place.numel).copy_(value)
             flat = torch.empty(layout.numel, dtype=dtype, device=device)
             transport.all_gather(flat, shard, layout).wait()
-            for i in kind:
+            for i in slots:
                 slot = layout.slots[i]
-                whole[i, key] = flat.narrow(0, slot.offset, slot.numel).view(slot.shape).clone()
-        for i in slots:
-            if found[i]:
-                gathered = {key: whole.get((i, key)) for key in found[i]}
-                states[id, i] = _taken(found[i], gathered, held.get((id, i), {}), device)
-    return states
+                whole[i, key] = flat.narrow(0, slot.offset, slot.numel).view(slot.shape).to(home, copy=True)
+            del shard, flat  # before the next ones are made
+        for i, state in enumerate(found):
+            if state:
+                gathered = {key: whole.get((i, key)) for key in state}
+                states[id, i] = _taken(state, gathered, held.get((id, i), {}), device)
+    return Gathered(states)
+
+
+def _found(told: Sequence[_Mine], layout: BucketLayout, rank: int) -> list[dict[str, Told]]:
+    """By slot: what the optimizers of that rank's sharding group hold."""
+    number = layout.number(rank)
+    group = [one for other, one in enumerate(told) if layout.number(other) == number]
+    return [_merged([one.get((layout.id, slot), {}) for one in group]) for slot in range(len(layout.slots))]
+
+
+def _to_gather(told: Sequence[_Mine], bucket: ShardView, found: Sequence[Mapping[str, Told]]) -> list[_Kind]:
+    """Kinds and their order are the same in all groups, the slots those of the group of `found`."""
+    layout, default = bucket.layout, bucket.shard.dtype
+    every = (one.get((layout.id, slot), {}) for one in told for slot in range(len(layout.slots)))
+    return [
+        _Kind(key, dtype, tuple(i for i, state in enumerate(found) if _is_kind(state, key, dtype, default)))
+        for key, dtype in _kinds(every, default)
+    ]
+
+
+def _needs(told: Sequence[_Mine], buckets: Mapping[int, ShardView]) -> list[Need]:
+    """The memory that each rank needs for the states of whole parameters, by rank."""
+    kept: list[list[int]] = [[] for _ in told]
+    gathered: list[int] = []
+    for bucket in buckets.values():
+        layout = bucket.layout
+        groups = [_to_gather(told, bucket, _found(told, layout, first)) for first in range(layout.groups)]
+        gathered += [(layout.numel + layout.shard_numel) * kind.dtype.itemsize for kind in groups[0]]
+        for rank, mine in enumerate(kept):
+            for _, dtype, slots in groups[layout.number(rank)]:
+                mine += [layout.slots[i].numel * dtype.itemsize for i in slots]
+    return [Need.of(mine, gathered) for mine in kept]
 
 
 # ---------------------------------------------------------------------- inside
@@ -246,7 +304,7 @@ def _tell(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, v
     if is_cut(parameter, key, value, optimizer):
         return Told("cut", None if value.dtype == parameter.dtype else value.dtype)
     here = isinstance(value, torch.Tensor) and value.device == parameter.device
-    return _tell_whole(value, here and (on_device or parameter.device.type != "cpu"))
+    return _tell_whole(value, on_device or (here and parameter.device.type != "cpu"))
 
 
 def _tell_fragment(fragment: torch.Tensor, value: Any) -> Told:

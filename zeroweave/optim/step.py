@@ -21,7 +21,8 @@ from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.admit import ELEMENT_WISE, check_optimizer
 from zeroweave.optim.fragments import Fragments, ShardView
 from zeroweave.optim.offload import Offload
-from zeroweave.optim.states import States, gather
+from zeroweave.optim.room import Room
+from zeroweave.optim.states import Gathered, States, gather
 from zeroweave.runtime.lanes import Lanes
 
 __all__ = ["ShardedOptimizer", "check_optimizer"]
@@ -150,13 +151,13 @@ class ShardedOptimizer:
             if isinstance(tensor, torch.Tensor)
         )
 
-    def gather(self, transport: Transport, control: Control) -> States:
-        """What `destroy` needs: the state of whole parameters, on the device of every rank. Collective."""
+    def gather(self, transport: Transport, control: Control, room: Room) -> Gathered:
+        """What `destroy` needs: the state of whole parameters, where all ranks have `room` for it. Collective."""
         self.offload.finish()
-        return gather(self.optimizer, self._views, self._fragments, transport, control, self._device)
+        return gather(self.optimizer, self._views, self._fragments, transport, control, self._device, room)
 
     def destroy(self, states: States) -> None:
-        """Hands the optimizer back with the user's parameters and `states`, which `gather` has returned. Idempotent.
+        """Hands the optimizer back with the user's parameters and `states`, which `gather` has got. Idempotent.
 
         To be called after the parameters were restored.
         """
