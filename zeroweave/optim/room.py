@@ -89,8 +89,8 @@ def shortage(rooms: Sequence[Room], needs: Sequence[Need]) -> str:
         words.append(f"the GPU of rank {rank} has {_gib(least)}")
     found = _by_machine(rooms, needs).values()
     needed, room, ranks = max(found, key=lambda one: one[0] - one[1])
-    of = f"the {ranks} ranks" if ranks > 1 else "the one rank"
-    words.append(f"a machine has {_gib(room)} of host memory for {of} there, which need {_gib(needed)}")
+    who = f"{ranks} ranks there need" if ranks > 1 else "the rank there needs"
+    words.append(f"a machine has {_gib(room)} of host memory, {who} {_gib(needed)}")
     return "; ".join(words)
 
 
