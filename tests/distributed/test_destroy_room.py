@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroweave as zw
 from tests.distributed.harness import Outcome, Pool
@@ -69,35 +69,19 @@ def test_training_goes_on_through_either_memory(pools: Pools, where: str, stage:
     assert pools(2).run(through, where, stage) == [([], [])] * 2
 
 
-def test_the_state_lies_where_it_was_gathered_or_in_host_memory() -> None:
-    """No value can be copied from the device "meta", so what is there at the end was left there."""
-    found = {}
-    for where in ("device", "host"):
-        model, optimizer = build()
-        engine = zw.initialize(model, optimizer, settings(2))
-        train(engine, range(1))
-        sharded, parts = engine._parts.optimizer, engine._parts
-        transport = Onto(parts.transport)
-        room = Room("here", PLENTY, PLENTY if where == "device" else SOME)
-        with patch.object(sharded, "_device", torch.device("meta" if where == "device" else "cpu")):
-            gathered = sharded.gather(transport, parts.control, room)
-        found[where] = {held["exp_avg"].device.type for held in gathered.states.values()}
+def test_the_state_lies_on_the_device_or_in_host_memory() -> None:
+    """Of the device "meta" no value can be copied to host memory, and PyTorch says so."""
+    model, optimizer = build()
+    engine = zw.initialize(model, optimizer, settings(2))
+    train(engine, range(1))
+    parts = engine._parts
+    with patch.object(parts.optimizer, "_device", torch.device("meta")):
+        gathered = parts.optimizer.gather(parts.transport, parts.control, Room("here", PLENTY, PLENTY))
+        assert {held["exp_avg"].device.type for held in gathered.states.values()} == {"meta"}
         assert {held["step"].device.type for held in gathered.states.values()} == {"cpu"}
-        engine.destroy()
-    assert found == {"device": {"meta"}, "host": {"cpu"}}
-
-
-class Onto:
-    """A transport that remembers what it has filled, weakly, and how much of that lives as the next is filled."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner, self._flats, self.rank = inner, [], inner.rank
-        self.alive: list[int] = []
-
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: Any) -> Any:
-        self._flats.append(weakref.ref(flat.untyped_storage()))
-        self.alive.append(sum(one() is not None for one in self._flats))
-        return self._inner.all_gather(flat, shard, layout)
+        with pytest.raises(NotImplementedError, match="copy out of meta tensor"):
+            parts.optimizer.gather(parts.transport, parts.control, Room("here", PLENTY, SOME))
+    engine.destroy()
 
 
 # ---------------------------------------------------------------------- nowhere
@@ -151,20 +135,38 @@ def test_ranks_that_want_different_things(disposable: Pools) -> None:
 
 
 # ---------------------------------------------------------------------- the memory it takes
+class Flats(TorchDispatchMode):
+    """Notes for each flat that is made how many of the earlier ones are still there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Any] = []
+        self.alive: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat = func is torch.ops.aten.empty.memory_format
+        if flat:
+            self.alive.append(sum(one() is not None for one in self._made))
+        made = func(*args, **(kwargs or {}))
+        if flat:
+            self._made.append(weakref.ref(made.untyped_storage()))
+        return made
+
+
 def test_one_bucket_at_a_time_beside_the_result() -> None:
-    """Also of the parameters: what was gathered of one bucket is gone before the next one is."""
+    """Of the parameters and of the state: what one bucket was gathered in is gone before the next is made."""
     model, optimizer = build()
     engine = zw.initialize(model, optimizer, settings(2, bucket={"bytes": 400}))
     train(engine, range(1))
     parts = engine._parts
-    transport = Onto(parts.transport)
     wide = dict.fromkeys(parts.original_dtypes, torch.float64)
-    values = state.full_values(SimpleNamespace(buckets=engine._runtime.buckets, transport=transport), wide)
-    assert len(transport.alive) == len(engine.buckets) > 3 and set(transport.alive) == {1}, transport.alive
+    with Flats() as flats:
+        values = state.full_values(engine._runtime, wide)
     assert {value.dtype for value in values.values()} == {torch.float64}
-    transport = Onto(parts.transport)
-    assert parts.optimizer.gather(transport, parts.control, Room("here", PLENTY)).states
-    assert len(transport.alive) > 6 and set(transport.alive) == {1}, transport.alive
+    assert len(flats.alive) == len(engine.buckets) > 3 and set(flats.alive) == {0}, flats.alive
+    with Flats() as flats:
+        assert parts.optimizer.gather(parts.transport, parts.control, Room("here", PLENTY)).states
+    assert len(flats.alive) > 6 and set(flats.alive) == {0}, flats.alive
     engine.destroy()
 
 
