@@ -77,7 +77,6 @@ class Player:
                 case Ready(bucket):
                     replay.reducing = reduces = True
                     self.deliver(bucket)
-                    replay.turn(bucket)
                     self.clock.now += next(seconds, 0.0)
                 case Micro():
                     replay.reducing = reduces
@@ -89,10 +88,11 @@ class Player:
         return timeline.step(schedule) if schedule is not None and followed else None
 
     def deliver(self, bucket: int) -> None:
-        """The gradient of a bucket is complete."""
+        """The gradient of a bucket is complete, and nothing that uses it is to come."""
         real = self.runtime.buckets[bucket].real[0]
         self.runtime.gradients.announce([(bucket, 0)])
         self.runtime.gradients.deliver([(bucket, 0)], [(bucket, 0, torch.zeros(real.shape))])
+        self.runtime.replay.turn(bucket)
 
     def _update(self, bucket: int) -> None:
         self.runtime.gradients.take(bucket)

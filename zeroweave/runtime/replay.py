@@ -158,7 +158,9 @@ class Replay:
         if not self.reducing or not self._gradients.is_unissued(bucket):
             return
         self._passed[bucket] = None
-        if not self.following:
+        if self.following:
+            self._reduce_due()
+        else:
             self.record.add(Ready(bucket))
             self._issue_in_turn()
 
@@ -276,8 +278,12 @@ class Replay:
 
     def _reduce_due(self) -> None:
         """Reduces what is complete and has its turn; a bucket that was complete early has waited for it."""
-        while self.reducing and (due := self._next_reductions()) and all(map(self._gradients.awaits_turn, due)):
+        while self.reducing and (due := self._next_reductions()) and all(map(self._is_due, due)):
             self._flush(due[0])
+
+    def _is_due(self, bucket: int) -> bool:
+        """Is the bucket complete, by what was announced, and is nothing to come that uses it?"""
+        return bucket in self._passed and self._gradients.awaits_turn(bucket)
 
     def _reduce_overdue(self, event: Instruction) -> None:
         """Reduces, as far as they are, the buckets whose turn comes before an event that happens now.
