@@ -8,17 +8,25 @@
 * on one machine a free port is used, unless the user chose a rendezvous;
 * `--nproc` and `-n` are short for `--nproc-per-node`;
 * Python scripts run under `zeroweave.report.runner`, which ends the process group on every way out;
-* when ranks fail, what is shown is their reason: not the launcher's log of whom it ended, nor the warnings with which
-  PyTorch's store and gloo tell of connections to processes that are gone (both return with TORCH_CPP_LOG_LEVEL=INFO).
+* when ranks fail, what is shown is the first one's reason: not the launcher's log of whom it ended, nor the warnings
+  with which PyTorch's store and gloo tell of connections to processes that are gone (both return with
+  TORCH_CPP_LOG_LEVEL=INFO).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 RUNNER = "zeroweave.report.runner"
 
@@ -40,17 +48,45 @@ def launch(arguments: Sequence[str]) -> int:
         launcher = logging.getLogger("torch.distributed.elastic")
         launcher.propagate = False
         launcher.addHandler(logging.NullHandler())  # or Python prints what nobody handles
-    try:
-        torchrun.run(under_runner(parse(arguments), list(arguments)))
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        reason = exit_reason(failure.exitcode) + first_line(failure.message)
-        print(f"zeroweave: rank {rank} failed with {reason}", file=sys.stderr)
-        return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except (SignalException, KeyboardInterrupt):
-        print("zeroweave: interrupted", file=sys.stderr)
-        return 130
+    options = under_runner(parse(arguments), list(arguments))
+    with tempfile.TemporaryDirectory(prefix="zeroweave_") as own:
+        if options.log_dir is None and options.redirects == options.tee == "0":
+            options.log_dir = own  # nothing is left of it; else torchrun keeps logs for the user
+        try:
+            torchrun.run(options)
+        except ChildFailedError as error:
+            rank, code, reason = cause(error, Path(own))
+            print(f"zeroweave: rank {rank} failed with {exit_reason(code)}{reason}", file=sys.stderr)
+            return code if code > 0 else 128 - code
+        except (SignalException, KeyboardInterrupt):
+            print("zeroweave: interrupted", file=sys.stderr)
+            return 130
     return 0
+
+
+def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
+    """The rank that failed first, its exit code, and ": reason" or "".
+
+    torchrun asks whose process was gone first. A rank that the alarm has ended, without a reason of its own, may be
+    gone before the one whose exception it heard of. That one has noted it in `logs`, where all of this machine's ranks
+    do.
+    """
+    rank, failure = error.get_first_failure()
+    reason = first_line(failure.message)
+    if reason or failure.exitcode < 0:
+        return rank, failure.exitcode, reason
+    notes = sorted(logs.glob("*/attempt_*/*/error.json"), key=lambda note: note.stat().st_mtime_ns)
+    last = max((attempt_of(note) for note in notes), default=0)
+    for note in notes:
+        told = first_line(json.loads(note.read_text())["message"])
+        if attempt_of(note) == last and not told.startswith(": RankFailure"):  # that is about another rank
+            return rank - failure.local_rank + int(note.parent.name), 1, told
+    return rank, failure.exitcode, ""
+
+
+def attempt_of(note: Path) -> int:
+    """Which start of the ranks, from 0, wrote this."""
+    return int(note.parts[-3].removeprefix("attempt_"))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

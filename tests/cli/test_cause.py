@@ -1,0 +1,45 @@
+"""Which rank `zeroweave run` calls the first to fail, where torchrun has seen another process end first."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from zeroweave.report.launch import cause
+
+
+def noted(logs: Path, attempt: int, local_rank: int, message: str, when: int) -> Path:
+    """What torchrun's `record` leaves of an exception."""
+    path = logs / "none_x" / f"attempt_{attempt}" / str(local_rank) / "error.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"message": {"message": message, "extraInfo": {"timestamp": str(when)}}}))
+    os.utime(path, (when, when))
+    return path
+
+
+def seen(exit_code: int, error_file: Path) -> ChildFailedError:
+    """torchrun's error on the second machine of two with four ranks each: the process of rank 4 was gone first."""
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=exit_code, error_file=str(error_file))
+    return ChildFailedError("train.py", {4: failure})
+
+
+def test_who_noted_an_exception_comes_before_whom_the_alarm_ended(tmp_path: Path) -> None:
+    noted(tmp_path, 0, 3, "ValueError: the attempt before", 10)
+    noted(tmp_path, 1, 1, "ValueError: later", 40)
+    noted(tmp_path, 1, 2, "ValueError: bad batch", 30)
+    noted(tmp_path, 1, 3, "RankFailure: about rank 6", 20)
+    assert cause(seen(1, tmp_path / "none"), tmp_path) == (6, 1, ": ValueError: bad batch")
+
+
+def test_a_reason_or_a_signal_of_its_own_is_the_cause(tmp_path: Path) -> None:
+    noted(tmp_path, 0, 1, "ValueError: earlier", 10)
+    own = noted(tmp_path, 0, 0, "KeyError: own", 20)
+    assert cause(seen(1, own), tmp_path) == (4, 1, ": KeyError: own")
+    assert cause(seen(-9, tmp_path / "none"), tmp_path) == (4, -9, "")
+
+
+def test_without_notes_it_is_who_was_gone_first(tmp_path: Path) -> None:
+    assert cause(seen(3, tmp_path / "none"), tmp_path) == (4, 3, "")
