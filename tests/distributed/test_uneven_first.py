@@ -91,6 +91,8 @@ class Scenario(NamedTuple):
     """of the `Setting`"""
     grows: bool = True
     """are windows of two micro-steps tried as well?"""
+    broken: bool = True
+    """is it tried with graph breaks as well?"""
 
 
 def last() -> int:
@@ -130,7 +132,11 @@ SCENARIOS: dict[str, Scenario] = {
     "tied ends": Scenario(lambda rank, step, micro: Choice(cut=rank == 0), tie_ends),
     "mixed": Scenario(lambda rank, step, micro: off(1, 2) if rank == 0 else off(3), mix, False, {"optimizer": "still"}),
     "frozen": Scenario(lambda rank, step, micro: off(1) if rank == 0 else off(2), freeze_blocks),
-    "checkpointed": Scenario(lambda rank, step, micro: off(0, 2) if rank == 0 else off(1), checkpointed=True),
+    # No graph breaks: with them plain torch.compile, too, finds other saved tensors when it computes a block again, if
+    # blocks with and without their branch follow each other.
+    "checkpointed": Scenario(
+        lambda rank, step, micro: off(0, 2) if rank == 0 else off(1), checkpointed=True, broken=False
+    ),
     "clipped": Scenario(
         lambda rank, step, micro: off(0, 2) if rank == 0 else off(1),
         changes={"quiet": True, "config": {"gradient_clipping": 0.05}},
@@ -187,7 +193,7 @@ def trained(name: str, stage: int, mode: str, breaks: Break, micros: int) -> lis
 
 def all_ways(name: str, stage: int, mode: str) -> list[str]:
     wrong = []
-    for breaks in ("none", "before") if mode != "eager" else ("none",):
+    for breaks in ("none", "before") if mode != "eager" and SCENARIOS[name].broken else ("none",):
         for micros in (1, 2) if SCENARIOS[name].grows else (1,):
             wrong += trained(name, stage, mode, breaks, micros)  # type: ignore[arg-type]
     return wrong
