@@ -49,6 +49,8 @@ def qwen3_moe() -> nn.Module:
 
 
 MODELS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe}
+SEEDS = {"mixtral": 3, "qwen3_moe": 2}
+"""With these no token is between two experts: in all rows margins are 6e-5 or more."""
 
 
 class Routes:
@@ -112,7 +114,7 @@ def check(outcomes: list[Any], steps: int) -> None:
 
 @pytest.mark.parametrize(("name", "mode", "steps"), [("mixtral", "aot_eager", 2), ("qwen3_moe", "eager", 3)])
 def test_more_experts_than_tokens(pools: Pools, name: str, mode: str, steps: int) -> None:
-    check(pools(2).run(trained, name, Setting(3, mode, windows=(1,) * steps), 0), steps)
+    check(pools(2).run(trained, name, Setting(3, mode, windows=(1,) * steps), SEEDS[name]), steps)
 
 
 PRODUCT = [
@@ -129,7 +131,7 @@ def test_more_experts_than_tokens_everywhere(
     pools: Pools, name: str, world: int, stage: int, mode: str, how: str
 ) -> None:
     windows = WINDOWS[how]
-    outcomes = pools(world).run(trained, name, Setting(stage, mode, windows), 0, deadline=600.0)
+    outcomes = pools(world).run(trained, name, Setting(stage, mode, windows), SEEDS[name], deadline=600.0)
     check(outcomes, sum(windows))
 
 
@@ -139,4 +141,4 @@ def test_more_experts_than_tokens_everywhere(
 def test_more_experts_than_tokens_left_alone(pools: Pools, name: str, stage: int, mode: str) -> None:
     """Nothing reads gradients, and with them a step's reductions, before the optimizer does."""
     setting = Setting(stage, mode, windows=(1, 1, 1, 1, 1, 1), quiet=True)
-    check(pools(2).run(trained, name, setting, 0), 6)
+    check(pools(2).run(trained, name, setting, SEEDS[name]), 6)
