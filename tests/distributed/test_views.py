@@ -1,4 +1,4 @@
-"""References that outlive a step: those of user code show new values, those of a transport's threads hold up nothing."""
+"""References that outlive a step: those of user code show new values, those of a transport's threads delay nothing."""
 
 from __future__ import annotations
 
