@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zeroweave.comm.board import Board
 from zeroweave.comm.watcher import (
+    ALIKE_SECONDS,
     LOOK_SECONDS,
     LOST_SECONDS,
     POLL_SECONDS,
@@ -63,16 +64,16 @@ def test_a_status_survives_the_board() -> None:
 
 
 @pytest.mark.oldest
-def test_a_failure_ends_at_the_deadline_who_neither_fails_alike_nor_goes_on() -> None:
+def test_a_failure_ends_in_the_end_who_neither_fails_alike_nor_goes_on() -> None:
     failing, waiting = world(2)
     waiting.at = (3, 5)
     assert waiting.says(0.0) is None
     failing.line.post(failure=failure())
     failing.board.ring()
     assert waiting.says(0.1) is None
-    assert waiting.says(0.1 + DEADLINE - 0.05) is None, "a slow rank may yet fail alike"
-    assert waiting.says(0.1 + DEADLINE) == "rank 0 failed in forward at step 3: ValueError: no"
-    assert failing.says(9.0) is None, "a failing rank raises, it is not ended"
+    assert waiting.says(0.1 + ALIKE_SECONDS - 0.05) is None, "a slow rank may yet fail alike"
+    assert waiting.says(0.1 + ALIKE_SECONDS) == "rank 0 failed in forward at step 3: ValueError: no"
+    assert failing.says(99.0) is None, "a failing rank raises, it is not ended"
     assert failing.board.decided(question_of(failure())) == "alone"
 
 
