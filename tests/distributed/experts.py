@@ -168,11 +168,11 @@ def train(
             engine.step()
         reductions = Counter(numel for kind, numel in seen if kind == "reduce_scatter")
         with engine.full_parameters() as full:
-            parameters = judge(full, mine(expected.parameters, parallel_size))
+            parameters = judge(full, mine(expected.parameters, parallel_size), TRAINED)
         saved = whole(engine.state_dict())
         if engine.rank == 0:
             assert list(saved) and saved.keys() == expected.parameters.exact.keys()
-            parameters = max(parameters, judge(saved, expected.parameters))
+            parameters = max(parameters, judge(saved, expected.parameters, TRAINED))
         return Result(
             gradients,
             parameters,

@@ -73,9 +73,11 @@ class Expected:
         return self.map(lambda tensors: {name: tensors[name]})
 
 
-def judge(got: Tensors, expected: Expected) -> tuple[float, str]:
+def judge(got: Tensors, expected: Expected, roundings: int = 1) -> tuple[float, str]:
     """The largest part of the allowed error that a tensor uses up, and its name: up to 1 is right.
 
+    `roundings`: how often a value was rounded to fp32 after all else was computed, an ulp each: for parameters that
+    training began at zero, once in each step, because nothing else in them is large enough to hide it.
     Infinite where one side lacks a tensor, or where something is not finite.
     """
     present = {name: value for name, value in expected.exact.items() if value is not None and value.numel()}
@@ -94,7 +96,7 @@ def judge(got: Tensors, expected: Expected) -> tuple[float, str]:
         if value is None or other is None or not value.numel():
             continue
         error, norm = distance(other, value), norms[name]
-        allowed = 2 * max(errors[name], typical * norm) + ULP * norm
+        allowed = 2 * max(errors[name], typical * norm) + roundings * ULP * norm
         used = error / allowed if allowed else (float("inf") if error else 0.0)
         told = f"{name}: {error:.3g} off, {allowed:.3g} allowed, plain fp32 {errors[name]:.3g}, norm {norm:.3g}"
         result = max(result, (used if used == used else float("inf"), told))
