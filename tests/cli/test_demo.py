@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +76,8 @@ def test_state_is_what_layout_and_schedule_say(run: tuple[str, dict[str, Any], i
 def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int]) -> None:
     output, _, stage = run
     assert "Run layers.1 forward [layers.1]" in output and "Run layers.1 backward [layers.1]" in output
-    # By measured costs the head's gather may join that of the last block.
-    freed = re.search(r"Reshard layers\.1 · (Fuse \d+ · (Unshard \S+ · )*)?Unshard layers\.3 ", output)
-    assert (freed is not None) is (stage == 3)
+    freed = output.index("Reshard layers.1") < output.index("Run layers.1 backward")
+    assert freed is (stage == 3), "whatever was measured, a stage 3 block goes before its backward"
     assert "stages 1, 2 and 3, same seed: equal in every bit" in output
     assert "all_gather" in output and "gradient_flats_peak" in output
     assert " |" in output and "*" in output
