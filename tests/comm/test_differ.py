@@ -63,6 +63,20 @@ def test_a_difference_where_ranks_gather_what_they_enter() -> None:
     assert MODULES not in explain(0, one.marks, 1, two.marks)
 
 
+def test_a_backward_is_told_with_the_module_that_its_forward_ended_in() -> None:
+    """A rank that left the last module out enters the same ones on its way back."""
+    ledger = Ledger(2, 0)
+    for module, back, told in (
+        ("a", False, "a"),
+        ("end", False, "end"),
+        ("end", True, "end"),
+        ("a", True, "a on the way back from end"),
+        ("a", False, "a"),
+    ):
+        ledger.entering(module, back)
+        assert ledger.module == told
+
+
 def test_advice_for_ranks_in_different_places() -> None:
     gather = next_collective(4, "in forward", "blocks.0", "all_gather", "blocks.1")
     assert gather == "collective 4 in forward, having entered blocks.0: all_gather blocks.1"

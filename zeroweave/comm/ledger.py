@@ -91,7 +91,8 @@ class Ledger:
         self.call = ""
         """where this rank is, for people: "in forward", "after step"; the guard says so"""
         self.module = ""
-        """the module that was entered last, in a forward or on the way back"""
+        """the module that was entered last, for people: "blocks.1", "blocks.1 on the way back from end"; see `entering`"""
+        self._turned = ""
         self.waiting: tuple[int, float] | None = None
         """number and time (`time.monotonic`) of the collective that this rank began to wait for last; None: it has come
 
@@ -114,9 +115,16 @@ class Ledger:
         spelled = f"{kind} {self.name_of(bucket)}, {payload} bytes of {dtype}".replace(" ,", ",")
         self._marks.append(Mark(self._count, self._hash.intdigest(), spelled, self.call, self.module))
 
-    def entering(self, module: str) -> None:
-        """The module of this name is entered; what is issued from now on may be for it."""
-        self.module = module
+    def entering(self, module: str, back: bool = False) -> None:
+        """The module of this name is entered; what is issued from now on may be for it.
+
+        `back`: in a backward. It is told with the module that the forward entered last: where that is another one than
+        on the other ranks, no collective of the backward may be for it.
+        """
+        if not back:
+            self._turned = module
+        turned = back and module != self._turned
+        self.module = f"{module} on the way back from {self._turned}" if turned else module
 
     def name_of(self, bucket: int) -> str:
         """What people call the bucket; "" for a tensor that is in none."""

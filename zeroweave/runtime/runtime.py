@@ -48,7 +48,7 @@ class Runtime:
 
     `backward_began` and `backward_ended(trained)` tell the engine about outermost backwards, once each. One that
     accumulates into no parameter (`torch.autograd.grad`, for a penalty on a gradient) has not `trained`.
-    `entering(name)` hears of each call before anything is gathered for it.
+    `entering(name, back)` hears of each call before anything is gathered for it; `back`: inside a backward?
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Runtime:
         dtypes: Mapping[str, torch.dtype],
         transport: Transport,
         policy: Policy,
-        entering: Callable[[str], None] = lambda name: None,
+        entering: Callable[[str, bool], None] = lambda name, back: None,
     ) -> None:
         self.transport, self.policy, self._entering = transport, policy, entering
         self.flats = Gauge()
@@ -158,9 +158,10 @@ class Runtime:
     def enter(self, name: str, phase: str, uses: tuple[int, ...], trains: bool = False) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left. `trains`: see `Frame`."""
         self.lanes.sweep()
-        self._entering(name)
         if phase == "backward":
             self.note_backward()
+        self._entering(name, self.in_backward)
+        if phase == "backward":
             return self._back.enter(name, uses)
         frame = Frame(Call(name, "forward"), uses, self._forwards, self._frame, trains=trains)
         self._frame = self._enter_forward(frame)
