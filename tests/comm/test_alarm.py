@@ -127,8 +127,7 @@ def all_fail_alike_slowly(seconds: float) -> list[object]:
 def test_how_fast_ranks_fail_alike_does_not_matter(pools: Pools) -> None:
     outcomes = pools(2).outcomes(all_fail_alike_slowly, 6.0)
     assert [outcome.value for outcome in outcomes] == [[True, None]] * 2
-    said = "rank 0 failed in forward at step 0: ValueError: no memory; it waits up to 60 s for the other ranks"
-    assert said in outcomes[0].stderr and outcomes[1].stderr == ""
+    assert "zeroweave" not in "".join(outcome.stderr for outcome in outcomes)
 
 
 def alarms(world: int) -> list[tuple[Alarm, list[str]]]:

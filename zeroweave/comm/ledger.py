@@ -91,7 +91,7 @@ class Ledger:
         self.call = ""
         """where this rank is, for people: "in forward", "after step"; the guard says so"""
         self.module = ""
-        """the module that was entered last, for people: "blocks.1", "blocks.1 on the way back from end"; see `entering`"""
+        """the module entered last, for people: "blocks.1" or "blocks.1 on the way back from end"; see `entering`"""
         self._turned = ""
         self.waiting: tuple[int, float] | None = None
         """number and time (`time.monotonic`) of the collective that this rank began to wait for last; None: it has come
