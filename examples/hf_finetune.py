@@ -49,10 +49,9 @@ def main() -> None:
         "compile": {"lower": options.lower},
     }
     with zw.initialize(model, optimizer, config=config, lr_scheduler=schedule) as engine:
-        text = Text(rank=engine.rank, world=engine.world)
+        text = Text(rank=engine.rank, world=engine.world, device=engine.device)
         for step in range(options.steps):
-            batch = {name: tensor.to(engine.device) for name, tensor in text.step(step).items()}
-            loss = engine(**batch).loss
+            loss = engine(**text.step(step)).loss
             engine.backward(loss)
             engine.step()
             if engine.rank == 0 and (step % 10 == 0 or step == options.steps - 1):

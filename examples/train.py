@@ -22,10 +22,9 @@ torch.manual_seed(0)
 model = Llama()
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 with zw.initialize(model, optimizer, config=options.config or {"stage": options.stage}) as engine:
-    text = Text(rank=engine.rank, world=engine.world)
+    text = Text(rank=engine.rank, world=engine.world, device=engine.device)
     for step in range(options.steps):
-        batch = {name: tensor.to(engine.device) for name, tensor in text.step(step).items()}
-        loss = engine(**batch).loss
+        loss = engine(**text.step(step)).loss
         engine.backward(loss)
         engine.step()
         if engine.rank == 0 and (step % 10 == 0 or step == options.steps - 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def test_python_snippets_run(document: Path) -> None:
     code = code.replace('config={"stage": 3})', 'config={"stage": 3, "compile": {"lower": "aot_eager"}})')
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -77,7 +77,8 @@ def steps(engine: Any, count: int, first: int = 0) -> list[float]:
     gas = engine.config.gradient_accumulation_steps
     for index in range(first * gas, (first + count) * gas):
         x, y = rows(engine.rank, index)
-        loss = F.mse_loss(engine(x), y)
+        output = engine(x)
+        loss = F.mse_loss(output, y.to(output.dtype))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
@@ -257,7 +258,8 @@ def refused() -> None:
             with pytest.raises(zw.EngineError, match=why), engine.profiling():
                 pass
 
-        loss = F.mse_loss(engine(x), y)
+        output = engine(x)
+        loss = F.mse_loss(output, y.to(output.dtype))
         profiling_is_refused("in the middle of a window")
         engine.backward(loss)
         profiling_is_refused("in the middle of a window")

@@ -258,9 +258,9 @@ def test_memory_counts_state_of_fragments_only() -> None:
 
 
 def test_optimizer_state_dicts_are_refused_until_destroy() -> None:
-    world = World(build_net(), one_group(torch.optim.Adagrad, lr=0.1), 2)
+    world = World(build_net(), one_group(torch.optim.AdamW, lr=0.1), 2)
     rank = world.ranks[0]
-    other = torch.optim.Adagrad(build_net().parameters()).state_dict()
+    other = torch.optim.AdamW(build_net().parameters()).state_dict()
     with pytest.raises(ParameterError, match=r"engine\.state_dict"):
         rank.optimizer.state_dict()
     with pytest.raises(ParameterError, match=r"engine\.load_state_dict"):
@@ -274,7 +274,7 @@ def test_optimizer_state_dicts_are_refused_until_destroy() -> None:
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             mine.copy_(theirs)
-    optimizer = torch.optim.Adagrad(reference.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.1)
     gradients = random_gradients(reference, 3)
     unsharded_step(model, rank.optimizer, gradients)
     unsharded_step(reference, optimizer, gradients)
