@@ -30,7 +30,7 @@ demo: $(VENV)/.ready-run ## train a small language model under ZeRO on two proce
 	$(VENV)/bin/zeroweave demo $(ARGS)
 
 test: $(VENV)/.ready-test ## the daily tests, within five minutes on two cores
-	$(VENV)/bin/python -m pytest -m "not matrix" $(ARGS)
+	$(VENV)/bin/python -m pytest -m "not matrix" -n 2 --dist loadfile $(ARGS)
 
 matrix: $(VENV)/.ready-test ## all other tests, hours; ARGS="--minutes 40 --shuffle SEED" runs a share of them
 	$(VENV)/bin/python -m pytest -m matrix $(ARGS)

@@ -192,7 +192,8 @@ def test_wrapped_and_hooked_modules_train(change: Callable[[Any], None], setting
         assert train(model, engine) == expected
         assert not engine.stats.eager_regions
     for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(mine, theirs)
+        # Compiled, also without an engine, an interpolation may be rounded elsewhere.
+        torch.testing.assert_close(mine, theirs, rtol=0.0 if settings is EAGER else 2**-23, atol=0.0)
 
 
 def test_what_is_a_write_is_still_refused() -> None:
