@@ -111,9 +111,42 @@ def test_who_waits_itself_is_not_blamed() -> None:
         assert found is not None and found[1].startswith("rank 2 (") and "rank 1" not in found[1]
 
 
-def test_a_silent_process_is_not_dead_before_the_deadline() -> None:
-    """Another thread of it may keep Python's lock for as long as it may be late."""
-    here, _ = world(2)
-    here.watcher._silence = max(SILENCE, 100)
-    assert all(here.says(index * LOOK_SECONDS) is None for index in range(100))
-    assert "no sign of life for 100 s" in (here.says(101 * LOOK_SECONDS) or "")
+def test_a_silent_rank_that_is_missed_is_late_after_a_while() -> None:
+    """Another thread of it may keep Python's lock: it may have come."""
+    here, there = world(2)
+    here.issues()
+    assert here.says(0.0) is None and there.says(0.0) is None
+    here.waits(1.0)
+    assert all(here.says(look * LOOK_SECONDS) is None for look in range(1, SILENCE + 1))
+    said = here.says((SILENCE + 1) * LOOK_SECONDS) or ""
+    assert f"after 0 collectives, no sign of life for {SILENCE} s) did not come to collective 1" in said
+
+
+def test_a_silent_rank_that_speaks_again_has_come() -> None:
+    here, there = world(2)
+    here.issues()
+    here.waits(0.0)
+    assert all(here.says(look * LOOK_SECONDS) is None for look in range(SILENCE))
+    there.issues()
+    there.says(SILENCE * LOOK_SECONDS)
+    assert all(here.says(look * LOOK_SECONDS) is None for look in range(SILENCE, 3 * SILENCE))
+
+
+def test_silence_is_counted_in_looks() -> None:
+    """A machine that was suspended has not waited."""
+    here, there = world(2)
+    here.issues()
+    here.waits(0.0)
+    assert here.says(0.0) is None and there.says(0.0) is None
+    assert all(here.says(look * 100 * LOOK_SECONDS) is None for look in range(1, SILENCE))
+
+
+@pytest.mark.parametrize("left", ["", "it closed its engine"])
+def test_a_rank_that_nobody_misses_may_be_silent(left: str) -> None:
+    here, there = world(2)
+    here.issues()
+    there.issues()
+    there.says(0.0)
+    there.line.post(left=left, count=1)
+    here.waits(0.0)
+    assert all(here.says(look * LOOK_SECONDS) is None for look in range(5 * SILENCE))

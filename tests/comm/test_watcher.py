@@ -10,10 +10,8 @@ import torch.distributed as dist
 from zeroweave.comm.board import Board
 from zeroweave.comm.watcher import (
     ALIKE_SECONDS,
-    LOOK_SECONDS,
     LOST_SECONDS,
     POLL_SECONDS,
-    SILENCE,
     Failure,
     Line,
     Status,
@@ -145,26 +143,6 @@ def test_a_rank_that_left_is_missed_only_in_a_collective() -> None:
     assert second.says(0.0) is None
     second.at = (5, 21)
     assert "rank 0 issues no collective after its 20: it closed its engine" in (second.says(0.1) or "")
-
-
-def test_silence_is_counted_in_looks() -> None:
-    first, second = world(2)
-    now = 0.0
-    for _ in range(SILENCE // 2):
-        assert second.says(now) is None
-        now += LOOK_SECONDS
-    first.watcher.look(now)
-    for _ in range(SILENCE):
-        assert second.says(now) is None
-        now += LOOK_SECONDS * 100  # a suspended machine does not count
-    assert second.says(now) == f"the process of rank 0 has given no sign of life for {SILENCE} s"
-
-
-def test_a_rank_that_left_may_be_silent() -> None:
-    first, second = world(2)
-    first.line.post(left="it closed its engine")
-    for look in range(2 * SILENCE):
-        assert second.says(look * LOOK_SECONDS) is None
 
 
 def test_a_lost_board() -> None:

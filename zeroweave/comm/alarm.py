@@ -10,10 +10,11 @@ that polls the board and ends its process, with the reason on stderr, when one o
    decided once for all ranks by whoever knows first.
 2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
    a collective that the other will never issue.
-3. Another process has ended through an uncaught exception, has given no sign of life for about a minute (or the
-   deadline, if that is longer), or was rank 0, which keeps the board, and has gone without a word.
+3. Another process has ended through an uncaught exception, or was rank 0, which keeps the board, and has gone without
+   a word.
 4. This rank has waited in a collective for longer than the deadline for one that has issued fewer, and nothing more
-   for as long. How long a rank computes while nobody waits for it does not matter.
+   for as long; if it is silent, too, for a minute more. How long a rank computes, or is silent, while nobody waits for
+   it does not matter.
 5. Another rank has issued other collectives than this one.
 
 A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that, but by

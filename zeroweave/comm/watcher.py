@@ -25,9 +25,9 @@ POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
 """How often a watcher reads the board, and shows that it lives, when nobody rings."""
 SILENCE = 60
-"""Looks without a sign of life after which a process counts as dead, where the deadline is not longer.
+"""Looks without a sign of life after which a rank that is late is so for certain.
 
-A compiler may hold Python's lock.
+Of one that lives it takes a new word to know that it has not come: it may have, while a compiler held Python's lock.
 """
 LOST_SECONDS = 30.0
 """How long a watcher that has lost the board waits for its own process to end or close."""
@@ -144,7 +144,6 @@ class Watcher:
         self._operations = operations
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
         self._trail, self._deadline = trail, deadline_seconds
-        self._silence = max(SILENCE, int(deadline_seconds / LOOK_SECONDS))
         self._statuses: list[Status] = []
         self._rung = -1
         self._looked = self._read_at = float("-inf")
@@ -252,7 +251,8 @@ class Watcher:
         """Has this rank waited in a collective for longer than the deadline for ranks that have not come to it?
 
         They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only
-        what they have said after the deadline counts.
+        what they have said after the deadline counts, or that they have said nothing for `SILENCE` looks. A rank that
+        nobody waits for may be silent for as long as it likes.
         """
         waiting = None if self._trail is None else self._trail.waiting
         behind = {} if waiting is None else {r: s for r, s in self._others() if not s.left and s.issued < waiting[0]}
@@ -270,20 +270,19 @@ class Watcher:
         if self._overdue is None or self._overdue[0] != number or self._overdue[1].keys() != beats.keys():
             self._overdue = number, beats
             return None
-        if any(beats[rank] == beat for rank, beat in self._overdue[1].items()):
+        silent = {rank: self._beats[rank][1] for rank, beat in self._overdue[1].items() if beats[rank] == beat}
+        if any(looks < SILENCE for looks in silent.values()):
             return None
         who = " and ".join(
-            f"rank {rank} ({status.call or 'before its first call'}, after {status.issued} collectives)"
+            f"rank {rank} ({status.call or 'before its first call'}, after {status.issued} collectives"
+            f"{f', no sign of life for {silent[rank] * LOOK_SECONDS:g} s' if rank in silent else ''})"
             for rank, status in missing.items()
         )
         what = f"collective {number} ('{self._trail.text_at(number)}')"
         return f"{who} did not come to {what} within the deadline of {self._deadline:g} s"
 
     def _lost(self, now: float) -> str | None:
-        """Has a process gone without a word?"""
-        for rank, status in self._others():
-            if not status.left and self._beats.get(rank, (0, 0))[1] >= self._silence:
-                return f"the process of rank {rank} has given no sign of life for {self._silence * LOOK_SECONDS:g} s"
+        """Has the process gone that keeps the board?"""
         if self._lost_since is not None and now - self._lost_since > LOST_SECONDS:
             return "the process of rank 0 has gone without a word"
         return None
