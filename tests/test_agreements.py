@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.schedule.cases import stack, stack_facts
-from zeroweave.comm.alarm import Alarm
-from zeroweave.comm.control import Agreement, Control, Decision
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.skip import Skipping
+from zeroweave.engine.guard import Agreements, Progress
 from zeroweave.errors import AgreementError
-from zeroweave.guard import Agreements, Progress
+from zeroweave.ranks.alarm import Alarm
+from zeroweave.ranks.control import Agreement, Control, Decision
 from zeroweave.schedule import compile_schedule
 
 SCHEDULE = compile_schedule(stack(2, 1, 1), stack_facts(2, 1))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.twins import MODES, WIDTH, Block
-from zeroweave.runtime.lane import Lane
+from zeroweave.runtime.transfers import Lane
 from zeroweave.schedule import Free, Offload, Release, Reload
 
 pytestmark = pytest.mark.oldest

@@ -17,8 +17,8 @@ from tests.distributed.reference import Expected, judge
 from tests.operator_graphs import GRAPH, SHAPES, compiled, ops, reference, step, trace, uses, with_code
 from zeroweave import dc
 from zeroweave._torch import boxed
+from zeroweave.dc.operators import SCHEMAS, add_free_tensors
 from zeroweave.errors import EngineError, ParameterError
-from zeroweave.operators import SCHEMAS, add_free_tensors
 
 pytestmark = pytest.mark.oldest
 

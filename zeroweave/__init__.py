@@ -3,6 +3,7 @@
 from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.config import Config
 from zeroweave.engine import Engine
+from zeroweave.engine.assembly import initialize
 from zeroweave.errors import (
     AgreementError,
     ConfigError,
@@ -15,7 +16,6 @@ from zeroweave.errors import (
     ZeroweaveError,
 )
 from zeroweave.experts import expert_group
-from zeroweave.initialize import initialize
 from zeroweave.schedule import Schedule
 
 __all__ = [

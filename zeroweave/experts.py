@@ -14,8 +14,8 @@ from typing import Final
 import torch.distributed as dist
 from torch import nn
 
+from zeroweave.config.sections import ExpertsConfig
 from zeroweave.errors import ConfigError, EngineError
-from zeroweave.sections import ExpertsConfig
 
 GROUP: Final = "experts"
 """The name of the sharding group."""

@@ -16,8 +16,8 @@ from tests.cli.commands import zeroweave
 from tests.schedule.cases import stack_facts, stack_with_needs
 from tests.schedule.measured import as_predicted, with_costs
 from zeroweave import EngineError, Schedule, cli
+from zeroweave.engine.samples import FOLDER, STEPS, Samples
 from zeroweave.report.trace import LANES, trace
-from zeroweave.samples import FOLDER, STEPS, Samples
 from zeroweave.schedule import compile_schedule
 
 TRAINS = """

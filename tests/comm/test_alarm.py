@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from tests.distributed.harness import Outcome, Pool
 from tests.patience import patient
-from zeroweave.comm import watcher
-from zeroweave.comm.alarm import Alarm
-from zeroweave.comm.board import Board
-from zeroweave.comm.control import Agreement, Control, Gathers
+from zeroweave.ranks import watcher
+from zeroweave.ranks.alarm import Alarm
+from zeroweave.ranks.board import Board
+from zeroweave.ranks.control import Agreement, Control, Gathers
 
 Pools = Callable[[int], Pool]
 
@@ -333,8 +333,8 @@ def test_a_world_of_one() -> None:
 
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist
-from zeroweave.comm.alarm import Alarm
-from zeroweave.comm.control import Agreement, Control
+from zeroweave.ranks.alarm import Alarm
+from zeroweave.ranks.control import Agreement, Control
 dist.init_process_group("gloo")
 rank, count = dist.get_rank(), 0
 control = Control.over(None, 60.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from zeroweave.comm.board import Board
+from zeroweave.ranks.board import Board
 
 
 def boards(world: int) -> list[Board]:

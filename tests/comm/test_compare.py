@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from zeroweave.comm.board import Board
-from zeroweave.comm.compare import compare, difference
 from zeroweave.errors import AgreementError
+from zeroweave.ranks.board import Board
+from zeroweave.ranks.compare import compare, difference
 
 DEADLINE = 60.0
 

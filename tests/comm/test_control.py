@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.distributed.harness import Pool
 from tests.marks import daily
 from tests.patience import patient
-from zeroweave.comm.control import Agreement, Control, Decision, decide
 from zeroweave.errors import AgreementError, RankFailure
+from zeroweave.ranks.control import Agreement, Control, Decision, decide
 
 Pools = Callable[[int], Pool]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from zeroweave.comm.differ import ADVICE, MODULES, advice, dump, explain, next_collective, parse
-from zeroweave.comm.ledger import Ledger, Mark
+from zeroweave.comm.ledger import Ledger
+from zeroweave.ranks.differ import ADVICE, MODULES, Issued, advice, dump, explain, next_collective, parse
 
 
-def marks(*issued: tuple[str, int]) -> list[Mark]:
+def marks(*issued: tuple[str, int]) -> list[Issued]:
     """The memory of a rank that issued gathers of these buckets in these calls."""
     ledger = Ledger(2, 0, {0: "a", 1: "b", 2: "c"})
     for call, bucket in issued:

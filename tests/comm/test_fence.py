@@ -11,7 +11,7 @@ from tests.comm.recording import RecordingTransport, layout
 from zeroweave.comm.fence import Fenced, fenced
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.config import Config, RuntimeConfig
-from zeroweave.sections import DebugConfig
+from zeroweave.config.sections import DebugConfig
 
 CPU = torch.device("cpu")
 LAYOUT = layout(world=2, numel=6)

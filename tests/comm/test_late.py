@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from zeroweave.comm.board import Board
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.watcher import LOOK_SECONDS, SILENCE, Line, Watcher
+from zeroweave.ranks.board import Board
+from zeroweave.ranks.watcher import LOOK_SECONDS, SILENCE, Line, Watcher
 
 DEADLINE = 20.0
 

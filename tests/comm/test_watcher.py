@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from zeroweave.comm.board import Board
-from zeroweave.comm.watcher import (
+from zeroweave.ranks.board import Board
+from zeroweave.ranks.watcher import (
     ALIKE_SECONDS,
     LOST_SECONDS,
     POLL_SECONDS,

@@ -104,4 +104,4 @@ def test_every_function_of_every_module_is_found() -> None:
         module: Any = importlib.import_module(name)
         missing = {place(c) for c in functions_in(Path(module.__file__))} - {place(c) for c in code_of(module)}
         assert not missing, f"{name}: {missing}"
-    assert "zeroweave.runtime.by_name" in sys.modules
+    assert "zeroweave.dc.runtime" in sys.modules

@@ -14,7 +14,7 @@ from tests.compile.comparing import agree, gradients_of
 from tests.compile.fakes import FakeHost
 from tests.distributed.reference import Plain
 from zeroweave.compile import region_key
-from zeroweave.compile.give_up import differences
+from zeroweave.compile.fallback import differences
 
 pytestmark = pytest.mark.oldest
 

@@ -15,7 +15,7 @@ from torch import fx
 from tests.compile.fakes import FakeHost
 from tests.compile.test_templates import WIDTH, Stack, rows
 from zeroweave.compile import phases as phases_module
-from zeroweave.compile.once import graph_key, one_at_a_time
+from zeroweave.compile.lock import graph_key, one_at_a_time
 from zeroweave.compile.phases import Phases
 
 pytestmark = pytest.mark.oldest

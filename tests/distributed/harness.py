@@ -247,7 +247,7 @@ class Pool:
 def _forking() -> Any:
     context = multiprocessing.get_context("forkserver")
     # None of these starts a thread, which would be missing in the workers.
-    context.set_forkserver_preload(["torch.distributed", "torch._inductor.compile_fx", "zeroweave.initialize"])
+    context.set_forkserver_preload(["torch.distributed", "torch._inductor.compile_fx", "zeroweave.engine.assembly"])
     return context
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zeroweave as zw
 from tests.distributed.harness import Outcome, Pool
 from tests.distributed.test_optimizer_state import all_of, build, differing, settings, train
-from zeroweave import state
+from zeroweave.engine import state_dict as state
 from zeroweave.optim.room import Room
 from zeroweave.optim.states import describe
 

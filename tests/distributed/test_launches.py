@@ -15,8 +15,8 @@ import zeroweave as zw
 from tests.distributed.harness import Pool
 from tests.distributed.parity import digest
 from tests.distributed.zoo import rows
+from zeroweave.engine.scheduling import Plan
 from zeroweave.schedule import Line, Reduce, Unshard
-from zeroweave.scheduling import Plan
 
 Pools = Callable[[int], Pool]
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}

@@ -18,8 +18,8 @@ from tests.distributed.models import entry
 from tests.distributed.reference import build
 from tests.distributed.test_accessors import squared
 from tests.distributed.zoo import Entry, regression
+from zeroweave.engine.stats import Memory
 from zeroweave.layout import BucketLayout
-from zeroweave.stats import Memory
 
 Pools = Callable[[int], Pool]
 STEPS = 3

@@ -21,7 +21,7 @@ from tests.distributed.parity import digest
 from tests.distributed.reference import SEED, draw
 from tests.distributed.zoo import Block, regression, rows, stack_of
 from tests.schedule.shuffle import shuffled
-from zeroweave.scheduling import Plan
+from zeroweave.engine.scheduling import Plan
 
 Pools = Callable[[int], Pool]
 MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}

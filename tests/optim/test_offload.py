@@ -10,8 +10,8 @@ import torch
 from tests.optim.test_step import one_group, two_groups
 from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
 from zeroweave.optim.adaptive import Adaptive
-from zeroweave.optim.offload import moments_of
-from zeroweave.runtime.lanes import Download, Lanes, Upload
+from zeroweave.optim.state_offload import moments_of
+from zeroweave.runtime.transfers import Download, Lanes, Upload
 
 STEPS = 4
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tests.optim import samples
 from tests.optim.world import World, assert_equal, build_net, random_gradients, unsharded_step
 from zeroweave.errors import ParameterError
-from zeroweave.optim.admit import ELEMENT_WISE
+from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.probe import probe
 from zeroweave.optim.step import check_optimizer
 

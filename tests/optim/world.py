@@ -13,8 +13,8 @@ from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.states import describe, take
 from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.runtime.lanes import Lanes
 from zeroweave.runtime.shard import Shard
+from zeroweave.runtime.transfers import Lanes
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 

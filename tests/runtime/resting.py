@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroweave.runtime.rest import Places, Status, rest
+from zeroweave.parameters.places import Places, Status, rest
 
 NAME = "0.weight"
 """The parameter that `Resting.by` reaches."""

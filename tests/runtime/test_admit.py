@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError
-from zeroweave.runtime.admit import check
-from zeroweave.runtime.rest import Status, rest
+from zeroweave.parameters.check import check
+from zeroweave.parameters.places import Status, rest
 
 pytestmark = pytest.mark.oldest
 

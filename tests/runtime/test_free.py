@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from zeroweave import _torch, dc
 from zeroweave.errors import ConfigError
-from zeroweave.runtime.free import free_storages, owners_beside
+from zeroweave.runtime.storages import free_storages, owners_beside
 
 pytestmark = pytest.mark.oldest
 

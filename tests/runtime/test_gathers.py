@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from zeroweave import dc
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.transport import Pending
+from zeroweave.dc.gathers import Gathers
+from zeroweave.dc.registry import Registry
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.flat import Flat
-from zeroweave.runtime.gathers import Gathers
-from zeroweave.runtime.registry import Registry
 
 CPU = torch.device("cpu")
 

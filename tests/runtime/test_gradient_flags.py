@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from tests.comm.recording import RecordingTransport
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.layout import ParameterSpec, build_layout
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradients import Gradients
-from zeroweave.runtime.lanes import Lanes
 from zeroweave.runtime.shard import Shard
+from zeroweave.runtime.transfers import Lanes
 
 SPECS = [
     ParameterSpec("dense", (4,), "float32", 4, True, None),

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.runtime.resting import NAME, Resting, make_resting, real_of
 from zeroweave.errors import ParameterError
-from zeroweave.runtime.rest import AtRest, Status, check, rest
+from zeroweave.parameters.places import AtRest, Status, check, rest
 
 pytestmark = pytest.mark.oldest
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts, ReduceOp, Spread
-from zeroweave.runtime.reduce_buckets import ReduceBuckets
+from zeroweave.dc.reduce_buckets import ReduceBuckets
+from zeroweave.dc.targets import SharesLayout
 from zeroweave.runtime.reductions import Reductions
-from zeroweave.runtime.targets import SharesLayout
 
 
 @dataclass

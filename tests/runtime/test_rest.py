@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.runtime.resting import NAME, ROUTES, Resting, make_resting
 from zeroweave.errors import ParameterError
-from zeroweave.runtime.rest import AtRest
+from zeroweave.parameters.places import AtRest
 
 pytestmark = pytest.mark.oldest
 

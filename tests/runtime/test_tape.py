@@ -8,8 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.playing import Player
 from tests.runtime.test_replay import FREE, facts
-from zeroweave.runtime.frame import Frame
-from zeroweave.runtime.tape import Step, Tape
+from zeroweave.runtime.tape import Frame, Step, Tape
 from zeroweave.schedule import Call
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import lay_out
+from zeroweave.dc.targets import Share, SharesLayout, agree_on_shares, even_shares, make_partition
 from zeroweave.errors import ParameterError
-from zeroweave.runtime.targets import Share, SharesLayout, agree_on_shares, even_shares, make_partition
 
 
 def test_whole_on_every_rank_is_not_sliced() -> None:

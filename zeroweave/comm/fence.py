@@ -8,8 +8,8 @@ import torch
 
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.config.sections import DebugConfig
 from zeroweave.layout import WORLD, BucketLayout
-from zeroweave.sections import DebugConfig
 
 
 class _Finished:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 import xxhash
 
+from zeroweave.comm.gauge import Gauge
 from zeroweave.layout import WORLD
+from zeroweave.ranks.differ import Issued
 
 _REMEMBERED = 4096
 """Collectives whose hashes are kept, for comparison with ranks that are a little behind."""
@@ -41,36 +43,6 @@ class Traffic:
         return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """What is remembered of a collective: its number, from 1, the hash of all up to it, and both in words.
-
-    `call`: the engine's call that it was issued in, see `Ledger.call`; `module`: the last one that had been entered.
-    """
-
-    count: int
-    hash: int
-    text: str
-    call: str
-    module: str = ""
-
-
-@dataclass(slots=True)
-class Gauge:
-    """Bytes in use at present and at most."""
-
-    now: int = 0
-    peak: int = 0
-
-    def add(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-    def restart(self) -> None:
-        """From here on `peak` is measured anew."""
-        self.peak = self.now
-
-
 class Ledger:
     """Counts the collectives that this rank issues. `names`: of buckets, by id, for people; more may be added.
 
@@ -87,7 +59,7 @@ class Ledger:
         self._gauges: dict[str, Gauge] = {}
         self._count = 0
         self._hash = xxhash.xxh3_64()
-        self._marks: deque[Mark] = deque([Mark(0, self._hash.intdigest(), "", "")], maxlen=_REMEMBERED)
+        self._marks: deque[Issued] = deque([Issued(0, self._hash.intdigest(), "", "")], maxlen=_REMEMBERED)
         self.call = ""
         """where this rank is, for people: "in forward", "after step"; the guard says so"""
         self.module = ""
@@ -113,7 +85,7 @@ class Ledger:
         self._count += 1
         self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
         spelled = f"{kind} {self.name_of(bucket)}, {payload} bytes of {dtype}".replace(" ,", ",")
-        self._marks.append(Mark(self._count, self._hash.intdigest(), spelled, self.call, self.module))
+        self._marks.append(Issued(self._count, self._hash.intdigest(), spelled, self.call, self.module))
 
     def entering(self, module: str, back: bool = False) -> None:
         """The module of this name is entered; what is issued from now on may be for it.
@@ -165,11 +137,11 @@ class Ledger:
         return [mark.text for mark in self._marks if mark.count > after]
 
     @property
-    def marks(self) -> tuple[Mark, ...]:
+    def marks(self) -> tuple[Issued, ...]:
         """All that is remembered, the latest last; the first may stand for none. Read by the alarm's thread, too."""
         return tuple(self._marks)
 
-    def _mark_at(self, count: int) -> Mark | None:
+    def _mark_at(self, count: int) -> Issued | None:
         last = (marks := tuple(self._marks))[-1].count
         index = count - last - 1
         return marks[index] if -len(marks) <= index < 0 else None

@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from zeroweave.comm.control import Control
-from zeroweave.comm.differ import next_collective
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.ranks.control import Control
+from zeroweave.ranks.differ import next_collective
 
 
 class Paired:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from zeroweave._torch import coalescing, foreach_copy_, lent, new_process_group
 from zeroweave.comm.clock import Clock, Mark
-from zeroweave.comm.control import Control
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.ranks.control import Control
 
 # The second of each pair is the name before 2.13, which deprecates it.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from zeroweave._torch import symmetric_empty, symmetric_rendezvous
 from zeroweave.comm.clock import Clock, Mark
-from zeroweave.comm.control import Control
-from zeroweave.comm.ledger import Gauge, Ledger
+from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import ConfigError
 from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.ranks.control import Control
 
 
 def check_symmetric_memory(control: Control, device: torch.device) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zeroweave import _torch
 from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of, graph_outputs
-from zeroweave.compile.once import graph_key, one_at_a_time
+from zeroweave.compile.lock import graph_key, one_at_a_time
 from zeroweave.compile.phases import Phases
 from zeroweave.errors import ParameterError
 

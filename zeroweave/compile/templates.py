@@ -19,7 +19,7 @@ from zeroweave import _torch
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Host, Roles, Split, backward_binder, forward_binder, roles_of
-from zeroweave.compile.give_up import explain
+from zeroweave.compile.fallback import explain
 from zeroweave.compile.lower import Kind, Lower
 from zeroweave.compile.phases import Phases
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError

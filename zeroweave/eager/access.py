@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from zeroweave._torch import use_count
+from zeroweave.parameters.places import Places
 from zeroweave.runtime.bucket import Bucket
-from zeroweave.runtime.rest import Places
 from zeroweave.runtime.runtime import Runtime
 
 _Read = Callable[[Any], None]

@@ -13,9 +13,9 @@ import torch
 
 from zeroweave._torch import version, view_base
 from zeroweave.runtime.bucket import Bucket
-from zeroweave.runtime.frame import Frame
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.saved import Saved
+from zeroweave.runtime.tape import Frame
 
 
 class _Handle(NamedTuple):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from zeroweave.optim.offload import Offload
+from zeroweave.optim.state_offload import Offload
 
 _MEASURED: Final = 2
 

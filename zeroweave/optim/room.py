@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
-from zeroweave.comm.board import machine
+from zeroweave.ranks.board import machine
 
 _SMALL: Final = 10 * 2**20
 _GRAIN: Final = 512

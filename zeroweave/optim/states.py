@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from zeroweave.comm.control import Control
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.fragments import Fragments, ShardView
 from zeroweave.optim.room import Need, Room, decide, shortage
+from zeroweave.ranks.control import Control
 
 States = dict[tuple[int, int], dict[str, Any]]
 """(bucket id, slot) -> what an optimizer holds of that parameter, or of this rank's fragment of it."""

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from zeroweave import _torch
-from zeroweave.comm.control import Control
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
-from zeroweave.optim.admit import ELEMENT_WISE, check_optimizer
+from zeroweave.optim.check import ELEMENT_WISE, check_optimizer
 from zeroweave.optim.fragments import Fragments, ShardView
-from zeroweave.optim.offload import Offload
 from zeroweave.optim.room import Room
+from zeroweave.optim.state_offload import Offload
 from zeroweave.optim.states import Gathered, States, gather
-from zeroweave.runtime.lanes import Lanes
+from zeroweave.ranks.control import Control
+from zeroweave.runtime.transfers import Lanes
 
 __all__ = ["ShardedOptimizer", "check_optimizer"]
 

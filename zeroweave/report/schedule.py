@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from zeroweave.engine.samples import FOLDER, STEPS
 from zeroweave.report.course import Course, Shown
 from zeroweave.report.launch import launch
 from zeroweave.report.tables import size, table
-from zeroweave.samples import FOLDER, STEPS
 
 
 def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, steps: int) -> Shown | int:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from zeroweave.comm.ledger import Traffic
+from zeroweave.engine.stats import Memory, Stats
 from zeroweave.report.measure import Count, State
 from zeroweave.report.tables import chart, size, table
 from zeroweave.schedule import Schedule
-from zeroweave.stats import Memory, Stats
 
 SOURCES = ("measured", "schedule", "independent")
 DIFFERENCE = 1e-5

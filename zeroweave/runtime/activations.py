@@ -6,9 +6,9 @@ import weakref
 
 import torch
 
-from zeroweave.runtime.free import free_storages
-from zeroweave.runtime.offload import Offloading
+from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.saved import Saved
+from zeroweave.runtime.storages import free_storages
 from zeroweave.schedule import Call
 
 

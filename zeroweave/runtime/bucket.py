@@ -6,14 +6,14 @@ Where the shard lives is told in `runtime.shard`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
 from zeroweave._torch import owners, storage_key, storage_use_count, version
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
@@ -221,3 +221,40 @@ class Directory:
         if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():
             slot = -1
         return bucket.id, slot
+
+
+class Lingering:
+    """Which of these buckets linger."""
+
+    def __init__(self, buckets: Mapping[int, Bucket]) -> None:
+        self._buckets = buckets
+        self._lingering: set[int] = set()
+
+    def reshard(self, bucket: int) -> None:
+        """Drops a hold of the bucket."""
+        if not self._buckets[bucket].reshard():
+            self._lingering.add(bucket)
+
+    def sweep(self) -> None:
+        """Frees what nobody views any more."""
+        if not self._lingering:
+            return
+        for bucket in sorted(self._lingering):
+            if self._buckets[bucket].holds or self._buckets[bucket].free():
+                self._lingering.discard(bucket)
+
+    def viewed(self) -> bytes:
+        """A byte per bucket, by id: 1 where some tensor of this rank still views its flat."""
+        self.sweep()
+        return bytes(bucket.viewed for _, bucket in sorted(self._buckets.items()))
+
+    def rewrite(self, viewed: bytes) -> None:
+        """Gathers the buckets marked in `viewed`, which all ranks have agreed on, whose shards have new values.
+
+        A view that user code keeps shows them then, as one of an ordinary parameter does.
+        """
+        for (bucket, each), marked in zip(sorted(self._buckets.items()), viewed, strict=True):
+            if marked:
+                each.unshard()
+                each.wait()
+                self.reshard(bucket)

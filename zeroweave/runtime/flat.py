@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from zeroweave._torch import storage_use_count
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.layout import BucketLayout
 

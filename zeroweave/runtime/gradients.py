@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from zeroweave._torch import foreach_add_
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts, ReduceOp, Transport
 from zeroweave.errors import EngineError, ZeroweaveError

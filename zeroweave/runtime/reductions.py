@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 
 

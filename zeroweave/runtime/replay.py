@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.activation_offload import Offloading
+from zeroweave.runtime.bucket import Bucket, Lingering
 from zeroweave.runtime.cursor import Cursor
 from zeroweave.runtime.gradients import Gradients
-from zeroweave.runtime.lingering import Lingering
-from zeroweave.runtime.offload import Offloading
 from zeroweave.runtime.record import Record
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule.build import Schedule

@@ -17,21 +17,21 @@ from functools import partial
 import torch
 
 from zeroweave._torch import accumulates, at_end_of_backward, current_graph_task, place_key, recomputing
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
+from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.activations import Activations
+from zeroweave.runtime.backward import WayBack
 from zeroweave.runtime.bucket import Bucket, Directory
-from zeroweave.runtime.frame import Frame
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
-from zeroweave.runtime.lanes import Lanes
-from zeroweave.runtime.offload import Offloading
 from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.replay import Replay
 from zeroweave.runtime.shard import Shard
-from zeroweave.runtime.way_back import WayBack
+from zeroweave.runtime.tape import Frame
+from zeroweave.runtime.transfers import Lanes
 from zeroweave.schedule import Call, Schedule
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroweave.comm.ledger import Gauge
+from zeroweave.comm.gauge import Gauge
 from zeroweave.errors import EngineError
 from zeroweave.schedule import Call
 

@@ -12,7 +12,7 @@ import torch
 
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.lanes import Download, Host, Lanes, Upload
+from zeroweave.runtime.transfers import Download, Host, Lanes, Upload
 
 
 class Shard:

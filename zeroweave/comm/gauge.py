@@ -1,0 +1,21 @@
+"""An account of memory in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Gauge:
+    """Bytes in use at present and at most."""
+
+    now: int = 0
+    peak: int = 0
+
+    def add(self, nbytes: int) -> None:
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def restart(self) -> None:
+        """From here on `peak` is measured anew."""
+        self.peak = self.now

@@ -1,0 +1,215 @@
+"""The engine's configuration: what may be set, the defaults, and error messages that help.
+
+Keys exist only when they work. Unknown keys are errors that suggest the nearest known key; wrong values
+are errors that name the key and say what is allowed. Values are never converted silently: `"3"` is not a
+stage and `true` is not a number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+
+from zeroweave.config.deepspeed import SECTIONS, translate
+from zeroweave.config.messages import explain
+from zeroweave.config.sections import (
+    STRICT,
+    ActivationsConfig,
+    BucketConfig,
+    CompileConfig,
+    DebugConfig,
+    EngineDebugConfig,
+    ExpertsConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    ReduceConfig,
+)
+from zeroweave.errors import ConfigError, UnsupportedStage
+from zeroweave.notices import warn
+
+
+class _Explained(BaseModel):
+    """A model whose errors are ConfigErrors that say what to do."""
+
+    model_config = STRICT
+
+    def __init__(self, /, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            causes = [details.get("ctx", {}).get("error") for details in error.errors()]
+            unsupported = any(isinstance(cause, UnsupportedStage) for cause in causes)
+            kind = UnsupportedStage if unsupported else ConfigError
+            raise kind(explain(error, type(self))) from None
+
+
+class Config(_Explained):
+    """All settings of one engine. Immutable; `Config(stage=2)` and `Config.load(...)` raise ConfigError."""
+
+    stage: Literal[1, 2, 3] = 3
+    """ZeRO stage: 1 shards optimizer state, 2 gradients as well, 3 parameters as well."""
+
+    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
+    """Backwards in one optimizer step."""
+
+    gradient_clipping: Annotated[float, Field(gt=0)] | None = None
+    """Largest global 2-norm of the gradient; None: no clipping."""
+
+    on_nonfinite: Literal["skip", "raise"] | None = None
+    """Gradients that are infinite or NaN: skip the step, or raise; None: skip where losses are scaled, else no look."""
+
+    gather_after_step: bool = False
+    """Stages 1 and 2: gather the new parameters inside `step()`, for code that reads them in between."""
+
+    deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a rank waits for the others before it says which one is missing."""
+
+    precision: PrecisionConfig = PrecisionConfig()
+    bucket: BucketConfig = BucketConfig()
+    reduce: ReduceConfig = ReduceConfig()
+    compile: CompileConfig = CompileConfig()
+    experts: ExpertsConfig = ExpertsConfig()
+    activations: ActivationsConfig = ActivationsConfig()
+    offload: OffloadConfig = OffloadConfig()
+    debug: EngineDebugConfig = EngineDebugConfig()
+
+    @field_validator("stage", mode="before")
+    @classmethod
+    def _stage_is_a_number(cls, stage: object) -> object:
+        if isinstance(stage, bool):  # True == 1, and a Literal compares by equality
+            raise ValueError(f"stage must be 1, 2 or 3, not {stage}")
+        if stage == 0:
+            raise UnsupportedStage(
+                "stage must be 1, 2 or 3, not 0: every stage shards at least the optimizer's states; what shards "
+                "nothing is torch.nn.parallel.DistributedDataParallel"
+            )
+        return stage
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> Self:
+        if self.gather_after_step and self.stage == 3:
+            raise ValueError(
+                "gather_after_step works with stages 1 and 2 only: stage 3 keeps no parameters gathered; "
+                "read them in engine.full_parameters()"
+            )
+        if self.offload.params and self.stage != 3:
+            raise ValueError(
+                f"offload.params works with stage 3 only, not {self.stage}: stages 1 and 2 keep parameters gathered; "
+                "set stage to 3, or use offload.optimizer"
+            )
+        return self
+
+    @classmethod
+    def load(cls, source: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+        """The config that `source` describes: a Config, a mapping, the path of a .json or .toml file, None.
+
+        None gives the defaults. ConfigError where a file is missing or malformed, a key is unknown, or a
+        value is wrong; the message names all offending keys at once.
+        """
+        if isinstance(source, Config):
+            return source
+        if source is None:
+            return cls()
+        if isinstance(source, Mapping):
+            return cls._of_mapping(source)
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(
+                "the config must be a dict, a zeroweave.Config or the path of a JSON or TOML file, "
+                f"not {type(source).__name__}"
+            )
+        path = Path(source)
+        with _naming(path):
+            return cls._of_mapping(_read(path))
+
+    @classmethod
+    def from_deepspeed(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
+        """The config that means what a DeepSpeed config does: a mapping, or the path of its JSON file.
+
+        docs/deepspeed.md says what becomes of each key. One warning names the keys that change no result and are
+        ignored. ConfigError names all keys at once that change results or memory and cannot be honoured.
+        """
+        with nullcontext() if isinstance(source, Mapping) else _naming(Path(source)):
+            values, ignored = translate(source if isinstance(source, Mapping) else _read(Path(source)))
+            config = cls._of_mapping(values)
+        if ignored:
+            warn(f"ignored keys of the DeepSpeed config, which change no result: {', '.join(ignored)}")
+        return config
+
+    @classmethod
+    def _of_mapping(cls, values: Mapping[Any, Any]) -> Config:
+        for key in values:
+            if not isinstance(key, str):
+                raise ConfigError(f"keys of the config must be strings, not {key!r}")
+        if foreign := [key for key in values if key in SECTIONS and key not in cls.model_fields]:
+            raise ConfigError(
+                f"{', '.join(map(repr, foreign))} of a DeepSpeed config: read it with "
+                "zeroweave.Config.from_deepspeed(path_or_dict), and pass what that returns"
+            )
+        return cls(**values)
+
+
+class RuntimeConfig(_Explained, DebugConfig):
+    """Settings of the low-level runtime (`zeroweave.dc`)."""
+
+    model_config = STRICT
+
+    symmetric_memory: bool = False
+    """Gather parameters through memory that the GPUs of a node read directly; an error where they cannot."""
+
+    double_buffer: bool = True
+    """Two reductions in flight at once instead of one."""
+
+    pre_div_reduce: bool = True
+    """Divide gradients by the world before they are summed; false: the backend's average."""
+
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype in which gradients travel and are summed over ranks; None: their own, for sums of micro-steps too."""
+
+    free_activation_threshold: Annotated[int, Field(ge=0)] = 10_000_000
+    """`free_tensors` frees tensors of more elements than this."""
+
+    deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """How long a rank waits for the others before it says which one is missing."""
+
+    @classmethod
+    def load(cls, source: object) -> RuntimeConfig:
+        """From a mapping, whose keys must be known, or an object, of which only the known attributes are read."""
+        if source is None:
+            return cls()
+        if isinstance(source, cls):
+            return source
+        if isinstance(source, Mapping):
+            return cls(**source)
+        return cls(**{name: getattr(source, name) for name in cls.model_fields if hasattr(source, name)})
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """ConfigErrors inside name the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise type(error)(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    parsers = {".json": json.loads, ".toml": tomllib.loads}
+    parse = parsers.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigError("the config file must end in .json or .toml")
+    try:
+        values = parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the config file cannot be read: {error.strerror}") from None
+    except ValueError as error:  # malformed JSON, TOML or UTF-8
+        raise ConfigError(f"the config file is not valid {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"the config file must hold a table of keys, not a {type(values).__name__}")
+    return values

@@ -1,0 +1,207 @@
+"""DeepSpeed's configuration in terms of zeroweave's: what of it is mapped, what is ignored, what is refused.
+
+`KEYS` is the whole of it. Whatever is not in it is refused as well: a key that nobody knows may change results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from zeroweave.config.deepspeed_keys import KEYS, SECTIONS
+from zeroweave.config.messages import nearest
+from zeroweave.errors import ConfigError
+
+__all__ = ["KEYS", "SECTIONS", "translate"]
+
+_DTYPES: Final = {
+    "fp32": "float32",
+    "float32": "float32",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
+_DEVICES: Final = ("none", "cpu", None)
+_SYNCS: Final = ("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather")
+_FREED: Final = 10 * 1024 * 1024
+"""`compile.free_activation_threshold` where it is not written."""
+
+
+def _above(key: str) -> Iterator[str]:
+    """The sections that a key lies in: `a.b.c` lies in `a` and `a.b`."""
+    parts = key.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))
+
+
+_NAMES: Final = tuple(dict.fromkeys(name for key in KEYS for name in (*_above(key), key)))
+"""All dotted names, those of sections included."""
+
+_SWITCHES: Final = frozenset(
+    {"compile.offload_activation", "compile.offload_opt_states", "compile.offload_parameters"}
+    | {"compile.enabled", "compile.deepcompile", "compile.double_buffer", "compile.free_activation"}
+    | {"activation_checkpointing.cpu_checkpointing", *(f"compile.{name}" for name in _SYNCS)}
+)
+_WHOLE: Final = ("bucket_size", "power", "threshold")
+
+_RENAMED: Final = {"bfloat16": "bf16"}
+
+_AUTO_IS_DEFAULT: Final = frozenset(
+    f"zero_optimization.{name}"
+    for name in ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm", "stage3_prefetch_bucket_size")
+)
+"""Mapped keys that change no result: an integration's "auto" leaves zeroweave's default."""
+
+
+def translate(source: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The arguments of `Config` that a DeepSpeed configuration means, and the keys of it that change nothing.
+
+    ConfigError names every key that is refused, unknown or left to an integration, at once.
+    """
+    values = dict(_flat(source))
+    problems = [problem for key, value in values.items() if (problem := _problem(key, value))]
+    if not problems:
+        problems = [*_contradictions(values)]
+    if problems:
+        raise ConfigError("\n".join(["the DeepSpeed config cannot be followed:", *(f"- {each}" for each in problems)]))
+    return _config(values), sorted(key for key in values if KEYS[key].fate == "ignored")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        key = prefix + (_RENAMED.get(name, name) if not prefix else name)
+        if key == "zero_optimization" and isinstance(value, bool):
+            yield "zero_optimization.stage", int(value)
+        elif isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in KEYS):
+            yield from _flat(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _problem(key: str, value: Any) -> str | None:
+    known = KEYS.get(key)
+    if known is None and key in _NAMES:
+        return f"{key} is {value!r}: a section of keys"
+    if known is None:
+        near = nearest(key, _NAMES)
+        return f"{key}: unknown, and it may change results; " + (f"did you mean {near!r}?" if near else "remove it")
+    if known.fate == "ignored":
+        return None
+    if known.fate == "refused":
+        return None if _asks_nothing(value, known.off) else f"{key} is {value!r}: {known.instead}"
+    if value == "auto" and key not in _AUTO_IS_DEFAULT:
+        return f"{key} is 'auto', which an integration fills in: write the value"
+    if key in ("communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"):
+        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
+            return f"{key} is {value!r}: one of {', '.join(_DTYPES)}"
+    elif key.endswith(".device"):
+        if value not in _DEVICES:
+            return f"{key} is {value!r}: 'cpu' or 'none'"
+    elif key in _SWITCHES:
+        if not isinstance(value, bool):
+            return f"{key} is {value!r}: true or false"
+    elif key == "compile.backend":
+        if value not in ("inductor", "aot_eager"):
+            return f"{key} is {value!r}: 'inductor' or 'aot_eager'"
+    elif key.endswith(_WHOLE) and value not in (None, "auto"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+            return f"{key} is {value!r}: a whole number"
+    return None
+
+
+def _asks_nothing(value: Any, off: tuple[Any, ...]) -> bool:
+    """Is it one of `off`, or a section that is switched off as one of them is, whatever else it says?"""
+    if isinstance(value, Mapping) and value:
+        return any(each and each.items() <= value.items() for each in off if isinstance(each, Mapping))
+    return any(value == each and (value is True) is (each is True) for each in off)  # True would equal 1
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+    if values.get("bf16.enabled") and values.get("fp16.enabled"):
+        yield "bf16.enabled and fp16.enabled: one of them"
+    sizes = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+    if "gradient_accumulation_steps" not in values and sizes <= values.keys():
+        yield (
+            "gradient_accumulation_steps is missing: write train_batch_size / (train_micro_batch_size_per_gpu × ranks)"
+        )
+    if _dtype(values, "data_types.grad_accum_dtype") == "float16":
+        yield "data_types.grad_accum_dtype is 'fp16': fp32 or bf16"
+
+
+def _dtype(values: Mapping[str, Any], key: str) -> str | None:
+    value = values.get(key)
+    return None if value is None else _DTYPES[str(value).removeprefix("torch.")]
+
+
+def _config(values: Mapping[str, Any]) -> dict[str, Any]:
+    half = bool(values.get("bf16.enabled")) or bool(values.get("fp16.enabled"))
+    config: dict[str, Any] = {"stage": values.get("zero_optimization.stage", 0), "precision": _precision(values)}
+    if "gradient_accumulation_steps" in values:
+        config["gradient_accumulation_steps"] = values["gradient_accumulation_steps"]
+    if values.get("gradient_clipping"):
+        config["gradient_clipping"] = values["gradient_clipping"]
+    if values.get("bf16.enabled") and values.get("bf16.check_grad_overflow", True):
+        config["on_nonfinite"] = "skip"
+    if config["precision"].get("loss_scale") == "dynamic":
+        config["on_nonfinite"] = "raise"  # at the smallest scale; above it the step is skipped
+    sizes = [values.get(f"zero_optimization.{name}") for name in ("reduce_bucket_size", "allgather_bucket_size")]
+    if elements := [int(size) for size in sizes if size not in (None, "auto")]:
+        config["bucket"] = {"bytes": min(elements) * (2 if half else 4)}
+    config["offload"] = _offload(values)
+    reduce = config["reduce"] = {}
+    if values.get("prescale_gradients"):
+        reduce["op"] = "presum"
+    if values.get("zero_optimization.overlap_comm") is False or values.get("compile.double_buffer") is False:
+        reduce["depth"] = 1
+    config["compile"] = _compile(values)
+    if values.get("compile.free_activation"):
+        autocast = bool(values.get("torch_autocast.enabled"))
+        threshold = int(values.get("compile.free_activation_threshold", _FREED))
+        config["activations"] = {"free_threshold_bytes": threshold * (2 if half or autocast else 4)}
+    config["debug"] = {name: values[f"compile.{name}"] for name in _SYNCS if f"compile.{name}" in values}
+    return config
+
+
+def _offload(values: Mapping[str, Any]) -> dict[str, Any]:
+    offload: dict[str, Any] = {}
+    if values.get("zero_optimization.offload_optimizer.device") == "cpu" or values.get("compile.offload_opt_states"):
+        offload["optimizer"] = "all"
+    if values.get("zero_optimization.offload_param.device") == "cpu" or values.get("compile.offload_parameters"):
+        offload["params"] = True
+    if values.get("activation_checkpointing.cpu_checkpointing") or values.get("compile.offload_activation"):
+        offload["activations"] = True
+    return offload
+
+
+def _compile(values: Mapping[str, Any]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    if switches := [values[key] for key in ("compile.enabled", "compile.deepcompile") if key in values]:
+        given["enabled"] = any(switches)
+    if "compile.backend" in values:
+        given["lower"] = values["compile.backend"]
+    if values.get("zero_optimization.stage3_prefetch_bucket_size") == 0:
+        given["prefetch"] = 0
+    return given
+
+
+def _precision(values: Mapping[str, Any]) -> dict[str, Any]:
+    precision: dict[str, Any] = {}
+    if values.get("bf16.enabled"):
+        precision["params"] = "bfloat16"
+    if values.get("fp16.enabled"):
+        precision["params"] = "float16"
+        scale = values.get("fp16.loss_scale", 0)
+        if scale:
+            precision["loss_scale"] = float(scale)
+        else:
+            precision["loss_scale"] = "dynamic"
+            precision["initial_loss_scale"] = 2.0 ** values.get("fp16.initial_scale_power", 16)
+            precision["loss_scale_window"] = values.get("fp16.loss_scale_window", 1000)
+            precision["loss_scale_hysteresis"] = values.get("fp16.hysteresis", 2)
+            precision["min_loss_scale"] = values.get("fp16.min_loss_scale", 1)
+    if values.get("torch_autocast.enabled"):
+        precision["autocast"] = _dtype(values, "torch_autocast.dtype") or "bfloat16"
+    for key, name in (("communication_data_type", "reduce"), ("data_types.grad_accum_dtype", "accumulate")):
+        if (dtype := _dtype(values, key)) is not None:
+            precision[name] = dtype
+    return precision

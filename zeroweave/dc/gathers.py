@@ -1,0 +1,132 @@
+"""Sharded parameters that a graph gathers, waits for, and releases by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch.autograd.graph import increment_version
+
+from zeroweave.dc.registry import Parameter, Registry
+from zeroweave.errors import EngineError, ParameterError
+from zeroweave.runtime.flat import Flat
+
+
+class Gathers:
+    """The gathered parameters of one runtime. `together`: the scope in which gathers are issued in one launch."""
+
+    def __init__(self, registry: Registry, together: Callable[[], AbstractContextManager[None]]) -> None:
+        self._registry, self._together = registry, together
+
+    def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        """Takes a hold on a sharded parameter and starts its gather; returns it full, to be waited for."""
+        _, parameter = self._registry.of(graph_id, ds_id)
+        flat = _flat(parameter)
+        _check_partition(parameter, flat, ds_tensor)
+        if parameter.prefetched:
+            parameter.prefetched = False  # with the hold that the prefetch took
+        else:
+            _unshard(parameter, flat)
+        return flat.flat[: parameter.numel].view(parameter.shape)  # one tensor more that views the flat, not two
+
+    def wait_allgather(self, gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        """Makes what `allgather_param` returned usable on the current stream; returns it."""
+        _, parameter = self._registry.of(graph_id, ds_id)
+        flat = _flat(parameter)
+        if not flat.holds:
+            raise EngineError(f"wait_allgather: nobody has gathered {parameter.name}")
+        flat.wait()
+        return gathered
+
+    def release_param(self, gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
+        """Drops the hold at the last of `n_users` calls. With the last hold the storage goes, in stream order.
+
+        While any tensor but `gathered` still views it, it stays; `gathered` itself must not be read any more.
+        """
+        _, parameter = self._registry.of(graph_id, ds_id)
+        flat = _flat(parameter)
+        parameter.releases += 1
+        if parameter.releases < n_users:
+            return
+        parameter.releases = 0
+        if not flat.holds:
+            raise EngineError(f"release_param: nobody has gathered {parameter.name}")
+        flat.reshard(handed_in=1)
+
+    def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
+        """Starts the gathers that the next `allgather_param` of these parameters will ask for, in one launch.
+
+        Nothing is started where one of them is refused.
+        """
+        wanted: dict[int, tuple[Parameter, Flat]] = {}
+        for ds_tensor, ds_id in zip(ds_tensors, ds_ids, strict=True):
+            _, parameter = self._registry.of(graph_id, ds_id)
+            flat = _flat(parameter)
+            _check_partition(parameter, flat, ds_tensor)
+            if not parameter.prefetched:
+                wanted[ds_id] = parameter, flat
+        with self._together():
+            for parameter, flat in wanted.values():
+                parameter.prefetched = True
+                _unshard(parameter, flat)
+
+    @property
+    def held(self) -> bool:
+        """Is a parameter gathered, or on the way, and not released?"""
+        return any(flat.holds > parameter.persistent for parameter, flat in self._sharded())
+
+    def sweep(self) -> None:
+        """Frees what was still viewed when it was released, and is no more."""
+        for _, flat in self._sharded():
+            if not flat.holds:
+                flat.free()
+
+    def drop(self) -> None:
+        """Drops every hold, whoever has it."""
+        for parameter, flat in self._sharded():
+            _drop(parameter, flat)
+
+    def drop_idle(self) -> None:
+        """Drops what is held for being persistent or prefetched only: the next use gathers it anew."""
+        for parameter, flat in self._sharded():
+            if flat.holds == parameter.persistent + parameter.prefetched:
+                _drop(parameter, flat)
+
+    def renew(self) -> None:
+        """The shards have new values: drops what was gathered before, whoever has it.
+
+        A backward that still needs the old values, because its forward saved a view of them, raises.
+        """
+        self.drop()
+        for _, flat in self._sharded():
+            increment_version(flat.flat)
+
+    def _sharded(self) -> list[tuple[Parameter, Flat]]:
+        return [(p, p.flat) for p in self._registry.parameters.values() if p.flat is not None]
+
+
+def _flat(parameter: Parameter) -> Flat:
+    if parameter.flat is None:
+        raise ParameterError(f"{parameter.name} is not sharded; register it with register_z3_param")
+    return parameter.flat
+
+
+def _check_partition(parameter: Parameter, flat: Flat, given: torch.Tensor) -> None:
+    """It is the registered one that is gathered: the values of another would be ignored."""
+    if (given.data_ptr(), given.numel(), given.dtype) != (flat.shard.data_ptr(), flat.shard.numel(), flat.dtype):
+        raise ParameterError(
+            f"{parameter.name}: {given.dtype} {list(given.shape)} is not the memory that was registered as its "
+            f"partition ({flat.dtype} [{flat.shard.numel()}]); hand in that tensor, not a copy"
+        )
+
+
+def _drop(parameter: Parameter, flat: Flat) -> None:
+    parameter.prefetched, parameter.releases = False, 0
+    flat.drop()
+
+
+def _unshard(parameter: Parameter, flat: Flat) -> None:
+    if parameter.persistent and not flat.holds:
+        flat.unshard()  # one hold more than anybody releases
+    flat.unshard()

@@ -1,0 +1,313 @@
+"""Gradients of backwards that a compiler pass drives by name.
+
+A *window* is what the backwards up to an updating one add up to; the next backward begins a new one. ZeRO-1
+adds up locally and reduces when the backward updates, ZeRO-2 and 3 reduce each time: that is a flag of the
+graph. All else (where a reduced gradient goes, first or later) belongs to the parameter, whichever graphs
+contribute, so that a recompilation inside a window changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import xxhash
+
+from zeroweave._torch import at_end_of_backward, current_graph_task
+from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.transport import Transport
+from zeroweave.dc.reduce_buckets import ReduceBuckets
+from zeroweave.dc.registry import Graph, Parameter, Registry
+from zeroweave.dc.targets import GradientPartition, SharesLayout, make_partition
+from zeroweave.errors import EngineError, ParameterError
+from zeroweave.runtime.reductions import Reductions
+
+
+class Executor:
+    """The reductions of one runtime by name. `gradients` counts the bytes of sums and partitions.
+
+    `bucket_size` is in elements; at most `depth` reductions are in flight. `check()` is called after each backward
+    that has reduced, and before the next one begins.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        transport: Transport,
+        reductions: Reductions,
+        bucket_size: int,
+        depth: int,
+        gradients: Gauge,
+        device: torch.device,
+        check: Callable[[], None],
+    ) -> None:
+        self._registry, self._reductions = registry, reductions
+        self._rank, self._world = transport.rank, transport.world
+        self._device, self._gradients = device, gradients
+        self._buckets = ReduceBuckets(bucket_size, depth, reductions, self._start)
+        self._layouts: dict[tuple[tuple[int, ...], torch.dtype], SharesLayout] = {}
+        self._partition: GradientPartition | None = None
+        self._update: bool | None = None
+        """does the present backward end the window? None before the first"""
+        self._ended = True
+        """was everything of the present backward reduced and settled?"""
+        self._settle_at_end = False
+        self._task: int | None = None
+        """the autograd backward that has contributed and not finished"""
+        self._count = self._checked = 0
+        """reductions, and those that there were at the last check"""
+        self._check = check
+        self._forwards = False
+        """has a forward of the next window begun?"""
+
+    def start_backward(self, update: bool) -> None:
+        """A backward begins; `update`: its end is the end of the window.
+
+        EngineError where an earlier backward did not finish; `zero_grad()` gives it up.
+        """
+        self.check_finished()
+        if self._update and not self._ended:
+            raise EngineError("start_backward: the updating backward was not ended; call end_backward or zero_grad()")
+        self._buckets.flush()
+        self._check_reductions()
+        if self._update is not False:
+            for parameter in self._registry.parameters.values():
+                parameter.written = False
+        self._update, self._ended, self._forwards = update, False, False
+
+    @property
+    def in_window(self) -> bool:
+        """Has a backward begun since the last updating one ended?"""
+        return self._update is not None and not (self._update and self._ended)
+
+    def begin_forward(self) -> bool:
+        """A forward begins; is it the first one since the last window?"""
+        self.check_finished()
+        first, self._forwards = not (self.in_window or self._forwards), True
+        return first
+
+    def _check_reductions(self) -> None:
+        """Everything of a backward is issued: if that was anything, the ranks may compare it."""
+        if self._count != self._checked:
+            self._checked = self._count
+            self._check()
+
+    def check_finished(self) -> None:
+        """Raises if an earlier backward of autograd broke off."""
+        if self._task is not None and self._task != current_graph_task():
+            raise EngineError("an earlier backward did not finish; call zero_grad() and start the window anew")
+
+    def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        """A gradient of the present backward, of the parameter's shape, any floating dtype. Returns an empty tensor.
+
+        It is not copied before its bucket is reduced: nobody may write it. Every rank hands in the same
+        gradients in the same order.
+        """
+        graph, parameter = self._registry.of(graph_id, ds_id)
+        self._check_begun(f"reduce_grad of {parameter.name}")
+        if tuple(grad.shape) != parameter.shape:
+            raise ParameterError(f"{parameter.name}: its gradient has the shape {list(grad.shape)}")
+        self._registry.check_tensor(parameter, "its gradient", grad)
+        self._ended = False
+        self._note_task()
+        with torch.no_grad():
+            self._contribute(graph, parameter, grad.detach())
+        return grad.new_empty(0)
+
+    def _check_begun(self, what: str) -> None:
+        if self._update is None:
+            raise EngineError(f"{what} outside of a backward: call start_backward first")
+        if current_graph_task() < 0:
+            self.check_finished()
+
+    def _contribute(self, graph: Graph, parameter: Parameter, grad: torch.Tensor) -> None:
+        if not parameter.numel:
+            return  # nothing to reduce, not even padding
+        reduces = self._update or graph.reduces_always
+        if reduces and parameter.local is None:
+            self._buckets.add(parameter.id, grad, kind=parameter.shares is None)
+            return
+        self._add_up(parameter, grad)
+        if reduces:
+            self._reduce_local(parameter)
+
+    def _add_up(self, parameter: Parameter, grad: torch.Tensor) -> None:
+        if parameter.local is None:
+            wide = torch.promote_types(torch.float32, grad.dtype)
+            parameter.local, parameter.local_of = grad.to(wide, copy=True), grad.dtype
+            self._gradients.add(parameter.local.nbytes)
+        else:
+            parameter.local += grad
+            parameter.local_of = torch.promote_types(parameter.local_of, grad.dtype)
+
+    def _reduce_local(self, parameter: Parameter) -> None:
+        """Hands the sum over as a gradient would be: in the dtype of the gradients, unless another is stated."""
+        if (local := self._take_local(parameter)) is not None:
+            dtype = self._reductions.dtype or parameter.local_of
+            self._buckets.add(parameter.id, local.to(dtype), kind=parameter.shares is None)
+
+    def _take_local(self, parameter: Parameter) -> torch.Tensor | None:
+        local, parameter.local = parameter.local, None
+        if local is not None:
+            self._gradients.add(-local.nbytes)
+        return local
+
+    def _note_task(self) -> None:
+        """In a backward of autograd: what has come together is reduced when that is over."""
+        task = current_graph_task()
+        if task >= 0 and self._task is None:
+            self._task = task
+            at_end_of_backward(self._task_ended)
+
+    def _task_ended(self) -> None:
+        self._task = None
+        self._buckets.flush()
+        if self._settle_at_end:
+            self._finish()
+        self._check_reductions()
+
+    def end_backward(self, graph_id: int, release_reduce_buckets: bool | None = None) -> None:
+        """The graph's part of the backward is over; may be left out of backwards that do not update.
+
+        Reductions are settled and their buckets released when the whole backward is over, whichever graphs had
+        gradients: inside a backward of autograd at its end, else at once, with the local sums of all graphs, as none
+        of them may have more to come. True settles now, False leaves it to a later call.
+        """
+        self._registry.graph(graph_id)
+        self._check_begun("end_backward")
+        if release_reduce_buckets is False:
+            self._buckets.flush()
+        elif release_reduce_buckets or current_graph_task() < 0:
+            self._finish()
+        else:
+            self._settle_at_end = True
+            self._note_task()
+        if current_graph_task() < 0:
+            self._check_reductions()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Everything that this backward has to reduce is reduced and settled."""
+        self._settle_at_end = False
+        if self._update:
+            # by id: ranks may have registered the parameters in another order
+            for _, parameter in sorted(self._registry.parameters.items()):
+                self._reduce_local(parameter)
+        self._buckets.flush()
+        self._reductions.settle_all()
+        if self._update:
+            for parameter in self._registry.parameters.values():  # those of forgotten graphs, too
+                if parameter.agreed and not parameter.written and parameter.buffer is not None:
+                    parameter.buffer.zero_()  # no gradient in the whole window: not the last one's, either
+        self._ended = True
+
+    def settle(self) -> None:
+        """Makes the targets hold all that has been reduced so far."""
+        self._reductions.settle_all()
+
+    # ------------------------------------------------------------------ gradients on their way to the optimizer
+    def _start(self, parts: dict[int, torch.Tensor]) -> None:
+        ids = tuple(sorted(parts))  # in whichever order this rank was handed them
+        first = parts[ids[0]]
+        dtype = self._reductions.dtype or first.dtype
+        layout = self._layout(ids, dtype)
+        # Results are settled in the order in which they are issued, so this is known now.
+        fresh = frozenset(ds_id for ds_id in ids if not self._registry.parameters[ds_id].written)
+        self._count += 1
+        self._reductions.start(
+            self._count,
+            {slot: parts[ds_id] for slot, ds_id in enumerate(ids)},
+            layout,
+            first,
+            partial(self._deliver, ids, layout, fresh),
+            whole=layout.whole,
+            out=self._direct(ids[0], layout, dtype) if fresh and len(ids) == 1 else None,
+        )
+        for ds_id in ids:
+            self._registry.parameters[ds_id].written = True
+
+    def _layout(self, ids: tuple[int, ...], dtype: torch.dtype) -> SharesLayout:
+        layout = self._layouts.get((ids, dtype))
+        if layout is None:
+            parameters = [self._registry.parameters[ds_id] for ds_id in ids]
+            shares = [p.shares for p in parameters if p.shares is not None]  # of all, or of none
+            numels = [p.numel for p in parameters]
+            # Nothing else tells the ranks' buckets apart that have other parameters of equal sizes.
+            of_ids = xxhash.xxh3_64_intdigest(repr(ids).encode())
+            layout = SharesLayout(of_ids, dtype.itemsize, self._world, numels, shares or None)
+            self._layouts[ids, dtype] = layout
+        return layout
+
+    def _direct(self, ds_id: int, layout: SharesLayout, dtype: torch.dtype) -> torch.Tensor | None:
+        """The target itself, where it can take the result of its window's first reduction without a copy."""
+        buffer = self._registry.parameters[ds_id].buffer
+        numel = layout.numel if layout.whole else layout.chunks[self._rank]
+        if buffer is None or buffer.dtype != dtype or buffer.numel() != numel:
+            return None
+        return buffer.view(-1)
+
+    @torch.no_grad()
+    def _deliver(self, ids: tuple[int, ...], layout: SharesLayout, fresh: frozenset[int], result: torch.Tensor) -> None:
+        places = layout.places(self._rank)
+        for slot, ds_id in enumerate(ids):
+            target, padding = self._target(self._registry.parameters[ds_id])
+            piece = result.narrow(0, places.get(slot, 0), target.numel())
+            if ds_id not in fresh:
+                target.add_(piece)
+                continue
+            if piece.data_ptr() != target.data_ptr():  # else the reduction wrote it
+                target.copy_(piece)
+            padding.zero_()
+
+    def _target(self, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+        """[elements] this rank's share of the parameter's gradient, where the optimizer will read it; its padding."""
+        if parameter.buffer is None:
+            flat = self._step_partition(parameter.id).view(parameter.id)
+        else:
+            flat = parameter.buffer.view(-1)
+        held = parameter.numel if parameter.shares is None else parameter.shares[self._rank].numel
+        return flat[:held], flat[held:]
+
+    def _step_partition(self, ds_id: int | None = None) -> GradientPartition:
+        """The window's partition, with `ds_id` (None: every parameter without a buffer that a graph ever had) in it."""
+        old = self._partition
+        if old is not None and ds_id in old.slices:
+            return old
+        bare = [p for p in self._registry.parameters.values() if p.buffer is None]
+        held = [(p.id, p.shares[self._rank]) for p in bare if p.shares is not None]
+        if old is not None and len(held) == len(old.slices):
+            return old
+        self._partition = new = make_partition(held, self._device, self._gradients)
+        if old is not None:  # a graph with other parameters came in the middle of the window
+            for known in old.slices:
+                new.view(known).copy_(old.view(known))
+            old.release()
+        return new
+
+    def take_gradients(self) -> GradientPartition:
+        """The window's gradients of all parameters without a buffer; the runtime keeps no reference.
+
+        To be called once after the updating backward. Whoever takes them calls `release()` when done.
+        """
+        if not (self._update and self._ended):
+            raise EngineError("take_gradients: call it once, after the end of the updating backward")
+        taken = self._step_partition()
+        for ds_id in taken.slices:
+            if not self._registry.parameters[ds_id].written:
+                taken.view(ds_id).zero_()
+        self._partition = None
+        self._update = None  # nothing can be added any more
+        return taken
+
+    def zero_grad(self) -> None:
+        """Drops the window: after a skipped step or an exception, on all ranks."""
+        self._buckets.drop()
+        self._reductions.drop()
+        for parameter in self._registry.parameters.values():
+            parameter.written = False
+            self._take_local(parameter)
+        if self._partition is not None:
+            self._partition.release()
+            self._partition = None
+        self._update, self._ended, self._task, self._settle_at_end = None, True, None, False

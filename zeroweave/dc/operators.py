@@ -1,0 +1,197 @@
+"""Operators for graphs of one's own: `torch.ops.zeroweave.*`, and the same under other namespaces on request.
+
+What a compiler may do to them follows from their schemas. Arguments marked as written (`Tensor(a!)`) are not
+written; the mark keeps the operator in a graph whose results nobody uses, behind everything that computes or
+reads the argument before it and in front of everything that reads it afterwards:
+
+    reduce_grad(grad)         after the gradient, before what reads its result
+    prefetch_params_fused     before the next allgather_param of the same partitions, after the last one
+    wait_allgather(gathered)  after the allgather_param, before every use
+    release_param(gathered)   after every use
+    free_tensors(tensors)     after every use
+    end_backward(deps)        after the reduce_grads whose results are its `deps`
+
+The mark cannot say that communication reads and writes memory later than the operator runs: hence
+`inductor_options`. They are meant for graphs that autograd has been traced out of; autograd does not see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from zeroweave import _torch
+from zeroweave.dc.runtime import RuntimeByName
+from zeroweave.errors import EngineError
+from zeroweave.runtime.storages import free_storages, owners_beside
+
+RuntimeOf = Callable[[int], RuntimeByName]
+
+SCHEMAS = {
+    "reduce_grad": "(Tensor(a!) grad, int graph_id, int ds_id) -> Tensor",
+    "allgather_param": "(Tensor ds_tensor, int graph_id, int ds_id) -> Tensor",
+    "wait_allgather": "(Tensor(a!) gathered, int graph_id, int ds_id) -> ()",
+    "release_param": "(Tensor(a!) gathered, int graph_id, int ds_id, int n_users=1) -> ()",
+    "prefetch_params_fused": "(int graph_id, Tensor(a!)[] ds_tensors, int[] ds_ids) -> ()",
+    "free_tensors": "(Tensor(a!)[] tensors) -> ()",
+    "end_backward": "(Tensor(a!)[] deps, int graph_id, bool? release_reduce_buckets=None) -> ()",
+    "_owners": "(Tensor(a!)[] tensors) -> int[]",
+}
+
+
+def install(namespace: str, runtime_of: RuntimeOf, threshold: Callable[[], int]) -> torch.library.Library:
+    """Defines `torch.ops.<namespace>.*`; they live as long as what is returned.
+
+    `runtime_of(graph_id)` finds the runtime of a graph, `threshold()` is that of `free_tensors`, in elements.
+    EngineError, and nothing is defined, where the namespace has an operator of one of the names.
+    """
+    taken = [name for name in SCHEMAS if hasattr(getattr(torch.ops, namespace), name)]
+    if taken:
+        raise EngineError(f"torch.ops.{namespace} has operators of other origin: {', '.join(taken)}")
+    library = torch.library.Library(namespace, "FRAGMENT")
+
+    def free(tensors: Sequence[torch.Tensor]) -> None:
+        # asked each time: how Python calls functions changes when Dynamo is first used
+        held = _owners_of_a_variable(getattr(torch.ops, namespace)._owners.default)
+        free_storages(tensors, threshold(), held)
+
+    kernels = _kernels(runtime_of, free)
+    for name, schema in SCHEMAS.items():
+        library.define(name + schema)
+        library.impl(name, kernels[name], "CompositeExplicitAutograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        if name != "_owners":
+            torch.library.register_fake(f"{namespace}::{name}", _fakes(runtime_of)[name], lib=library)
+    return library
+
+
+def _kernels(runtime_of: RuntimeOf, free: Callable[[Sequence[torch.Tensor]], None]) -> dict[str, Callable[..., Any]]:
+    def reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        return runtime_of(graph_id).reduce_grad(grad, graph_id, ds_id)
+
+    def allgather_param(ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        return runtime_of(graph_id).allgather_param(ds_tensor, graph_id, ds_id)
+
+    def wait_allgather(gathered: torch.Tensor, graph_id: int, ds_id: int) -> None:
+        runtime_of(graph_id).wait_allgather(gathered, graph_id, ds_id)
+
+    def release_param(gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
+        runtime_of(graph_id).release_param(gathered, graph_id, ds_id, n_users)
+
+    def prefetch_params_fused(graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
+        runtime_of(graph_id).prefetch_params_fused(graph_id, ds_tensors, ds_ids)
+
+    def free_tensors(tensors: Sequence[torch.Tensor]) -> None:
+        free(tensors)
+
+    def end_backward(deps: Sequence[torch.Tensor], graph_id: int, release_reduce_buckets: bool | None = None) -> None:
+        runtime_of(graph_id).end_backward(graph_id, release_reduce_buckets)
+
+    return {
+        "reduce_grad": reduce_grad,
+        "allgather_param": allgather_param,
+        "wait_allgather": wait_allgather,
+        "release_param": release_param,
+        "prefetch_params_fused": prefetch_params_fused,
+        "free_tensors": free_tensors,
+        "end_backward": end_backward,
+        "_owners": owners_beside,
+    }
+
+
+def _fakes(runtime_of: RuntimeOf) -> dict[str, Callable[..., Any]]:
+    """Shapes without values: what tracing and compilers run."""
+
+    def reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        return grad.new_empty(0)
+
+    def allgather_param(ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        return ds_tensor.new_empty(runtime_of(graph_id).shape_of(graph_id, ds_id))
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    fakes = dict.fromkeys(SCHEMAS, nothing)
+    return {**fakes, "reduce_grad": reduce_grad, "allgather_param": allgather_param}
+
+
+def _owners_of_a_variable(count: Callable[[list[torch.Tensor]], list[int]]) -> int:
+    """How many owners a tensor has inside an operator's kernel whose caller holds it in one variable.
+
+    Counted, not known: it depends on how Python and PyTorch hand arguments on.
+    """
+    variable = torch.empty(0)
+    return count([variable])[0]
+
+
+def inductor_options(namespaces: Iterable[str]) -> dict[str, Any]:
+    """Inductor's options under which the operators of `namespaces` do in its code what they do in the graph.
+
+    It also tells Inductor, once and for the process, to compute what reads an argument before the operator runs.
+    """
+    _torch.inductor_reads_first(
+        [
+            getattr(getattr(torch.ops, namespace), name).default
+            for namespace in namespaces
+            for name, schema in SCHEMAS.items()
+            if "!" in schema
+        ]
+    )
+    return {
+        # Communication reads and writes memory later than its operator runs: nothing else may use it meanwhile.
+        "allow_buffer_reuse": False,
+        "inplace_buffers": False,
+        "memory_planning": False,
+        "disabled_passes": "reinplace_inplaceable_ops",
+        # The order of the graph is kept, so that a gather stays ahead of its wait.
+        "reorder_for_locality": False,
+        "reorder_for_peak_memory": False,
+        "reorder_for_compute_comm_overlap": False,
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+        # Its key does not know the shapes that are registered with the runtime. Compiled kernels are still cached.
+        "fx_graph_cache": False,
+    }
+
+
+def add_free_tensors(graph: fx.Graph, threshold: int, tensors: Iterable[fx.Node] | None = None) -> list[fx.Node]:
+    """Frees placeholders of a graph after their last use; returns those. `graph` is changed, not recompiled.
+
+    `tensors`: the placeholders to look at, all by default; nodes carry their values in `meta["val"]`. Left out are
+    those of at most `threshold` elements, those that nobody uses, and whatever an output of the graph may alias.
+    """
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    bases = _bases(graph)
+    returned = {base for node in graph.output_node().all_input_nodes for base in bases[node]}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for argument in node.all_input_nodes:
+            last.update(dict.fromkeys(bases[argument], node))
+    freed = []
+    for node in graph.find_nodes(op="placeholder") if tensors is None else tensors:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or node in returned or node not in last:
+            continue
+        if isinstance(numel := value.numel(), int) and numel <= threshold:
+            continue
+        freed.append(node)
+    for node in sorted(freed, key=lambda node: order[last[node]]):
+        with graph.inserting_after(last[node]):
+            graph.call_function(torch.ops.zeroweave.free_tensors.default, ([node],))
+    return freed
+
+
+def _bases(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each node, the placeholders whose storage its value may share."""
+    bases: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in graph.nodes:
+        schema = _torch.operator_schema(node.target)
+        if node.op == "placeholder":
+            bases[node] = frozenset([node])
+        elif schema is not None and all(value.alias_info is None for value in schema.returns):
+            bases[node] = frozenset()
+        else:
+            bases[node] = frozenset().union(*(bases[argument] for argument in node.all_input_nodes))
+    return bases

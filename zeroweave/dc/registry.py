@@ -1,0 +1,255 @@
+"""What is registered with a runtime by name: parameters, their gradient buffers, graphs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroweave.dc.targets import Share, agree_on_shares, even_shares
+from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
+from zeroweave.layout import BucketLayout, Slot
+from zeroweave.ranks.control import Control
+from zeroweave.runtime.flat import Flat
+
+
+@dataclass(slots=True, eq=False)
+class Parameter:
+    """One registered parameter. Flags and sums belong to it, whichever graphs contribute."""
+
+    id: int
+    shape: tuple[int, ...]
+    buffer: torch.Tensor | None
+    """where its reduced gradient goes; None: into the step-local partition"""
+    offset: int
+    flat: Flat | None = None
+    """of a sharded parameter"""
+    persistent: bool = False
+    shares: tuple[Share, ...] | None = None
+    """what each rank holds of the gradient; None: all of it"""
+    agreed: bool = False
+    """do all ranks know the shares?"""
+    local: torch.Tensor | None = None
+    """the sum of the window's backwards that did not reduce"""
+    local_of: torch.dtype = torch.float32
+    """the dtype of the gradients in it"""
+    written: bool = False
+    """has a reduction of the window been issued? Its first result is copied into the target, later ones are added"""
+    releases: int = 0
+    prefetched: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        return f"parameter {self.id} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    ids: frozenset[int]
+    reduces_always: bool
+    """ZeRO-2 and 3; ZeRO-1 reduces only when the backward updates"""
+
+
+class Registry:
+    """Parameters and graphs by id. `make_flat(layout, shard)` makes the flat of a sharded parameter."""
+
+    def __init__(
+        self, control: Control, device: torch.device, make_flat: Callable[[BucketLayout, torch.Tensor], Flat]
+    ) -> None:
+        self._control, self._device, self._make_flat = control, device, make_flat
+        self.rank, self.world = control.rank, control.world
+        self.parameters: dict[int, Parameter] = {}
+        self.graphs: dict[int, Graph] = {}
+
+    def register_param(
+        self,
+        ds_id: int,
+        ds_shape: Sequence[int],
+        ds_tensor: torch.Tensor,
+        grad_buffer: torch.Tensor | None = None,
+        offset: int = 0,
+    ) -> None:
+        """A parameter that every rank holds whole (ZeRO-1 and 2).
+
+        `grad_buffer`: this rank's place for the reduced gradient, written in its dtype. If it has as many elements
+        as the parameter it holds the whole gradient, and `offset` is the caller's affair; if fewer, it holds
+        elements `offset` to `offset + numel` of the parameter's flat gradient. None: each rank gets an equal share,
+        step by step, from `take_gradients`. Nothing is allocated here.
+        """
+        parameter = self._new(ds_id, ds_shape, grad_buffer, offset)
+        self.check_tensor(parameter, "ds_tensor", ds_tensor)
+        if tuple(ds_tensor.shape) != parameter.shape:
+            raise ParameterError(f"{parameter.name}: ds_tensor has the shape {list(ds_tensor.shape)}")
+        held = parameter.numel if grad_buffer is None else grad_buffer.numel()
+        if 0 < held != parameter.numel and not 0 <= offset <= parameter.numel - held:
+            raise ParameterError(
+                f"{parameter.name}: grad_buffer reaches from element {offset} to {offset + held} "
+                f"of a gradient of {parameter.numel}"
+            )
+        self.parameters[ds_id] = parameter
+
+    def register_z3_param(
+        self,
+        ds_id: int,
+        ds_shape: Sequence[int],
+        ds_tensor: torch.Tensor,
+        grad_buffer: torch.Tensor | None = None,
+        persistent: bool = False,
+    ) -> None:
+        """A parameter of which `ds_tensor` [c] is this rank's partition: elements rank * c to (rank + 1) * c.
+
+        c is at least numel / world, rounded up, and equal on all ranks; what lies beyond the parameter is padding.
+        `grad_buffer` [c]: the same part of the gradient, as above. `persistent`: once gathered it stays so
+        until the forward after the next update.
+        """
+        parameter = self._new(ds_id, ds_shape, grad_buffer, 0)
+        self.check_tensor(parameter, "ds_tensor", ds_tensor)
+        size = ds_tensor.numel()
+        if size * self.world < parameter.numel or not ds_tensor.is_contiguous():
+            raise ParameterError(
+                f"{parameter.name}: ds_tensor must be this rank's contiguous partition of at least "
+                f"{-(-parameter.numel // self.world)} elements, not {list(ds_tensor.shape)}"
+            )
+        if grad_buffer is not None and grad_buffer.numel() != size:
+            raise ParameterError(
+                f"{parameter.name}: grad_buffer has {grad_buffer.numel()} elements, its partition {size}"
+            )
+        starts = [min(rank * size, parameter.numel) for rank in range(self.world)]
+        parameter.shares = tuple(Share(start, min(size, parameter.numel - start)) for start in starts)
+        parameter.persistent, parameter.agreed = persistent, True
+        layout = BucketLayout(
+            id=ds_id,
+            name=parameter.name,
+            dtype=str(ds_tensor.dtype).removeprefix("torch."),
+            itemsize=ds_tensor.itemsize,
+            requires_grad=True,
+            group="world",
+            world=self.world,
+            slots=(Slot(parameter.name, 0, parameter.numel, parameter.shape),),
+            numel=size * self.world,
+        )
+        parameter.flat = self._make_flat(layout, ds_tensor.detach().view(-1))
+        self.parameters[ds_id] = parameter
+
+    def _new(self, ds_id: int, ds_shape: Sequence[int], grad_buffer: torch.Tensor | None, offset: int) -> Parameter:
+        if ds_id in self.parameters:
+            raise ParameterError(f"a parameter with ds_id {ds_id} is registered already")
+        parameter = Parameter(ds_id, tuple(ds_shape), grad_buffer, offset)
+        if grad_buffer is not None:
+            self._check_buffer(parameter, grad_buffer)
+        return parameter
+
+    def check_tensor(self, parameter: Parameter, what: str, tensor: torch.Tensor) -> None:
+        """ParameterError unless `tensor` can travel: dense, of floating point, on the runtime's kind of device."""
+        device = self._device.type
+        if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.device.type != device:
+            raise ParameterError(
+                f"{parameter.name}: {what} must be a dense floating-point tensor on {device}, "
+                f"not {tensor.dtype} ({tensor.layout}) on {tensor.device}"
+            )
+
+    def _check_buffer(self, parameter: Parameter, buffer: torch.Tensor) -> None:
+        self.check_tensor(parameter, "grad_buffer", buffer)
+        if not buffer.is_contiguous():
+            raise ParameterError(f"{parameter.name}: grad_buffer must be contiguous")
+
+    def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
+        """Another buffer for the same elements, from the next reduction that is settled on."""
+        parameter = self.parameter(ds_id)
+        self._check_buffer(parameter, grad_buffer)
+        if parameter.buffer is None or grad_buffer.numel() != parameter.buffer.numel():
+            held = 0 if parameter.buffer is None else parameter.buffer.numel()
+            raise ParameterError(
+                f"{parameter.name}: the new grad_buffer has {grad_buffer.numel()} elements, the registered one {held}"
+            )
+        if parameter.written:
+            grad_buffer.copy_(parameter.buffer.view_as(grad_buffer))  # what the window has added up so far
+        parameter.buffer = grad_buffer
+
+    def register_graph(
+        self,
+        graph_id: int,
+        ds_ids: Iterable[int],
+        sharded: bool,
+        reduces_always: bool,
+        check: Callable[[int], None] = lambda graph_id: None,
+    ) -> None:
+        """The graph's two policies. Collective; what one rank refuses, all refuse, and nobody waits for it.
+
+        `check(graph_id)` may refuse, too.
+        """
+        ids = tuple(dict.fromkeys(ds_ids))
+        graph = Graph(frozenset(ids), reduces_always)
+        try:
+            check(graph_id)
+            parameters = self._parameters_of(graph_id, ids, sharded)
+        except ZeroweaveError as error:
+            self._exchange(graph_id, error)
+            raise
+        self._agree(graph_id, graph, parameters)
+        self.graphs[graph_id] = graph
+
+    def _parameters_of(self, graph_id: int, ids: Sequence[int], sharded: bool) -> list[Parameter]:
+        if graph_id in self.graphs:
+            raise EngineError(f"a graph with graph_id {graph_id} is registered already")
+        parameters = [self.parameter(ds_id) for ds_id in ids]
+        for parameter in parameters:
+            if (parameter.flat is not None) != sharded:
+                made = "register_z3_param" if parameter.flat is not None else "register_param"
+                raise ParameterError(f"{parameter.name} of graph {graph_id} was registered with {made}")
+        return parameters
+
+    def _exchange(self, graph_id: int, mine: Any) -> list[Any]:
+        """Collective: every rank's `mine`; raises where another rank sent an error instead."""
+        ranks = self._control.all_gather_object(mine, f"the registration of graph {graph_id}")
+        for rank, theirs in enumerate(ranks):
+            if isinstance(theirs, ZeroweaveError) and not isinstance(mine, ZeroweaveError):
+                raise type(theirs)(f"rank {rank} could not register graph {graph_id}: {theirs}")
+        return ranks
+
+    def _agree(self, graph_id: int, graph: Graph, parameters: Sequence[Parameter]) -> None:
+        """Collective: every rank learns what the others hold of each gradient."""
+        same = [(p.id, p.shape, p.flat and p.flat.layout, p.persistent) for p in parameters]
+        held_here = [None if p.buffer is None else (p.buffer.numel(), p.offset) for p in parameters]
+        ranks = self._exchange(graph_id, (graph.reduces_always, same, held_here))
+        for rank, theirs in enumerate(ranks):
+            if theirs[:2] != (graph.reduces_always, same):
+                raise ParameterError(
+                    f"graph {graph_id}: ranks {self.rank} and {rank} registered it with different stages, "
+                    "parameters, sizes of their partitions, or values of `persistent`"
+                )
+        for index, parameter in enumerate(parameters):
+            if parameter.agreed:
+                continue
+            held = [theirs[2][index] for theirs in ranks]
+            if all(one is None for one in held):
+                parameter.shares = even_shares(parameter.numel, self.world)
+            elif any(one is None for one in held):
+                raise ParameterError(f"{parameter.name}: some ranks registered a grad_buffer and some did not")
+            else:
+                parameter.shares = agree_on_shares(parameter.name, parameter.numel, held)
+            parameter.agreed = True
+
+    # ------------------------------------------------------------------ lookup
+    def parameter(self, ds_id: int) -> Parameter:
+        if ds_id not in self.parameters:
+            raise ParameterError(f"no parameter with ds_id {ds_id} is registered")
+        return self.parameters[ds_id]
+
+    def graph(self, graph_id: int) -> Graph:
+        if graph_id not in self.graphs:
+            raise EngineError(f"no graph with graph_id {graph_id} is registered")
+        return self.graphs[graph_id]
+
+    def of(self, graph_id: int, ds_id: int) -> tuple[Graph, Parameter]:
+        graph, parameter = self.graph(graph_id), self.parameter(ds_id)
+        if ds_id not in graph.ids:
+            raise ParameterError(f"{parameter.name} does not belong to graph {graph_id}")
+        return graph, parameter

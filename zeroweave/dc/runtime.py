@@ -1,0 +1,319 @@
+"""One runtime of the low-level API: what `zeroweave.dc` gives names to, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zeroweave.comm.fence import fenced
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.process_group import device_of, make_transport, own_group
+from zeroweave.comm.skip import Skipping
+from zeroweave.comm.symmetric import SymmetricGathers, check_symmetric_memory
+from zeroweave.config import RuntimeConfig
+from zeroweave.dc.dry_run import Rehearsal
+from zeroweave.dc.gathers import Gathers
+from zeroweave.dc.gradients import Executor
+from zeroweave.dc.registry import Registry
+from zeroweave.dc.targets import GradientPartition
+from zeroweave.errors import ConfigError, EngineError
+from zeroweave.ranks.control import Agreement, Control
+from zeroweave.runtime.flat import Flat
+from zeroweave.runtime.reductions import Reductions
+from zeroweave.runtime.storages import free_storages
+
+
+class _Parts(NamedTuple):
+    """A registry, and whatever carries out the steps of its parameters and graphs."""
+
+    registry: Registry
+    executor: Executor
+    gathers: Gathers
+
+
+class RuntimeByName:
+    """Parameters, graphs and communication over the ranks of `process_group` (None: all).
+
+    `config`: a `RuntimeConfig`, a mapping, or an object with attributes of those names. `initial_reduce_bucket_size`
+    is in elements; both are the same on all ranks, else ConfigError. Making one is collective, and so are registering
+    a graph and `cleanup`.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        config: RuntimeConfig | Mapping[str, Any] | object = None,
+        initial_reduce_bucket_size: int = 1 << 27,
+    ) -> None:
+        self.config = RuntimeConfig.load(config)
+        if initial_reduce_bucket_size < 1:
+            raise ValueError(f"initial_reduce_bucket_size must be at least 1, not {initial_reduce_bucket_size}")
+        self._control = Control.over(process_group, self.config.deadline_seconds)
+        self.rank, self.world = self._control.rank, self._control.world
+        self.device = device_of(process_group)
+        try:
+            self._agree_on_settings(initial_reduce_bucket_size)
+            if self.config.symmetric_memory:
+                check_symmetric_memory(self._control, self.device)
+        except ConfigError:
+            self._control.close()
+            raise
+        self._group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
+        self.ledger = Ledger(self.world, self.rank)
+        transport = make_transport(self._group, self.device, self.ledger)
+        self._symmetric: SymmetricGathers | None = None
+        if self.config.symmetric_memory and self._group is not None:
+            transport = self._symmetric = SymmetricGathers(transport, self._group, self.device, self.ledger)
+        self.transport = skipping = Skipping(fenced(transport, self.device, self.config), self.device)
+        flats = self.ledger.gauge("flats")
+        registry = Registry(
+            self._control,
+            self.device,
+            lambda layout, shard: Flat(layout, shard, shard.dtype, skipping, flats),
+        )
+        self._bucket_size = initial_reduce_bucket_size
+        self._real: _Parts | None = self._parts_of(registry)
+        self._rehearsal: _Parts | None = None
+        """while profiling: what stands in for what is real"""
+        self._checks = 0
+
+    def _agree_on_settings(self, bucket_size: int) -> None:
+        """Collective. ConfigError where ranks differ: they would reduce in different ways, or wait for each other."""
+        mine = {**self.config.model_dump(), "initial_reduce_bucket_size": bucket_size}
+        for rank, theirs in enumerate(self._control.all_gather_object(mine, "the settings of the runtime")):
+            for key, value in mine.items():
+                if theirs[key] != value:
+                    raise ConfigError(
+                        f"{key} must be the same on all ranks: it is {value!r} on rank {self.rank} and {theirs[key]!r} "
+                        f"on rank {rank}"
+                    )
+
+    def _parts_of(self, registry: Registry) -> _Parts:
+        reduce_dtype = self.config.reduce_dtype
+        executor = Executor(
+            registry,
+            self.transport,
+            Reductions(
+                self.transport,
+                "presum" if self.config.pre_div_reduce else "average",
+                None if reduce_dtype is None else getattr(torch, reduce_dtype),
+                self.ledger.gauge("reduce buckets"),
+            ),
+            self._bucket_size,
+            2 if self.config.double_buffer else 1,
+            self.ledger.gauge("gradients"),
+            self.device,
+            self._check,
+        )
+        return _Parts(registry, executor, Gathers(registry, self.transport.together))
+
+    @property
+    def _parts(self) -> _Parts:
+        """What the calls of now act on; EngineError after `cleanup`."""
+        if self._real is None:
+            raise EngineError("the runtime was cleaned up: call init again")
+        return self._rehearsal or self._real
+
+    @property
+    def graph_ids(self) -> tuple[int, ...]:
+        """The graphs that are registered."""
+        return tuple(self._parts.registry.graphs)
+
+    # ------------------------------------------------------------------ registration
+    def register_param(
+        self,
+        ds_id: int,
+        ds_shape: Sequence[int],
+        ds_tensor: torch.Tensor,
+        grad_buffer: torch.Tensor | None = None,
+        offset: int = 0,
+    ) -> None:
+        """See `Registry.register_param`."""
+        self._parts.registry.register_param(ds_id, ds_shape, ds_tensor, grad_buffer, offset)
+
+    def register_z3_param(
+        self,
+        ds_id: int,
+        ds_shape: Sequence[int],
+        ds_tensor: torch.Tensor,
+        grad_buffer: torch.Tensor | None = None,
+        persistent: bool = False,
+    ) -> None:
+        """See `Registry.register_z3_param`."""
+        self._parts.registry.register_z3_param(ds_id, ds_shape, ds_tensor, grad_buffer, persistent)
+
+    def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
+        """See `Registry.update_param_grad_buffer`."""
+        registry = self._parts.registry
+        self._parts.executor.settle()  # what is under way may be on its way into the old one
+        registry.update_param_grad_buffer(ds_id, grad_buffer)
+
+    def register_graph_z1(self, graph_id: int, ds_ids: Iterable[int]) -> None:
+        """A graph whose backwards add gradients up locally, and reduce them where they update. Collective."""
+        self._register(graph_id, ds_ids, sharded=False, reduces_always=False)
+
+    def register_graph_z2(self, graph_id: int, ds_ids: Iterable[int]) -> None:
+        """A graph whose backwards reduce every time: a window's first result is copied, later ones are added."""
+        self._register(graph_id, ds_ids, sharded=False, reduces_always=True)
+
+    def register_graph_z3(self, graph_id: int, ds_ids: Iterable[int]) -> None:
+        """As `register_graph_z2`, over sharded parameters, which the graph gathers."""
+        self._register(graph_id, ds_ids, sharded=True, reduces_always=True)
+
+    def _register(self, graph_id: int, ds_ids: Iterable[int], sharded: bool, reduces_always: bool) -> None:
+        self._parts.registry.register_graph(graph_id, ds_ids, sharded, reduces_always, self._check_graph)
+
+    def _check_graph(self, graph_id: int) -> None:
+        """May refuse a graph id, on this rank."""
+
+    # ------------------------------------------------------------------ forward and backward
+    def start_forward(self) -> None:
+        """A forward begins. Outside of a window an update may have changed the parameters.
+
+        So the first one after a window drops all that is gathered, and each one until a backward begins what is
+        held for being persistent or prefetched only: what they use is gathered anew.
+        """
+        self.lazy_init_symm_memory()
+        _, executor, gathers = self._parts
+        if executor.begin_forward():
+            gathers.renew()
+        elif not executor.in_window:
+            gathers.drop_idle()
+
+    def lazy_init_symm_memory(self) -> None:
+        """Makes the symmetric memory large enough for what is registered; the first forward does it. Collective.
+
+        Does nothing while profiling.
+        """
+        registry = self._parts.registry
+        if self._symmetric is not None and not self.is_profiling():
+            shards = [p.flat.shard for p in registry.parameters.values() if p.flat is not None]
+            self._symmetric.reserve(max((shard.nbytes for shard in shards), default=0))
+
+    def end_forward(self) -> None:
+        """The forward is over: storage that was still viewed at its release is freed if it is no more."""
+        self._parts.gathers.sweep()
+
+    def start_backward(self, update: bool) -> None:
+        """See `Executor.start_backward`."""
+        self._parts.executor.start_backward(update)
+
+    def end_backward(self, graph_id: int, release_reduce_buckets: bool | None = None) -> None:
+        """See `Executor.end_backward`."""
+        self._parts.executor.end_backward(graph_id, release_reduce_buckets)
+        self._parts.gathers.sweep()
+
+    def _check(self) -> None:
+        if self.config.check_every_step and not self.is_profiling():
+            self._checks += 1
+            count, digest = self.ledger.mark
+            self._control.agree(Agreement(self._checks, count, digest, b""))
+
+    def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        """See `Executor.reduce_grad`."""
+        return self._parts.executor.reduce_grad(grad, graph_id, ds_id)
+
+    def take_gradients(self) -> GradientPartition:
+        """See `Executor.take_gradients`."""
+        return self._parts.executor.take_gradients()
+
+    def zero_grad(self) -> None:
+        """Drops the window, and all that is gathered: after a skipped step or an exception, on all ranks."""
+        self._parts.executor.zero_grad()
+        self._parts.gathers.drop()
+
+    # ------------------------------------------------------------------ gathered parameters
+    def shape_of(self, graph_id: int, ds_id: int) -> tuple[int, ...]:
+        """The full shape of a parameter of a graph."""
+        return self._parts.registry.of(graph_id, ds_id)[1].shape
+
+    def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        """See `Gathers.allgather_param`."""
+        return self._parts.gathers.allgather_param(ds_tensor, graph_id, ds_id)
+
+    def wait_allgather(self, gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+        """See `Gathers.wait_allgather`."""
+        return self._parts.gathers.wait_allgather(gathered, graph_id, ds_id)
+
+    def release_param(self, gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
+        """See `Gathers.release_param`."""
+        self._parts.gathers.release_param(gathered, graph_id, ds_id, n_users)
+
+    def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
+        """See `Gathers.prefetch_params_fused`."""
+        self._parts.gathers.prefetch_params_fused(graph_id, ds_tensors, ds_ids)
+
+    # ------------------------------------------------------------------ activations
+    def free_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Frees what nobody else can read, above `free_activation_threshold`; see `free_storages`.
+
+        The caller may hold each tensor in `tensors` and in one variable; it must not read them any more.
+        """
+        free_storages(tensors, self.config.free_activation_threshold, held=1)
+
+    # ------------------------------------------------------------------ profiling
+    def enable_profiling(self, on: bool) -> None:
+        """Steps without communication from now on, or real ones again. On all ranks, between windows.
+
+        While it is on, steps run as ever, but gathers give copies of this rank's partition and reductions nothing:
+        gradient buffers, partitions and what belongs to the last window stay as they are, `take_gradients` gives
+        zeros. `ledger` counts nothing, `planned` what would have been sent. Costs one buffer as large as the largest
+        gradient buffer.
+        """
+        parts = self._parts
+        if on == self.is_profiling():
+            return
+        parts.executor.check_finished()
+        if parts.executor.in_window or parts.gathers.held:
+            raise EngineError(
+                f"enable_profiling({on}) in the middle of a window: call it when the updating backward has ended and "
+                "gathered parameters are released, or after zero_grad()"
+            )
+        if on:
+            self._rehearsal = self._parts_of(Rehearsal(parts.registry))
+            self.transport.skip(True)
+        else:
+            self._end_profiling()
+
+    def is_profiling(self) -> bool:
+        """Do steps run without communication?"""
+        return self._rehearsal is not None
+
+    @property
+    def planned(self) -> Ledger:
+        """What the present profiling, or the last one, would have sent."""
+        return self.transport.planned
+
+    def _end_profiling(self) -> None:
+        if self._rehearsal is not None:
+            self.zero_grad()  # the rehearsal's
+            self.transport.skip(False)
+            self._rehearsal = None
+
+    # ------------------------------------------------------------------ life cycle
+    def reset(self) -> None:
+        """Forgets the graphs, for instance before a new compilation. Parameters, and what the window has, stay."""
+        if self.is_profiling():
+            raise EngineError("reset() while profiling: call enable_profiling(False) first")
+        self._parts.registry.graphs.clear()
+
+    def cleanup(self) -> None:
+        """Frees everything and ends the communicator; a second call does nothing. Collective."""
+        if self._real is None:
+            return
+        self._end_profiling()
+        registry, executor, gathers = self._real
+        executor.zero_grad()
+        gathers.drop()
+        self.reset()
+        registry.parameters.clear()
+        self._real = None
+        if self._symmetric is not None:
+            self._symmetric.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._control.close()

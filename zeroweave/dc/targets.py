@@ -1,0 +1,147 @@
+"""Where reduced gradients go when the caller brings the buffers: offsets, shares, and step-local partitions.
+
+A *target* is one parameter's gradient buffer on this rank. It holds the whole gradient, or a *share* of it: a
+range of the parameter's own flat gradient. The shares of all ranks cover it exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroweave.comm.gauge import Gauge
+from zeroweave.errors import ParameterError
+from zeroweave.layout import ALIGN_BYTES, WORLD, Piece, find_gaps
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Elements `start` to `start + numel` of a parameter's flat gradient; (0, 0) where a rank holds nothing."""
+
+    start: int
+    numel: int
+
+
+def even_shares(numel: int, world: int) -> tuple[Share, ...]:
+    """Each rank's share of a gradient that is cut evenly; the last ones are shorter, or empty."""
+    size = -(-numel // world)
+    starts = [min(rank * size, numel) for rank in range(world)]
+    return tuple(Share(start, min(size, numel - start)) for start in starts)
+
+
+def agree_on_shares(name: str, numel: int, held: Sequence[tuple[int, int]]) -> tuple[Share, ...] | None:
+    """What each rank holds of a gradient of `numel` elements; None where every rank holds all of it.
+
+    `held`: per rank (elements of its buffer, offset). A buffer that holds the whole gradient may lie anywhere in
+    the caller's memory, so its offset says nothing; a shorter one begins at element `offset` of the gradient.
+    ParameterError, naming `name` and the ranks, where the shares leave gaps, overlap or reach too far.
+    """
+    if all(count == numel for count, _ in held):
+        return None
+    shares = [Share(0, numel) if count == numel else Share(at if count else 0, count) for count, at in held]
+    reached = 0
+    for start, rank in sorted((share.start, rank) for rank, share in enumerate(shares) if share.numel):
+        if start != reached:
+            what = f"nobody holds elements {reached} to {start}" if start > reached else "ranks hold the same elements"
+            raise ParameterError(f"{name}: the gradient buffers do not fit together at rank {rank}: {what}")
+        reached += shares[rank].numel
+    if reached != numel:
+        what = f"nobody holds elements {reached} to {numel}" if reached < numel else f"they hold {reached} elements"
+        raise ParameterError(f"{name}: the gradient buffers do not fit together: {what} of {numel}")
+    return tuple(shares)
+
+
+class SharesLayout:
+    """A flat for the gradients of some parameters: chunk r holds rank r's shares, each padded to 128 bytes.
+
+    Chunks are equal where that costs little, because collectives of equal chunks are faster. Built from
+    `shares[slot][rank]`; where these are None every rank holds all of every slot, and so of the flat.
+    """
+
+    group = WORLD
+    _SLACK = 1 / 8
+    """how much longer equal chunks may make the flat"""
+
+    def __init__(
+        self, id: int, itemsize: int, world: int, numels: Sequence[int], shares: Sequence[tuple[Share, ...]] | None
+    ) -> None:
+        self.id, self.world = id, world
+        align = ALIGN_BYTES // itemsize
+        self.whole = shares is None
+        if shares is None:
+            per_rank = [[Share(0, numel) for numel in numels]]
+        else:
+            per_rank = [[share[rank] for share in shares] for rank in range(world)]
+        sizes = [max(align, sum(_padded(share.numel, align) for share in held)) for held in per_rank]
+        if max(sizes) * len(sizes) <= (1 + self._SLACK) * sum(sizes):
+            sizes = [max(sizes)] * len(sizes)
+        self.chunks: tuple[int, ...] = tuple(sizes)
+        self.numel = sum(sizes)
+        pieces: list[Piece] = []
+        self._places: list[dict[int, int]] = []
+        begin = 0
+        for size, held in zip(sizes, per_rank, strict=True):
+            offset = 0
+            self._places.append({})
+            for slot, share in enumerate(held):
+                if share.numel:
+                    pieces.append(Piece(slot, share.start, share.numel, begin + offset))
+                    self._places[-1][slot] = offset
+                    offset += _padded(share.numel, align)
+            begin += size
+        self.pieces: tuple[Piece, ...] = tuple(pieces)
+        self._gaps = find_gaps(pieces, self.numel)
+
+    def place(self, rank: int) -> int:
+        """Of all ranks."""
+        return rank
+
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The ranges of the flat that hold nothing; see `BucketLayout.gaps`."""
+        return self._gaps
+
+    def places(self, rank: int) -> Mapping[int, int]:
+        """slot -> where its share begins in what `rank` gets of a reduction; slots without a share are missing."""
+        return self._places[0 if self.whole else rank]
+
+
+def _padded(numel: int, align: int) -> int:
+    return -(-numel // align) * align
+
+
+@dataclass(frozen=True)
+class GradientPartition:
+    """All step-local gradients of this rank: float32 `flat` [numel], and what lies where in it.
+
+    `slices` maps a parameter's id to (offset in `flat`, first element of the parameter's own gradient, elements).
+    Whoever takes it calls `release()` when the update is done; the memory is free then, views or not.
+    """
+
+    flat: torch.Tensor
+    slices: Mapping[int, tuple[int, int, int]]
+    release: Callable[[], None]
+
+    def view(self, ds_id: int) -> torch.Tensor:
+        """[elements] the gradient of one parameter, as far as this rank holds it."""
+        offset, _, numel = self.slices[ds_id]
+        return self.flat.narrow(0, offset, numel)
+
+
+def make_partition(shares: Iterable[tuple[int, Share]], device: torch.device, gauge: Gauge) -> GradientPartition:
+    """A new partition for (parameter id, this rank's share); its values are undefined. `gauge` counts its bytes."""
+    align = ALIGN_BYTES // torch.float32.itemsize
+    slices, offset = {}, 0
+    for ds_id, share in shares:
+        slices[ds_id] = (offset, share.start, share.numel)
+        offset += _padded(share.numel, align)
+    flat = torch.empty(offset, dtype=torch.float32, device=device)
+    storage = flat.untyped_storage()
+    gauge.add(storage.nbytes())
+
+    def release() -> None:
+        gauge.add(-storage.nbytes())
+        storage.resize_(0)
+
+    return GradientPartition(flat, slices, release)

@@ -1,0 +1,369 @@
+"""From a user's model and optimizer to an engine: checked, broadcast, sharded, swapped, installed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from zeroweave.comm.clock import clock_of
+from zeroweave.comm.fence import fenced
+from zeroweave.comm.grouped import Grouped
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.paired import Paired
+from zeroweave.comm.process_group import device_of, make_transport, own_group
+from zeroweave.comm.skip import Skipping
+from zeroweave.comm.timed import Timed
+from zeroweave.comm.transport import Transport
+from zeroweave.compile.regions import find_units
+from zeroweave.config import Config
+from zeroweave.engine import Engine
+from zeroweave.engine.guard import Guard, Progress
+from zeroweave.engine.parts import Parts
+from zeroweave.engine.scheduler import passes_of, settings_of
+from zeroweave.engine.state_dict import share
+from zeroweave.errors import ConfigError, EngineError
+from zeroweave.experts import GROUP as EXPERTS
+from zeroweave.experts import find_experts, groups_of
+from zeroweave.layout import WORLD, BucketLayout, ParameterSpec, build_layout
+from zeroweave.optim.check import check_optimizer
+from zeroweave.optim.scaler import checks
+from zeroweave.optim.states import States, agree, take
+from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.parameters.check import check
+from zeroweave.parameters.places import rest
+from zeroweave.parameters.stub import Status
+from zeroweave.ranks.alarm import Alarm
+from zeroweave.ranks.control import Control
+from zeroweave.ranks.start import backstop, start_process_group
+from zeroweave.runtime.policy import Policy
+from zeroweave.runtime.runtime import Runtime
+from zeroweave.schedule import BucketFacts, Facts
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: OptimizerLike | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> Engine:
+    """Shards `model` and its optimizer over the ranks of `process_group` and returns the engine.
+
+    Collective. Without a process group one is started from the environment (torchrun's variables), a world
+    of 1 where there is none; it stays for later engines and ends with the process. Rank 0's weights and buffers are
+    taken on all ranks; of experts that not all ranks share (`experts` of the config) those of the first rank that has
+    them. The model moves to `cuda:LOCAL_RANK` where the group has a CUDA backend, else stays.
+
+    `optimizer`: an element-wise torch.optim optimizer over `model.parameters()`, a callable from the
+    parameters to one, or None for evaluation only. It stays the user's object, with its groups. State that it has is
+    taken over like the weights: rank 0's on all ranks.
+
+    `lr_scheduler`: a learning-rate scheduler of that optimizer or a callable from
+    the optimizer to one; each optimizer step that is not skipped moves it.
+
+    Raises ConfigError for a wrong config and ParameterError or EngineError for a model or an optimizer
+    that is refused; nothing has been changed then.
+    """
+    try:
+        asked: _Asked | Exception = _check(model, optimizer, config, lr_scheduler)
+    except Exception as error:
+        asked = error  # raised when the ranks have met: the others may not have it, and must not wait for this one
+    settings = Config() if isinstance(asked, Exception) else asked.settings
+    ends = ExitStack()
+    try:
+        if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            start_process_group(settings.deadline_seconds)
+        group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        control = Control.over(group, settings.deadline_seconds)
+        ends.callback(control.close)
+        common = _Common(control, Ledger(control.world, control.rank, gathers_on_entry=settings.stage == 3), ends)
+        with common.guard("initialize"):
+            if isinstance(asked, Exception):
+                raise asked
+            return _assemble(model, asked, group, common)
+    except BaseException:
+        ends.close()
+        raise
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What `initialize` was asked for, as far as one rank alone can check it. `experts`: see `_specs`."""
+
+    settings: Config
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    experts: frozenset[int]
+
+
+def _check(model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any) -> _Asked:
+    settings = Config.load(config)
+    passes_of(settings)
+    check(model)
+    experts = find_experts(model, settings.experts)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(model.parameters()))
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
+    return _Asked(settings, optimizer, _scheduler_of(lr_scheduler, optimizer), experts)
+
+
+def _scheduler_of(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The scheduler itself, made here if a callable was given. EngineError for anything that is none."""
+    if given is None:
+        return None
+    if optimizer is None:
+        raise EngineError("lr_scheduler needs an optimizer: pass both to zeroweave.initialize, or neither")
+    made = given(optimizer) if callable(given) and not _is_scheduler(given) else given
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
+    if not _is_scheduler(made):
+        what = "what the callable made is" if made is not given else "it is"
+        raise EngineError(
+            "lr_scheduler must be a scheduler such as those of torch.optim.lr_scheduler, or a callable from the "
+            "optimizer to one, for instance lambda optimizer: CosineAnnealingLR(optimizer, T_max=100); "
+            f"{what} of type {type(made).__name__}"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise EngineError("lr_scheduler moves the learning rates of another optimizer than the one that was passed")
+    return made
+
+
+def _is_scheduler(value: Any) -> bool:
+    return callable(getattr(value, "step", None)) and not isinstance(value, type | torch.optim.Optimizer)
+
+
+class _Common:
+    """What the ranks have in common before there is an engine: from here on nobody waits for one that has failed.
+
+    `ends` ends what was started for the engine, and what is started later.
+    """
+
+    def __init__(self, control: Control, ledger: Ledger, ends: ExitStack) -> None:
+        self.control, self.ledger, self.ends = control, ledger, ends
+        self.progress = Progress(ledger)
+        self.alarm = Alarm(control, self.progress, trail=ledger)
+        self.ends.callback(self.alarm.close)
+        self.guard = Guard(self.alarm, self.progress)
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """One distinct parameter of the user's model, before it is sharded."""
+
+    name: str
+    tensor: nn.Parameter
+    dtype: torch.dtype
+    """the dtype it is computed with"""
+
+
+def _parameters(model: nn.Module, settings: Config) -> dict[str, _Parameter]:
+    wanted = settings.precision.params
+    cast = None if wanted is None else getattr(torch, wanted)
+    return {
+        name: _Parameter(name, p, cast if cast is not None and p.is_floating_point() else p.dtype)
+        for name, p in model.named_parameters()
+    }
+
+
+def _specs(
+    model: nn.Module, parameters: Mapping[str, _Parameter], experts: frozenset[int], settings: Config
+) -> list[ParameterSpec]:
+    """`experts`: `id` of each parameter that not all ranks share."""
+    block_of: dict[int, str] = {}
+    for name, block in find_units(model, settings.compile.regions):
+        for p in block.parameters():
+            block_of.setdefault(id(p), name)
+    return [
+        ParameterSpec(
+            name=p.name,
+            shape=tuple(p.tensor.shape),
+            dtype=str(p.dtype).removeprefix("torch."),
+            itemsize=p.dtype.itemsize,
+            requires_grad=p.tensor.requires_grad,
+            block=block_of.get(id(p.tensor)),
+            group=EXPERTS if id(p.tensor) in experts else WORLD,
+        )
+        for p in parameters.values()
+    ]
+
+
+def _agree_on_model(control: Control, model: nn.Module, specs: list[ParameterSpec], settings: Config) -> None:
+    buffers = [f"buffer {name!r} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    mine = (specs, buffers, settings.model_dump(), torch.__version__)
+    for rank, theirs in enumerate(control.all_gather_object(mine)):
+        if mine[3] != theirs[3]:
+            raise EngineError(
+                f"the ranks run different versions of PyTorch: {mine[3]} on rank {control.rank}, {theirs[3]} on rank "
+                f"{rank}; install the same one on all machines"
+            )
+        for kind, ours, others in (("parameters", specs, theirs[0]), ("buffers", buffers, theirs[1])):
+            for a, b in zip(ours, others, strict=False):
+                if a != b:
+                    raise EngineError(f"ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}")
+            if len(ours) != len(others):
+                raise EngineError(
+                    f"ranks built different models: {len(ours)} {kind} on rank {control.rank}, "
+                    f"{len(others)} on rank {rank}"
+                )
+        if mine[2] != theirs[2]:
+            differing = sorted(key for key in mine[2] if mine[2][key] != theirs[2][key])
+            raise EngineError(f"the config differs between ranks {control.rank} and {rank}: {', '.join(differing)}")
+
+
+@torch.no_grad()
+def _fill(runtime: Runtime, parameters: Mapping[str, _Parameter]) -> None:
+    """Gives every shard the values of the first rank of its group.
+
+    Not rounded to the dtype of the computation where it is a master.
+    """
+    for bucket in runtime.buckets.values():
+        tensors = [parameters[slot.name].tensor for slot in bucket.layout.slots]
+        widest = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+        full = torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.device)
+        for view, tensor in zip(bucket.views(full), tensors, strict=True):
+            view.copy_(tensor)
+        runtime.transport.broadcast(full, group=bucket.layout.group)
+        bucket.put(bucket.slice(full))
+
+
+def _share_buffers(model: nn.Module, device: torch.device, runtime: Runtime) -> None:
+    shared: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in shared:
+                shared[buffer] = buffer.to(device)
+                share(shared[buffer], runtime)
+            if buffer is not None:
+                module._buffers[name] = shared[buffer]
+
+
+def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
+    precision = settings.precision
+    return Policy(
+        keep=frozenset() if settings.stage == 3 else frozenset(b.id for b in layouts),
+        depth=settings.reduce.depth,
+        op=settings.reduce.op,
+        reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
+        accumulate_dtype=getattr(torch, precision.accumulate),
+        masters_off=settings.offload.optimizer != "none" or settings.offload.params,
+        params_off=settings.offload.params,
+        keep_gradient_targets=settings.debug.keep_gradient_targets,
+        free_threshold=settings.activations.free_threshold_bytes,
+        offload_threshold=settings.offload.activations_threshold_bytes if settings.offload.activations else None,
+    )
+
+
+def _facts(
+    settings: Config, layouts: Iterable[BucketLayout], policy: Policy, optimizer: ShardedOptimizer | None
+) -> Facts:
+    layouts = tuple(layouts)
+    whole = settings.gradient_clipping is not None or checks(settings, layouts)
+    by_bucket = optimizer is not None and optimizer.by_bucket and not whole
+    return Facts(
+        tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
+        keep=policy.keep,
+        depth=policy.depth,
+        prefetch=1,
+        update_by_bucket=by_bucket,
+        free=policy.free_threshold is not None,
+        offload=policy.offload_threshold is not None,
+    )
+
+
+def _transport(
+    group: dist.ProcessGroup | None,
+    control: Control,
+    device: torch.device,
+    ledger: Ledger,
+    groups: Mapping[str, int],
+    ends: ExitStack,
+) -> Transport:
+    """The transport over `group` and over the sharding groups, whose communicators are made here."""
+    transports = {WORLD: make_transport(group, device, ledger)}
+    for name, count in groups.items():
+        if (own := own_group(group, control, backstop(control.deadline_seconds), count)) is not None:
+            ends.callback(dist.destroy_process_group, own)
+        transports[name] = make_transport(own, device, ledger, name, divisor=control.world)
+    return Grouped(transports) if groups else transports[WORLD]
+
+
+def _assemble(
+    model: nn.Module,
+    asked: _Asked,
+    group: dist.ProcessGroup | None,
+    common: _Common,
+) -> Engine:
+    control, ledger = common.control, common.ledger
+    settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
+    device = device_of(group)
+    parameters = _parameters(model, settings)
+    specs = _specs(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
+    _agree_on_model(control, model, specs, settings)
+    named = {name: p.tensor for name, p in parameters.items()}
+    told = agree(control, optimizer, named)
+    groups = groups_of(settings.experts, control.world)
+    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
+    policy = _policy(settings, layouts)
+    try:
+        settings_of(settings).facts(_facts(settings, layouts, policy, None), None, None)
+    except EngineError as error:  # it names buckets that the layout does not have
+        raise ConfigError(f"compile.{error}") from None
+    ledger.names.update((b.id, b.name) for b in layouts)
+    meeting = _transport(group, control, device, ledger, groups, common.ends)
+    timed = Timed(fenced(meeting, device, settings.debug), clock_of(device))
+    ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
+    transport = Skipping(Paired(timed, control, ledger) if ways_differ else timed, device)
+    dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
+    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering)
+    runtime.lanes.issuing = timed.issuing
+    _fill(runtime, parameters)
+    runtime.lanes.finish()
+    _share_buffers(model, device, runtime)
+    buckets, moments_off, states = list(runtime.buckets.values()), settings.offload.optimizer != "none", States()
+    if optimizer is not None:
+        home = torch.device("cpu") if moments_off else device
+        states = take(optimizer, buckets, named, told, transport, device, home)
+
+    place = {s.name: (b.id, i) for b in layouts for i, s in enumerate(b.slots)}
+    original = {name: p.tensor.dtype for name, p in parameters.items()}
+    slot_of = {id(p.tensor): place[name] for name, p in parameters.items()}
+    del parameters, named
+    status = Status()
+    places = rest(model, status, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
+    sharded = None
+    if optimizer is not None:
+        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.lanes, states, moments_off)
+        states.clear()
+    return Engine(
+        Parts(
+            model=model,
+            config=settings,
+            runtime=runtime,
+            ledger=ledger,
+            transport=transport,
+            timed=timed,
+            control=control,
+            alarm=common.alarm,
+            progress=common.progress,
+            guard=common.guard,
+            places=places,
+            status=status,
+            optimizer=sharded,
+            original_dtypes=original,
+            facts=_facts(settings, layouts, runtime.policy, sharded),
+            device=device,
+            ends=common.ends,
+        ),
+        asked.scheduler,
+    )

@@ -1,0 +1,352 @@
+"""The scheduler: which schedule the next window follows, and when that changes.
+
+    step 1           on demand: its events are the record that the first schedule is made from
+    step 2           follows it; nothing is measured, because much happens for the first time
+    steps 3 …        `compile.record_steps` steps whose instructions are timed, while they train
+    the step after   the ranks put their costs together, each makes the same better schedule, and all follow it
+
+A step that departs from its schedule is recorded anew, and the same begins again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from zeroweave.comm.skip import Skipping
+from zeroweave.comm.timed import Timed
+from zeroweave.config import Config
+from zeroweave.engine.guard import Agreements
+from zeroweave.engine.parts import Parts
+from zeroweave.errors import ConfigError, EngineError, ScheduleError
+from zeroweave.runtime.runtime import Runtime
+from zeroweave.runtime.timeline import Timeline
+from zeroweave.schedule import (
+    PASSES,
+    Costs,
+    Facts,
+    Graph,
+    Operations,
+    Pass,
+    Schedule,
+    Step,
+    compile_schedule,
+    costs_of,
+    simulate,
+)
+
+_WARM_STEPS = 1
+
+
+class Recording:
+    """What `engine.record()` yields: empty inside the block, filled at its end."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._operations: Operations | None = None
+
+    @property
+    def operations(self) -> Operations:
+        """Every collective of the last recorded step, in order. EngineError if no step was recorded."""
+        if self._operations is None:
+            raise EngineError(
+                "no step was recorded: record() must surround whole steps that follow a schedule, which the first "
+                "step and one that departs do not"
+            )
+        return self._operations
+
+    @property
+    def graph(self) -> Graph:
+        """The dependencies between the instructions of the recorded schedule."""
+        return self.operations.graph
+
+    def finish(self, peak: int, agree: Callable[[Schedule | None, Costs | None], Costs | None]) -> None:
+        """Called at the end of the block, on all ranks; the costs are those that `agree` finds for all of them."""
+        schedule = self.steps[-1].schedule if self.steps else None
+        steps = tuple(step for step in self.steps if step.schedule is schedule)
+        mine = costs_of(steps, peak) if steps else None
+        agreed = agree(schedule, mine)
+        if mine is not None:
+            self._operations = Operations(steps, mine if agreed is None else agreed)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What of the config decides schedules; see docs/schedule.md.
+
+    `retain`: "auto", "none", "all", or names of buckets. `budget`: bytes of device memory, None for no limit of
+    its own.
+    """
+
+    prefetch: int | Literal["auto"]
+    retain: Literal["auto", "none", "all"] | tuple[str, ...]
+    budget: int | None
+    fuse: bool
+    depth: int
+
+    def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
+        """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
+        memory = self.budget
+        if memory is not None and costs is not None and measured is not None and costs.peak:
+            # What is allocated beside flats and activations does not change with the schedule.
+            memory -= costs.peak - simulate(replace(measured, facts=replace(measured.facts, costs=costs)), costs).peak
+        return replace(
+            base,
+            prefetch=self.prefetch,
+            retain=self._retained(base),
+            fuse=self.fuse,
+            depth=self.depth,
+            memory=memory,
+            costs=costs,
+        )
+
+    def changed(self, changes: Mapping[str, Any]) -> Settings:
+        """These settings with some of them changed."""
+        return replace(self, **changes)
+
+    def _retained(self, base: Facts) -> frozenset[int] | Literal["auto"]:
+        match self.retain:
+            case "auto":
+                return "auto" if self.budget is not None else frozenset()
+            case "none":
+                return frozenset()
+            case "all":
+                return frozenset(base.by_id)
+        known = {bucket.name: bucket.id for bucket in base.buckets}
+        if unknown := [name for name in self.retain if name not in known]:
+            raise EngineError(f"keep names buckets that do not exist: {unknown}; there are {sorted(known)}")
+        return frozenset(known[name] for name in self.retain)
+
+
+class Scheduler:
+    """The schedules of one engine. `record_steps`: how many steps are timed for an automatic change, 0 for none."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        transport: Timed,
+        skipping: Skipping,
+        agreements: Agreements,
+        base: Facts,
+        settings: Settings,
+        passes: Sequence[Pass],
+        record_steps: int,
+    ) -> None:
+        self._runtime, self._transport, self._agreements = runtime, transport, agreements
+        self._skipping = skipping
+        self._base, self.settings = base, settings
+        self.passes: list[Pass] = [*PASSES, *passes]
+        self._record_steps = record_steps
+        self._costs: Costs | None = None
+        self._measured: Schedule | None = None
+        """the schedule that the costs were measured on"""
+        self._followed = 0
+        """steps in a row that followed one schedule"""
+        self._steps: list[Step] = []
+        self._recordings: list[Recording] = []
+        self.seconds = 0.0
+        """spent on making schedules"""
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """What the next window follows."""
+        return self._runtime.replay.schedule
+
+    @property
+    def settled(self) -> bool:
+        """Do the steps follow a schedule that will not change by itself?"""
+        return self._followed >= _WARM_STEPS + (self._record_steps if self._automatic else 0)
+
+    # ------------------------------------------------------------------ making schedules
+    def compile(
+        self, schedule: Schedule, settings: Settings, costs: Costs | None, measured: Schedule | None
+    ) -> Schedule:
+        """Another schedule of the same record."""
+        return self._compile(schedule.record, settings.facts(self._base, costs, measured))
+
+    def _compile(self, record: tuple[Any, ...], facts: Facts) -> Schedule:
+        begin = time.perf_counter()
+        try:
+            return compile_schedule(record, facts, self.passes)
+        finally:
+            self.seconds += time.perf_counter() - begin
+
+    def candidate(self, followed: bool) -> Schedule:
+        """What this rank would follow after the step that ends now."""
+        replay = self._runtime.replay
+        if followed:
+            assert replay.schedule is not None
+            return replay.schedule
+        record = tuple(replay.record)
+        if self._measured is not None and self._measured.record != record:
+            self._costs = self._measured = None  # what was measured tells nothing about another record
+        return self._compile(record, self.settings.facts(self._base, self._costs, self._measured))
+
+    def register_pass(self, new: Pass, after: str | None) -> None:
+        """Adds a pass behind the one called `after`, or at the end; takes effect with the next schedule."""
+        names = [getattr(known, "__name__", "") for known in self.passes]
+        if after is not None and after not in names:
+            raise EngineError(f"there is no pass {after!r}; the passes are {', '.join(names)}")
+        at = len(names) if after is None else len(names) - names[::-1].index(after)
+        self.passes.insert(at, new)
+
+    # ------------------------------------------------------------------ at the end of a step
+    def next(self, candidate: Schedule, adopt: bool, applied: bool = True) -> Schedule | None:
+        """What the next window follows, given that all ranks would adopt their candidates or not.
+
+        A step that was not `applied` says nothing about the time that steps take.
+        """
+        if self._skipping.skips:  # nothing that is tried out decides anything
+            self.abandon()
+            return self.schedule
+        step = self._take_step() if applied else None
+        if not adopt:
+            self._followed, self._steps = 0, []
+            self._time(False)
+            return None
+        before = self.schedule
+        same = before is not None and before.fingerprint == candidate.fingerprint
+        self._followed = self._followed + applied if same else 0
+        if not same:
+            self._steps = []
+        chosen = candidate
+        if applied and self._automatic and self._followed > _WARM_STEPS:
+            if step is not None:
+                # Another record may send the same: then the ranks go on together, but not with those times.
+                self._steps = [each for each in self._steps if each.schedule is step.schedule] + [step]
+            if self._followed == _WARM_STEPS + self._record_steps:
+                chosen = self._improve(candidate)
+        wanted = self._automatic and _WARM_STEPS <= self._followed < _WARM_STEPS + self._record_steps
+        self._time(wanted or bool(self._recordings))
+        return chosen
+
+    @property
+    def _automatic(self) -> bool:
+        auto = self.settings.prefetch == "auto" or self.settings.retain == "auto"
+        return auto and self._record_steps > 0
+
+    def _improve(self, schedule: Schedule) -> Schedule:
+        steps = [step for step in self._steps if step.schedule is schedule]
+        mine = costs_of(steps, self._transport.clock.peak()) if steps else None
+        self._steps = []
+        agreed = self._agreements.costs(schedule, mine)
+        if agreed is None:  # the ranks compute different things, each in its own time
+            return schedule
+        self._costs, self._measured = agreed, schedule
+        better = self.compile(schedule, self.settings, agreed, schedule)
+        if better.instructions == schedule.instructions:
+            return better  # the same, with what was measured
+        self._agreements.schedule(better)
+        self._runtime.restart_peaks()
+        return better
+
+    # ------------------------------------------------------------------ recording
+    def _time(self, on: bool) -> None:
+        timeline = Timeline(self._transport.clock) if on else None
+        self._runtime.replay.timeline = timeline
+        self._transport.log = None if timeline is None else timeline.collectives
+
+    def abandon(self) -> None:
+        """What was timed of the open window is no step."""
+        self._time(self._runtime.replay.timeline is not None)
+
+    def _take_step(self) -> Step | None:
+        """The step that has just been timed; None if there is none, or it did not follow its schedule."""
+        replay = self._runtime.replay
+        timeline, schedule = replay.timeline, replay.schedule
+        if timeline is None or schedule is None or replay.departed:
+            return None
+        try:
+            step = timeline.step(schedule)
+        except ScheduleError:  # recording began in the middle of it
+            return None
+        for recording in self._recordings:
+            recording.steps.append(step)
+        return step
+
+    @contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Times the steps inside."""
+        recording = Recording()
+        self._recordings.append(recording)
+        if self._runtime.replay.timeline is None:
+            self._time(True)
+        try:
+            yield recording
+        finally:
+            self._recordings.remove(recording)
+        recording.finish(self._transport.clock.peak(), self._agreements.costs)
+
+    # ------------------------------------------------------------------ changes that are asked for
+    def present(self) -> tuple[Schedule, Settings, Schedule | None] | None:
+        """What `use` needs to come back to what is followed now."""
+        schedule = self.schedule
+        return None if schedule is None else (schedule, self.settings, self._measured)
+
+    def use(self, schedule: Schedule, settings: Settings, measured: Schedule | None) -> None:
+        """Follows `schedule`, made with `settings`, from the next window on. Collective, between windows.
+
+        `measured`: the schedule whose costs it was made from. One that is made without costs, by settings that would
+        decide by them, is followed until they have been measured.
+        """
+        if self._runtime.in_session or self._runtime.in_backward or self._runtime.replay.record:
+            raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
+        self._agreements.schedule(schedule)
+        self.settings = settings
+        self._costs, self._measured = schedule.facts.costs, measured
+        self._followed = 0 if self._costs is None else _WARM_STEPS + self._record_steps
+        self._steps = []
+        self._runtime.next_window(schedule)
+        self._runtime.restart_peaks()
+        self._time(bool(self._recordings))
+
+    def reschedule(self, changes: Mapping[str, Any]) -> Schedule | None:
+        """Another schedule of the present record, with some settings changed. Collective, between windows."""
+        settings = self.settings.changed(changes)
+        settings.facts(self._base, None, None)
+        current = self.schedule
+        if current is None:
+            self.settings = settings
+            return None
+        schedule = self.compile(current, settings, self._costs, self._measured)
+        self.use(schedule, settings, self._measured)
+        return schedule
+
+
+def settings_of(config: Config) -> Settings:
+    """The settings that an engine begins with."""
+    wanted = config.compile
+    return Settings(wanted.prefetch, wanted.keep, wanted.memory_budget, wanted.fuse, config.reduce.depth)
+
+
+def passes_of(config: Config) -> list[Pass]:
+    """The passes of one's own that a config names; ConfigError where they cannot be imported."""
+    return [_import(name) for name in config.compile.passes]
+
+
+def scheduler_of(parts: Parts, agreements: Agreements) -> Scheduler:
+    """The scheduler that an engine's config asks for."""
+    settings, passes, record_steps = (
+        settings_of(parts.config),
+        passes_of(parts.config),
+        parts.config.compile.record_steps,
+    )
+    return Scheduler(
+        parts.runtime, parts.timed, parts.transport, agreements, parts.facts, settings, passes, record_steps
+    )
+
+
+def _import(name: str) -> Pass:
+    """The function of "module:function"."""
+    module, colon, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function) if colon else None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"compile.passes: {name!r} cannot be imported: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"compile.passes must be functions as 'module:function', not {name!r}")
+    return found

@@ -1,0 +1,99 @@
+"""What steps change, kept and brought back: for steps that are only tried out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from zeroweave.engine.parts import Parts
+
+
+class Snapshot:
+    """What the steps of an engine change, as it is now; `restore` brings it back, bit for bit.
+
+    These are this rank's shards (the masters), optimizer state and groups, the LR scheduler, module buffers, the
+    random numbers of the CPU and the device, the schedule, and counters. Tensors and containers stay the same
+    objects, with their contents again; what has come into being since is dropped. Costs a second copy of the shards of
+    trained parameters, the optimizer state and the buffers, on their devices.
+    """
+
+    def __init__(self, parts: Parts, lr_scheduler: Any) -> None:
+        self._runtime, self._device = parts.runtime, parts.device
+        self._schedule = self._runtime.replay.schedule
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []
+        self._attributes: list[tuple[object, str, Any]] = []
+        self._seen: set[int] = set()
+        self._runtime.lanes.finish()  # what lies in host memory is read there
+        self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
+        for bucket in self._trained:
+            self._keep(bucket.shard)
+        for module in parts.model.modules():
+            self._keep(module._buffers)
+        if parts.optimizer is not None:
+            self._keep(parts.optimizer.optimizer)
+        if hasattr(lr_scheduler, "__dict__"):
+            self._keep(vars(lr_scheduler))
+        self.attributes(self._runtime.counts, "compiled_calls", "eager_calls")
+        self.attributes(self._runtime.replay, "departures", "on_demand")
+        self._random = torch.get_rng_state()
+        self._device_random = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+
+    def attributes(self, owner: object, *names: str) -> None:
+        """Keeps these attributes of an object, too."""
+        for name in names:
+            value = getattr(owner, name)
+            self._attributes.append((owner, name, value))
+            self._keep(value)
+
+    def _keep(self, value: object) -> None:
+        """Keeps the contents of tensors and containers, and the attributes of optimizers and schedulers.
+
+        Not of parameters: outside of a step they have no values. Other objects are taken to be constant.
+        """
+        if isinstance(value, nn.Parameter) or id(value) in self._seen:
+            return
+        match value:
+            case torch.Tensor():
+                self._seen.add(id(value))
+                self._tensors.append((value, value.detach().clone()))
+            case dict():
+                self._seen.add(id(value))
+                self._dicts.append((value, dict(value)))
+                for item in value.values():
+                    self._keep(item)
+            case list():
+                self._seen.add(id(value))
+                self._lists.append((value, list(value)))
+                for item in value:
+                    self._keep(item)
+            case tuple():
+                for item in value:
+                    self._keep(item)
+            case torch.optim.Optimizer() | LRScheduler():
+                self._keep(vars(value))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Everything is as it was. To be called between windows, with nothing gathered; local."""
+        self._runtime.lanes.finish()
+        for owner, name, value in self._attributes:
+            setattr(owner, name, value)
+        for table, entries in self._dicts:
+            table.clear()
+            table.update(entries)
+        for sequence, items in self._lists:
+            sequence[:] = items
+        for tensor, copy in self._tensors:
+            tensor.copy_(copy)
+        for bucket in self._trained:
+            bucket.put(bucket.values())  # what is gathered may be another tensor
+            bucket.renew()
+        torch.set_rng_state(self._random)
+        if self._device_random is not None:
+            torch.cuda.set_rng_state(self._device_random, self._device)
+        self._runtime.next_window(self._schedule)

@@ -1,0 +1,237 @@
+"""Full values out of shards, and back: gathers, writes that are kept, state dicts.
+
+Everything here is collective and works between a forward and a backward as well as between steps.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroweave.engine.parts import Parts
+from zeroweave.errors import EngineError, ParameterError
+from zeroweave.parameters.places import Places
+from zeroweave.ranks.control import Control
+from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.runtime import Runtime
+
+
+@torch.no_grad()
+def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    """All parameters, full, from the masters, in the given dtypes, on the device. Beside them one bucket at a time."""
+    values: dict[str, torch.Tensor] = {}
+    for bucket in runtime.buckets.values():
+        views = gather_like(runtime, bucket, bucket.values())
+        pairs = zip(bucket.layout.slots, views, strict=True)
+        values.update({slot.name: view.to(dtypes[slot.name], copy=True) for slot, view in pairs})
+        del views, pairs  # before the next bucket is gathered
+    return values
+
+
+def gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:
+    """Views of the full values of a tensor that is sharded like the bucket, by slot."""
+    full = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=shard.device)
+    runtime.transport.all_gather(full, shard, bucket.layout).wait()
+    return bucket.views(full)
+
+
+def _each_group(runtime: Runtime, bucket: Bucket) -> Iterator[torch.Tensor]:
+    """The master values [numel] of the bucket in each of its sharding groups, by the group's number. Collective.
+
+    Groups but the first send theirs to all ranks: the rank of the group's number, which is the first in it, does.
+    """
+    layout, shard = bucket.layout, bucket.values()
+    own = torch.empty(layout.numel, dtype=shard.dtype, device=shard.device)
+    with torch.no_grad():
+        runtime.transport.all_gather(own, shard, layout).wait()
+    for number in range(layout.groups):
+        flat = own if number == bucket.number else torch.empty_like(own)
+        if number:
+            runtime.transport.broadcast(flat, source=number)
+        yield flat
+
+
+def absent_gradients(runtime: Runtime, control: Control) -> dict[int, frozenset[int]]:
+    """For each trainable bucket the slots that no rank has had a gradient for in the window."""
+    ranks = control.all_gather_bytes(runtime.gradients.had_gradient(), "which gradients exist")
+    return runtime.gradients.absent(bytes(any(flags) for flags in zip(*ranks, strict=True)))
+
+
+@torch.no_grad()
+def full_gradients(
+    runtime: Runtime, control: Control, look: Callable[[int], torch.Tensor | None]
+) -> dict[str, torch.Tensor | None]:
+    """The window's reduced gradients, full, float32, on the CPU; None where no rank had one.
+
+    `look(bucket id)` gives this rank's shard of them.
+    """
+    runtime.gradients.reductions.settle_all()
+    result: dict[str, torch.Tensor | None] = {}
+    for bucket_id, missing in absent_gradients(runtime, control).items():
+        bucket = runtime.buckets[bucket_id]
+        shard = look(bucket_id)
+        views = None if shard is None else gather_like(runtime, bucket, shard.float())
+        for index, slot in enumerate(bucket.layout.slots):
+            result[slot.name] = None if views is None or index in missing else views[index].cpu().clone()
+    return result
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def state_dict(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, torch.Tensor]:
+    """What `stream` yields, parameters in the model's order."""
+    values = dict(stream(model, runtime, parts))
+    if not values:
+        return {}
+    ordered = {key: values.pop(key) for keys in _keys(model, runtime, parts).values() for key in keys}
+    return ordered | values
+
+
+def _keys(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, tuple[str, ...]]:
+    """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`."""
+    layout_of = {slot.name: bucket.layout for bucket in runtime.buckets.values() for slot in bucket.layout.slots}
+    aliases = parts.places.aliases
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return {name: layout_of[aliases.get(name, name)].keys(name) for name in names}
+
+
+def stream(model: nn.Module, runtime: Runtime, parts: Parts) -> Generator[tuple[str, torch.Tensor], None, None]:
+    """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
+
+    One bucket is gathered at a time; where each of several groups has its own, each group's in turn. Who leaves early
+    takes part in the other gathers all the same.
+    """
+    names: dict[str, list[str]] = {}
+    for alias, name in parts.places.aliases.items():
+        names.setdefault(name, []).append(alias)
+    wanted = parts.control.rank == 0
+    for bucket in runtime.buckets.values():
+        for number, flat in enumerate(_each_group(runtime, bucket)):
+            views = bucket.views(flat)
+            for slot, view in zip(bucket.layout.slots, views, strict=True) if wanted else ():
+                value = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
+                try:
+                    for name in (slot.name, *names.get(slot.name, ())):
+                        yield bucket.layout.keys(name)[number], value
+                except GeneratorExit:
+                    wanted = False
+                    break
+            del views, flat
+    if wanted:
+        for name, buffer in _persistent_buffers(model):
+            yield name, buffer.detach().to("cpu", copy=True)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks' optimizers hold of a parameter under one key.
+
+    `mine` [numel of the fragment]: this rank's part, None if it holds none, of `dtype`; or `whole`, one value for
+    the parameter, such as a step counter.
+    """
+
+    mine: torch.Tensor | None = None
+    dtype: torch.dtype | None = None
+    whole: torch.Tensor | None = None
+
+
+def agree_on_state(name: str, key: str, held: Mapping[str, Any], numel: int, control: Control, groups: int = 1) -> Held:
+    """What its ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
+
+    `numel`: of this rank's fragment. `groups`: how many sharding groups have a parameter of this name. EngineError on
+    all ranks where one of these holds nothing.
+    """
+    value = held.get(key)
+    mine = value if isinstance(value, torch.Tensor) and value.shape == (numel,) else None
+    whole = None if value is None or mine is not None else torch.as_tensor(value).detach().cpu()
+    ranks = control.all_gather_object(
+        (mine is not None and mine.dtype, whole, sorted(map(str, held))), f"{key} of {name}"
+    )
+    found: dict[int, Held] = {}
+    for rank, (dtype, theirs, _) in enumerate(ranks):
+        if theirs is not None:
+            found.setdefault(rank % groups, Held(whole=theirs))
+        elif dtype:
+            found.setdefault(rank % groups, Held(mine, dtype))
+    if len(found) == groups:
+        return found[control.rank % groups]
+    known = sorted({known for _, _, names in ranks for known in names})
+    raise EngineError(
+        f"the optimizer holds no {key!r} of {name!r}; "
+        + (f"it holds {', '.join(known)}" if known else "it holds nothing of it before its first step with a gradient")
+    )
+
+
+def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> str:
+    """The canonical name of a parameter that is given by one of its names or as the user's object."""
+    if isinstance(parameter, str):
+        name = places.aliases.get(parameter, parameter)
+        if name in places.names:
+            return name
+        near = difflib.get_close_matches(parameter, places.names, n=1)
+        raise EngineError(
+            f"the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    for named in (places.names.items(), model.named_parameters()):  # the user's own objects; those shown now
+        for name, known in named:
+            if known is parameter:
+                return name
+    raise EngineError(f"a parameter of shape {list(parameter.shape)} is none of the model's")
+
+
+@torch.no_grad()
+def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime: Runtime, parts: Parts) -> None:
+    """Rank 0's full values into every rank's shards, masters and buffers. All or nothing."""
+    buffers = dict(_persistent_buffers(model))
+    names = {
+        key: slot.shape for b in runtime.buckets.values() for slot in b.layout.slots for key in b.layout.keys(slot.name)
+    }
+    known = {key for keys in _keys(model, runtime, parts).values() for key in keys}
+    problems = None
+    if parts.control.rank == 0:
+        present = set(given)  # asking `given` itself might read a tensor each time
+        missing = sorted((names.keys() | buffers.keys()) - present)
+        unknown = sorted(present - known - buffers.keys())
+        shapes = {**names, **{name: tuple(b.shape) for name, b in buffers.items()}}
+        wrong = [
+            f"{name}: {list(found)} instead of {list(shape)}"
+            for name, shape in shapes.items()
+            if name in present and (found := tuple(given[name].shape)) != tuple(shape)
+        ]
+        parts_of = {"missing": missing, "unknown": unknown, "of another shape": wrong}
+        problems = "; ".join(f"{what}: {', '.join(which)}" for what, which in parts_of.items() if which)
+    problems = parts.control.broadcast_object(problems, label="load_state_dict")
+    if problems:
+        raise ParameterError(f"the state dict does not fit the model, nothing was loaded: {problems}")
+    for bucket in runtime.buckets.values():
+        full = torch.zeros(bucket.layout.numel, dtype=bucket.shard.dtype, device=bucket.device)
+        for number in range(bucket.layout.groups):
+            if parts.control.rank == 0:
+                for view, slot in zip(bucket.views(full), bucket.layout.slots, strict=True):
+                    view.copy_(given[bucket.layout.keys(slot.name)[number]])
+            runtime.transport.broadcast(full)
+            if number == bucket.number:
+                bucket.put(bucket.slice(full).clone())
+        bucket.renew()
+    for name, buffer in buffers.items():
+        if parts.control.rank == 0:
+            buffer.copy_(given[name])
+        share(buffer, runtime)
+
+
+def share(buffer: torch.Tensor, runtime: Runtime) -> None:
+    """Rank 0's values of a buffer on all ranks."""
+    plain = buffer.contiguous()
+    runtime.transport.broadcast(plain.view(-1).view(torch.uint8))  # as bytes: gloo dies on dtypes that it does not know
+    if plain is not buffer:
+        buffer.copy_(plain)

@@ -1,0 +1,128 @@
+"""What an engine tells about itself: counters, traffic, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zeroweave.comm.ledger import Ledger, Traffic
+from zeroweave.engine.calls import Calls
+from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of this rank's model state, measured on the tensors themselves.
+
+    `shards`: in the dtype of the computation. `masters`: float32, of trained parameters that are computed with in
+    a narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. At most at
+    once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
+    ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
+    `gradient_flats_peak`, the gradient flats of reductions in flight. With offload, what
+    is gathered of a master in host memory counts as a shard; `host_…` is what of the same figures lies in host memory.
+    """
+
+    shards: int
+    masters: int
+    optimizer: int
+    gradients: int
+    local_sums: int
+    flats_peak: int
+    gradient_flats_peak: int
+    host_shards: int = 0
+    host_masters: int = 0
+    host_optimizer: int = 0
+
+    @property
+    def host(self) -> int:
+        """Bytes of shards, masters and optimizer state in host memory."""
+        return self.host_shards + self.host_masters + self.host_optimizer
+
+    @property
+    def device(self) -> int:
+        """Bytes of shards, masters and optimizer state on the device."""
+        return self.shards + self.masters + self.optimizer - self.host
+
+    @classmethod
+    def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None) -> Memory:
+        homes = [bucket.home for bucket in runtime.buckets.values()]
+        masters = [home for home in homes if home.wider]
+        sources = [home for home in homes if not home.wider or home.on_host]
+        return cls(
+            shards=sum(home.source.nbytes for home in sources),
+            masters=sum(home.master.nbytes for home in masters),
+            optimizer=0 if optimizer is None else optimizer.memory(),
+            gradients=runtime.gradients.shards_peak,
+            local_sums=runtime.gradients.local_peak,
+            flats_peak=runtime.flats.peak,
+            gradient_flats_peak=runtime.gradients.staging.peak,
+            host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
+            host_masters=sum(home.master.nbytes for home in masters if home.on_host),
+            host_optimizer=0 if optimizer is None else optimizer.offload.host_nbytes(),
+        )
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot. Counters run from the start of the engine.
+
+    `on_demand_unshards`: gathers that a schedule should have ordered and did not. `departures`: steps that
+    left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `found_templates`: those of them that
+    Inductor's cache had, from an earlier run or another rank. `compile_seconds`: by phase, see `compile.phases`,
+    and what making schedules took. `eager_regions`: regions that Dynamo gave up on, with its reason.
+    `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
+    the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
+    storages among them that a backward asked for before its schedule had brought them back. `last_step`, `total`:
+    traffic by kind of collective.
+    """
+
+    compiled_calls: int
+    eager_calls: int
+    on_demand_unshards: int
+    departures: int
+    regions: int
+    graphs: int
+    templates: int
+    found_templates: int
+    compile_seconds: dict[str, float]
+    eager_regions: dict[str, str]
+    freed_activations: int
+    offloaded_activations: int
+    offloaded_peak: int
+    on_demand_reloads: int
+    last_step: dict[str, Traffic]
+    total: dict[str, Traffic]
+    memory: Memory
+
+    @classmethod
+    def read(
+        cls,
+        runtime: Runtime,
+        ledger: Ledger,
+        calls: Calls,
+        optimizer: ShardedOptimizer | None,
+        last_step: Mapping[str, Traffic],
+        schedule_seconds: float,
+    ) -> Stats:
+        offloading = runtime.activations.offloading
+        compiled = {} if calls.templates is None else calls.templates.phases.seconds
+        return cls(
+            compiled_calls=runtime.counts.compiled_calls,
+            eager_calls=runtime.counts.eager_calls,
+            on_demand_unshards=runtime.replay.on_demand,
+            departures=runtime.replay.departures,
+            regions=calls.regions,
+            graphs=0 if calls.templates is None else calls.templates.graphs,
+            templates=0 if calls.templates is None else calls.templates.templates,
+            found_templates=0 if calls.templates is None else calls.templates.found,
+            compile_seconds={**compiled, "schedule": schedule_seconds},
+            eager_regions=dict(calls.eager_regions),
+            freed_activations=runtime.activations.freed,
+            offloaded_activations=0 if offloading is None else offloading.moved_before,
+            offloaded_peak=0 if offloading is None else offloading.host.peak,
+            on_demand_reloads=0 if offloading is None else offloading.on_demand,
+            last_step=dict(last_step),
+            total=dict(ledger.totals()),
+            memory=Memory.read(runtime, optimizer),
+        )

@@ -1,0 +1,95 @@
+"""What was written into gathered parameters, compared between ranks: each keeps its own part, so all must be alike."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+
+import torch
+import xxhash
+
+from zeroweave._torch import version
+from zeroweave.ranks.control import Control
+from zeroweave.runtime.bucket import Bucket
+
+_SHOWN = 4
+"""How many parameters an error names."""
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """8 bytes that tell of another shape or other bits."""
+    values = tensor.detach().contiguous().cpu()
+    hasher = xxhash.xxh3_64(f"{values.dtype} {list(values.shape)}".encode())
+    # Not through numpy, after which a storage cannot be resized any more: a flat's is.
+    hasher.update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+    return hasher.digest()
+
+
+def versions(buckets: Iterable[Bucket]) -> list[int]:
+    """How often each real parameter has been written in place."""
+    return [version(parameter) for bucket in buckets for parameter in bucket.real]
+
+
+def differing(
+    names: Sequence[tuple[str, int]], mine: Sequence[bytes], wrote: Sequence[bool], label: str, control: Control
+) -> str:
+    """Which values the ranks do not share, and so do not keep, in words; "" where they share all. Collective.
+
+    `names`: of the values, with the number of sharding groups that have one of that name, which need not share it;
+    `mine`: their digests here; `wrote`: did this rank write them? A rank that has nothing to compare any more calls
+    `gives_up` instead.
+    """
+    packed = b"".join(bytes([w]) + d for w, d in zip(wrote, mine, strict=True))
+    ranks = control.all_gather_bytes(b"\1" + packed, label)
+    if gone := [rank for rank, data in enumerate(ranks) if data[:1] != b"\1"]:
+        return f"rank {gone[0]} left {label} with an exception: nothing that was written there is kept"
+    told: list[str] = []
+    for index, (name, groups) in enumerate(names):
+        entries = [data[1 + 9 * index :][:9] for data in ranks]
+        alike = all(entry[1:] == entries[rank % groups][1:] for rank, entry in enumerate(entries))
+        if not alike:
+            writers = [rank for rank, entry in enumerate(entries) if entry[0]]
+            some = 0 < len(writers) < control.world
+            told.append(f"{name!r}" + (f" (written on rank {', '.join(map(str, writers))} only)" if some else ""))
+    if not told:
+        return ""
+    more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return (
+        f"{label}: the ranks have different values of {', '.join(told[:_SHOWN])}{more}; none is kept. Write the same "
+        "on all ranks, or use engine.load_state_dict(), which takes what rank 0 has"
+    )
+
+
+def gives_up(label: str, control: Control) -> None:
+    """Tells the ranks that come to `differing` that this one does not. Collective in its place."""
+    control.all_gather_bytes(b"\0", label)
+
+
+@torch.no_grad()
+def keep(buckets: Sequence[Bucket], before: list[int], control: Control, label: str) -> str:
+    """Keeps what was written into gathered parameters: this rank's part goes into the shard. Collective.
+
+    `before`: the `versions` when they were handed out. A shard that is a master keeps its own, finer value wherever the
+    parameter still has the one rounded from it. Where the ranks do not have the same values, nothing is kept, and all
+    are told why; else "".
+    """
+    if control.world > 1:
+        slots = [(slot.name, bucket.layout.groups) for bucket in buckets for slot in bucket.layout.slots]
+        mine = [digest(view) for bucket in buckets for view in bucket.views(bucket.flat)]
+        wrote = [now != then for now, then in zip(versions(buckets), before, strict=True)]
+        if found := differing(slots, mine, wrote, label, control):
+            return found
+    for bucket in buckets:
+        written, values = bucket.slice(bucket.flat), bucket.values()
+        changed = written != values.to(bucket.dtype)
+        bucket.put(torch.where(changed, written.to(values.dtype), values))
+        if bucket.written:
+            bucket.renew()
+    return ""
+
+
+def forget(buckets: Iterable[Bucket]) -> None:
+    """Takes what was written as not written: the shards have the old values, and the next gather brings them back."""
+    for bucket in buckets:
+        if bucket.written:
+            bucket.renew()

@@ -1,0 +1,236 @@
+"""Which models can be sharded: every parameter and buffer is checked before any is touched.
+
+`check` raises one error with all offenders, grouped by reason, each reason with its cure. It changes
+nothing and allocates nothing; after it has passed, `rest.rest` is expected to succeed.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.utils.weight_norm import WeightNorm
+
+from zeroweave import _torch
+from zeroweave.errors import ParameterError
+from zeroweave.parameters.stub import AtRest
+
+_TRANSIENT_SECONDS: Final = 2.0
+"""How long threads of a communication backend may go on to hold what a collective was handed."""
+
+# Classes of torch that wrap a model, by name: importing FSDP only to ask for its class would be slow.
+_WRAPPERS = {
+    "OptimizedModule": "compiled with torch.compile; pass the plain model, the engine compiles its regions",
+    "DistributedDataParallel": "wrapped in DistributedDataParallel; pass the plain model",
+    "DataParallel": "wrapped in DataParallel; pass the plain model",
+    "FullyShardedDataParallel": "wrapped in FullyShardedDataParallel; pass the plain model",
+    "FSDPModule": "sharded by fully_shard; pass the plain model",
+    "ScriptModule": "a TorchScript module; pass the Python module it was made from",
+}
+
+
+class _Offenders:
+    """Reasons in the order in which they were first met, each with the names it holds for."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[str]] = {}
+
+    def add(self, reason: str, name: str) -> None:
+        names = self.names.setdefault(reason, [])
+        if name not in names:
+            names.append(name)
+
+    def raise_if_any(self) -> None:
+        if self.names:
+            lines = [f"  {', '.join(names)}: {reason}" for reason, names in self.names.items()]
+            raise ParameterError("the model cannot be sharded; nothing was changed:\n" + "\n".join(lines))
+
+
+def check(model: nn.Module) -> None:
+    """Passes if every parameter of `model` can be put to rest and every buffer be shared between ranks.
+
+    Else one ParameterError names all offenders.
+
+    Collects garbage first, so that graphs that nobody holds any more do not count. Where the model is
+    wrapped or has an engine already, only that is reported.
+    """
+    gc.collect()
+    offenders = _Offenders()
+    _check_wrappers(model, offenders)
+    offenders.raise_if_any()
+    _check_embeddings(model, offenders)
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        for reason in _kind_reasons(parameter):
+            offenders.add(reason, name)
+    for name, buffer in model.named_buffers():
+        for reason in _buffer_reasons(buffer):
+            offenders.add(reason, name)
+    ordinary = {name: p for name, p in parameters.items() if _has_plain_storage(p)}
+    _check_sharing(model, ordinary, offenders)
+    _check_uses(model, ordinary, offenders)
+    offenders.raise_if_any()
+
+
+def _check_wrappers(model: nn.Module, offenders: _Offenders) -> None:
+    if any(isinstance(parameter, AtRest) for parameter in model.parameters()):
+        offenders.add("has an engine already; use it, or call its destroy() first", "the model")
+        return  # it stands where module.compile() would
+    for path, module in model.named_modules():
+        name = path or "the model"
+        for base in type(module).__mro__:
+            if base.__name__ in _WRAPPERS and base.__module__.partition(".")[0] == "torch":
+                offenders.add(_WRAPPERS[base.__name__], name)
+                break
+        else:
+            if _torch.is_compiled_in_place(module):
+                offenders.add("compiled with module.compile(); leave that out, the engine compiles its regions", name)
+            if _torch.is_compiled_function(vars(module).get("forward")):
+                offenders.add("forward = torch.compile(...); leave that out, the engine compiles its regions", name)
+
+
+def _check_embeddings(model: nn.Module, offenders: _Offenders) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            name = f"{path}.weight" if path else "weight"
+            if module.sparse:
+                offenders.add("has sparse gradients; build the embedding with sparse=False", name)
+            if module.max_norm is not None:
+                offenders.add(
+                    "is renormalised inside forward (max_norm), which a gathered copy would lose; "
+                    "build the embedding with max_norm=None",
+                    name,
+                )
+
+
+def _kind_reasons(parameter: nn.Parameter) -> Iterator[str]:
+    """What is wrong with a parameter taken alone."""
+    if isinstance(parameter, UninitializedParameter):
+        yield "has no shape yet (a lazy module); run one forward before zeroweave.initialize"
+    elif type(parameter) is not nn.Parameter:
+        kind = type(parameter).__name__
+        yield f"is a tensor subclass ({kind}); only plain nn.Parameter objects can be sharded"
+    elif parameter.layout is not torch.strided:
+        yield f"has layout {parameter.layout}; convert it with to_dense()"
+    elif parameter.is_meta:
+        yield "is on the meta device; give it a device and values (module.to_empty, then initialise) first"
+    elif parameter.is_quantized or parameter.is_complex():
+        yield f"has dtype {parameter.dtype}, which is not supported; store it as a real dtype"
+    elif not _is_dense(parameter):
+        yield "has gaps or overlaps in its own memory (a slice or an expanded tensor); make it contiguous"
+
+
+def _buffer_reasons(buffer: torch.Tensor) -> Iterator[str]:
+    """Why rank 0's values of a buffer could not be written into it."""
+    if isinstance(buffer, UninitializedBuffer):
+        yield "is a buffer without a shape (a lazy module); run one forward before zeroweave.initialize"
+    elif buffer.layout is not torch.strided:
+        yield f"is a buffer of layout {buffer.layout}; register its to_dense(), or keep it as a plain attribute"
+    elif buffer.is_meta:
+        yield "is a buffer on the meta device; give it a device and values (module.to_empty, then initialise) first"
+    elif any(size > 1 and stride == 0 for size, stride in zip(buffer.size(), buffer.stride(), strict=True)):
+        yield "is an expanded buffer, whose elements share memory; register a clone() of it"
+
+
+def _has_plain_storage(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each place once, in any order of dimensions."""
+    expected = 1
+    sizes = zip(tensor.stride(), tensor.size(), strict=True)
+    for stride, size in sorted((stride, size) for stride, size in sizes if size != 1):
+        if size == 0:
+            return True
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The storage of a tensor and the first and last byte of it (exclusive) that the tensor may touch."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    last = first + int(reach) + 1
+    return _torch.storage_key(tensor), first * tensor.itemsize, last * tensor.itemsize
+
+
+def _check_sharing(model: nn.Module, parameters: dict[str, nn.Parameter], offenders: _Offenders) -> None:
+    """Distinct parameters that overlap, and parameters that overlap a buffer: training would change both."""
+    spans = [(*_span(p), name, True) for name, p in parameters.items() if p.numel()]
+    spans += [
+        (*_span(b), name, False)
+        for name, b in model.named_buffers()
+        if type(b) in (torch.Tensor, nn.Buffer) and b.layout is torch.strided and not b.is_meta and b.numel()
+    ]
+    spans.sort()
+    for i, (storage, _, stop, name, is_parameter) in enumerate(spans):
+        for other_storage, start, _, other, other_is_parameter in spans[i + 1 :]:
+            if other_storage != storage or start >= stop:
+                break
+            if is_parameter and other_is_parameter:
+                for one, two in ((name, other), (other, name)):
+                    offenders.add(f"shares memory with {two}; tie them by using one Parameter object, or clone it", one)
+            elif is_parameter or other_is_parameter:
+                one, two = (name, other) if is_parameter else (other, name)
+                offenders.add(f"shares memory with the buffer {two}; clone one of them", one)
+
+
+def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders: _Offenders) -> None:
+    """References that would not survive the exchange: weak ones, graphs, hooks and gradients."""
+    normed = {
+        id(parameter)
+        for module in model.modules()
+        if any(isinstance(hook, WeightNorm) for hook in _torch.forward_pre_hooks(module))
+        for parameter in module.parameters(recurse=False)
+    }
+    watched = _weakly_referenced(model, parameters)
+    _await_references(parameters)
+    for name, parameter in parameters.items():
+        if name in watched:
+            offenders.add("weakly referenced (weakref, WeakKeyDictionary, an earlier torch.compile); drop those", name)
+        if _is_in_use(parameter):
+            if id(parameter) in normed:
+                reason = "in the graph of torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations"
+            else:
+                reason = "in a live autograd graph; delete earlier losses and outputs"
+            offenders.add(reason, name)
+        if _torch.has_tensor_hooks(parameter):
+            offenders.add("has tensor hooks, which would never run; remove them, or hook modules instead", name)
+        if _torch.has_post_accumulate_hooks(parameter):
+            offenders.add("has post-accumulate-grad hooks, which would never run; remove them", name)
+        if parameter.grad is not None:
+            offenders.add("has a gradient; call model.zero_grad() first", name)
+
+
+def _is_in_use(parameter: nn.Parameter) -> bool:
+    """Does anything in C++ hold the parameter? An AccumulateGrad node is no obstacle."""
+    return _torch.use_count(parameter) > 1 + parameter.requires_grad
+
+
+def _await_references(parameters: dict[str, nn.Parameter]) -> None:
+    """Lets references go that no program holds: those of a collective over the parameters that is over."""
+    end = time.monotonic() + _TRANSIENT_SECONDS * dist.is_initialized()
+    while time.monotonic() < end and any(map(_is_in_use, parameters.values())):
+        time.sleep(0.02)
+
+
+def _weakly_referenced(model: nn.Module, parameters: dict[str, nn.Parameter]) -> set[str]:
+    """Parameters with weak references other than those that RNN modules keep to their own weights."""
+    rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for rnn in rnns:
+        _torch.watch_rnn_weights(rnn, watch=False)
+    try:
+        return {name for name, parameter in parameters.items() if weakref.getweakrefs(parameter)}
+    finally:
+        for rnn in rnns:
+            _torch.watch_rnn_weights(rnn, watch=True)

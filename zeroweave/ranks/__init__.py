@@ -1,0 +1,1 @@
+"""What ranks tell each other beside the collectives of training: agreements, failures, and where they are."""

@@ -1,0 +1,227 @@
+"""The alarm: when a rank fails, the others learn of it and do not wait for it forever.
+
+A rank that is blocked in a collective can only be ended. So each process has a watcher thread (`watcher`)
+that polls the board and ends its process, with the reason on stderr, when one of these is certain:
+
+1. Another rank failed and told so (`failed`), and this one does not fail alike: it fails elsewhere, leaves, or
+   begins a collective, or an operation of the control group, that the other had not begun when it failed; or it does
+   none of these within `ALIKE_SECONDS`, because it waits for the other elsewhere, in a collective of the user's. If all
+   ranks fail alike, nobody waits for anybody: no process is ended and training can go on. Which of the two it is, is
+   decided once for all ranks by whoever knows first.
+2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
+   a collective that the other will never issue.
+3. Another process has ended through an uncaught exception, or was rank 0, which keeps the board, and has gone without
+   a word.
+4. This rank has waited in a collective for longer than the deadline for one that has issued fewer, and nothing more
+   for as long; if it is silent, too, for a minute more. How long a rank computes, or is silent, while nobody waits for
+   it does not matter.
+5. Another rank has issued other collectives than this one.
+
+A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that, but by
+rule 2 those that go on to wait for it.
+
+An engine that is dropped without being destroyed leaves its alarm behind: the others must still learn how its
+process ends, and closing waits for them, which a garbage collector must not. So an alarm keeps no engine alive.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from zeroweave.errors import RankFailure
+from zeroweave.ranks.board import Board
+from zeroweave.ranks.control import Control
+from zeroweave.ranks.watcher import (
+    ALIKE_SECONDS,
+    LOOK_SECONDS,
+    Failure,
+    Line,
+    Trail,
+    Watcher,
+    describe,
+    end_process,
+    question_of,
+    read,
+    tell,
+)
+
+CAUSE_SECONDS = 2 * LOOK_SECONDS
+"""Within this time a watcher finds out what broke a collective, if anybody has told."""
+PARTING_SECONDS = 5.0
+"""How long rank 0 keeps the board for ranks that do not yet know that it has left."""
+
+
+class Alarm:
+    """One engine's alarm on this rank. Every rank makes one over its `control`.
+
+    `progress()` -> (step, count): the step this rank is in and the collectives it has issued since the
+    beginning. The watcher's thread calls it, so it must be cheap and must not raise; it is kept until `close` or
+    the end of the process, so it must not lead to the engine. `end(reason)` ends the process. `trail` is the
+    ledger: ranks compare what they issued even while they wait for each other in collectives that do not belong
+    together. `fatal` says what happened once a failure was not shared by all ranks: no call of the engine can
+    succeed then. In a world of 1 there is no thread and no board, and all ranks share every failure.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        end: Callable[[str], None] = end_process,
+        trail: Trail | None = None,
+    ) -> None:
+        self.rank, self.world = control.rank, control.world
+        self.fatal: str | None = None
+        self._control, self._progress, self._trail = control, progress, trail
+        self._shared: str | None = None  # the last error that all ranks had
+        self._process = os.getpid()
+        self._line: Line | None = None
+        if control.board is None:
+            return
+        self._line = Line(control.board.connect())
+        self._line.post()
+        self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds, lambda: control.operations)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watcher.run, args=(self._stop,), name="zeroweave alarm", daemon=True
+        )
+        self._thread.start()
+        # A thread that comes back from the store into an interpreter that has ended aborts the process.
+        atexit.register(self._at_exit)
+
+    def failed(self, place: str, step: int, error: BaseException) -> bool:
+        """To be called once per exception that leaves the engine, which is then raised again.
+
+        True: all ranks failed at this step and place, after equally many collectives; they can go on
+        together. False: they did not, or a connection is broken; `fatal` says what is known, and the watchers of the
+        other ranks end them. It returns when that is certain, after `ALIKE_SECONDS` at the latest.
+        """
+        if self.fatal is not None or self._line is None:
+            return self.fatal is None and self.world == 1
+        if isinstance(error, RankFailure):
+            # A broken connection is no cause. If the watcher knows or finds one, it ends this process with that.
+            self._thread.join(CAUSE_SECONDS)
+        line, count = self._line, self._progress()[1]
+        broken = self._control.broken is not None or isinstance(error, RankFailure)
+        mine = Failure(line.epoch, step, place, count, describe(error), broken, self._control.operations)
+        known: list[str] = []
+        try:
+            line.post(failure=mine)
+            line.board.ring()
+            alike = self._verdict(line.board, mine) == "alike"
+            for rank, status in enumerate(read(line.board)):
+                theirs = status.failure
+                if rank != self.rank and theirs is not None and theirs.epoch == mine.epoch:
+                    known.append(tell(rank, theirs))
+        except ConnectionError as lost:
+            alike, known = False, [*self._watcher.heard(), str(lost)]
+        if alike:
+            self._shared = mine.error
+            line.epoch += 1
+            return True
+        known = known or ["no other rank failed alike"]
+        self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}{self._latest()}", *known])
+        if self.rank:
+            self._stop.set()  # the others end, and rank 0 takes the board with it
+        return False
+
+    def _latest(self) -> str:
+        """The last collective of this rank, in words: another rank may have issued something else with it."""
+        text = "" if self._trail is None else self._trail.text_at(self._trail.mark[0])
+        return f" behind its '{text}'" if text else ""
+
+    def post_counts(self, step: int, count: int) -> None:
+        """Tells that this rank has issued all its collectives before the agreement of `step`.
+
+        `count`: their number since the beginning. Called before `Control.agree`; a rank that has already
+        issued more and does not come is stuck, and its watcher ends it.
+        """
+        try:
+            if self._line is not None:
+                self._line.post(step=step, count=count)
+        except ConnectionError:
+            pass  # the agreement that follows fails and says why
+
+    def meet(self, place: str, call: str) -> None:
+        """Returns when all ranks have come to the call of this name, before any of them issues a collective in it.
+
+        Else its collectives would meet those of another call. A rank that issues one elsewhere is told who waits here.
+        AgreementError where ranks meet in different calls, or one does not come before the deadline.
+        """
+        try:
+            if self._line is not None:
+                meetings = self._line.status.meetings + 1
+                self._line.post(meetings=meetings, count=self._progress()[1], call=call)
+                self._line.board.ring()
+        except ConnectionError:
+            pass  # the meeting fails and says why
+        self._control.barrier(place)
+
+    def close(self) -> None:
+        """Leaves in order: no thread, no message and no action at exit remain. Before `Control.close`.
+
+        Ranks may close at different times, after their last collective. Rank 0 waits until the others know: a
+        tenth of a second if they live, `PARTING_SECONDS` at most. Closing twice does nothing.
+        """
+        self._leave("it closed its engine")
+
+    def _verdict(self, board: Board, mine: Failure) -> str:
+        """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
+        question, begin = question_of(mine), time.monotonic()
+        seconds = min(ALIKE_SECONDS, self._control.deadline_seconds)
+        while (decided := board.decided(question)) is None:
+            statuses = read(board)
+            failures = [status.failure for status in statuses]
+            same = [failure for failure in failures if failure is not None and failure.epoch == mine.epoch]
+            if any(failure.final or failure.spot != mine.spot for failure in same):
+                return board.decide(question, "different")
+            if len(same) == self.world:
+                return board.decide(question, "alike")
+            if time.monotonic() - begin > seconds or any(status.left for status in statuses):
+                return board.decide(question, "alone")
+            time.sleep(0.02)
+        return decided
+
+    def _at_exit(self) -> None:
+        """The interpreter ends and nobody has called `close`."""
+        line, error = self._line, getattr(sys, "last_value", None)  # an exception that nobody caught
+        if line is None or os.getpid() != self._process:
+            return
+        # An error that all ranks had is news to nobody: each shows its own.
+        if error is not None and self.fatal is None and describe(error) != self._shared:
+            step, count = self._progress()
+            news = Failure(line.epoch, step, "the script", count, describe(error), final=True)
+            with suppress(ConnectionError):
+                line.post(failure=news)
+        self._leave("its process ended without closing the engine")
+        self._control.close()
+
+    def _leave(self, how: str) -> None:
+        line, self._line = self._line, None
+        # A forked child has a copy of the object, but no thread, and does not speak for this rank.
+        if line is None or os.getpid() != self._process:
+            return
+        given_up = self._stop.is_set()
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(PARTING_SECONDS)
+        try:
+            if not (self._watcher.host_left or given_up):
+                line.post(count=self._progress()[1], left=how)
+                line.board.ring()
+            if self.rank == 0:
+                self._await_others(line.board)
+        except ConnectionError:
+            pass
+        atexit.unregister(self._at_exit)
+        line.board.close()
+
+    def _await_others(self, board: Board) -> None:
+        deadline = time.monotonic() + PARTING_SECONDS
+        while time.monotonic() < deadline and not all(status.left or status.parted for status in read(board)):
+            time.sleep(0.02)

@@ -1,0 +1,296 @@
+"""The control group: how ranks agree, on the host, once per optimizer step.
+
+It is a gloo group of its own, beside the process group that moves parameters: it never waits for a device and
+never touches NCCL. Everything it does is one operation, an all-gather of short byte strings
+(`all_gather_bytes`), in frames of one fixed size, so that ranks that are in different places find that out
+instead of reading each other's data wrongly.
+
+Every rank writes on the board where it is before it waits for the others. When a rank does not come, the
+others read there who is missing and where it was last, and raise that.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
+from zeroweave.ranks.board import Board
+from zeroweave.ranks.differ import advice, same
+
+_FRAME = 4096
+"""Bytes of a frame. What does not fit behind its header goes into a second all-gather."""
+_HEADER = struct.Struct("<Q248s")
+"""Bytes of the payload, and the label of the operation."""
+_INLINE = _FRAME - _HEADER.size
+_FIELDS = struct.Struct("<qQQQQ?")
+"""Step, count, hash, candidate, record and flag of an agreement; the bits follow."""
+_SETTLE_SECONDS = 0.3
+"""How long the news of who gave up takes to reach every rank."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What one rank brings to the agreement of a step.
+
+    `count` and `hash` are the ledger's; `flags` are bits or bytes, equally many on all ranks, of which the decision has
+    each that any rank has; `candidate` is the hash of the schedule that this rank would adopt, 0 for none, and `record`
+    that of the computation that it was made for. 64 bits each. `nonfinite`: a gradient of this rank is.
+    """
+
+    step: int
+    count: int
+    hash: int
+    flags: bytes
+    candidate: int = 0
+    record: int = 0
+    nonfinite: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks take away: the flags of any of them, and whether all would adopt one schedule.
+
+    `differ`: they would not, although all compute the same: something other than the step made the difference.
+    `nonfinite`: some rank's gradients are.
+    """
+
+    flags: bytes
+    adopt: bool
+    differ: bool = False
+    nonfinite: bool = False
+
+
+class Diverged(AgreementError):
+    """The ranks issued different collectives. `rank`: the first whose collectives are not those of rank 0."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class Gathers(Protocol):
+    """What is needed of a gloo group."""
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], /) -> dist.Work: ...
+
+    def shutdown(self) -> None: ...
+
+
+class Control:
+    """Agreement between the ranks of one engine. All methods but `close` are collective, from one thread.
+
+    A rank that does not come within `deadline_seconds` makes the others raise `AgreementError`; a connection
+    that breaks while all are there is a `RankFailure`. After either the group cannot be used again (`broken`
+    says why). In a world of 1 there is no group and no board, and every method returns at once.
+    """
+
+    def __init__(
+        self,
+        group: Gathers | None,
+        rank: int,
+        world: int,
+        deadline_seconds: float = 600.0,
+        board: Board | None = None,
+    ) -> None:
+        if world > 1 and (group is None or board is None):
+            raise ValueError("a control group of more than one rank needs a gloo group and a board")
+        self.rank, self.world, self.deadline_seconds = rank, world, deadline_seconds
+        self.board = board
+        self.broken: str | None = None
+        self.operations = 0
+        """how many this rank has begun; the alarm's thread reads it"""
+        self._group = group
+        # The frames, and one tensor over each; the tensors share the buffers' memory.
+        self._sent, self._received = bytearray(_FRAME), bytearray(world * _FRAME)
+        self._input = torch.frombuffer(self._sent, dtype=torch.uint8)
+        self._outputs = list(torch.frombuffer(self._received, dtype=torch.uint8).view(world, _FRAME).unbind())
+
+    @classmethod
+    def over(cls, process_group: dist.ProcessGroup | None = None, deadline_seconds: float = 600.0) -> Control:
+        """The control group of `process_group`'s ranks, in its order; a world of 1 without torch.distributed.
+
+        Collective over `process_group` (None: the default one), of whatever backend; with NCCL the current
+        device must be set. The new group is registered nowhere: ranks outside need not take part, and
+        destroying the default group leaves it alone. `close` ends it.
+        """
+        if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
+            return cls(None, 0, 1, deadline_seconds)
+        rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        board = Board.open(process_group, deadline_seconds)
+        group = dist.ProcessGroupGloo(board.part("gloo"), rank, world, timedelta(seconds=deadline_seconds))
+        control = cls(cast(Gathers, group), rank, world, deadline_seconds, board)
+        control.barrier("the start of the engine")
+        return control
+
+    def agree(self, mine: Agreement, place: str = "agreement") -> Decision:
+        """Compares this rank's `Agreement` with the others'; the same decision on all ranks.
+
+        `place` says what is agreed on, in the words of the error that ranks at different places get.
+
+        Raises `AgreementError` on all ranks if they issued different collectives or are at different steps.
+        Costs one all-gather and no device synchronisation.
+        """
+        fields = (mine.step, mine.count, mine.hash, mine.candidate, mine.record, mine.nonfinite)
+        packed = _FIELDS.pack(*fields) + mine.flags
+        return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"{place} of step {mine.step}")])
+
+    def barrier(self, label: str = "barrier") -> None:
+        """Returns when every rank has called it."""
+        self.all_gather_bytes(b"", label)
+
+    def all_gather_object(self, item: Any, label: str = "all_gather_object") -> list[Any]:
+        """Every rank's picklable `item`, in rank order."""
+        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(item), label)]
+
+    def broadcast_object(self, item: Any, source: int = 0, label: str = "broadcast_object") -> Any:
+        """The picklable, small `item` of rank `source`; the others' are ignored. An all-gather, too."""
+        data = pickle.dumps(item) if self.rank == source else b""
+        return pickle.loads(self.all_gather_bytes(data, label)[source])
+
+    def all_gather_bytes(self, data: bytes, label: str = "all_gather_bytes") -> list[bytes]:
+        """Every rank's `data`, of any length, in rank order.
+
+        `label` says where this rank is (the first 248 bytes count); ranks with different labels raise
+        `AgreementError`, all of them.
+        """
+        if self.world == 1:
+            return [data]
+        if self.broken is not None:
+            raise RankFailure(f"the control group cannot be used again: {self.broken}")
+        self.operations += 1
+        self._arrive(label)
+        _HEADER.pack_into(self._sent, 0, len(data), label.encode())
+        inline = data[:_INLINE]
+        self._sent[_HEADER.size : _HEADER.size + len(inline)] = inline
+        self._gather(self._outputs, self._input, label)
+        headers = [_HEADER.unpack_from(self._received, rank * _FRAME) for rank in range(self.world)]
+        _same_place([text.rstrip(b"\0").decode(errors="replace") for _, text in headers])
+        sizes = [size for size, _ in headers]
+        if max(sizes) > _INLINE:
+            return self._gather_long(data, sizes, label)
+        starts = [rank * _FRAME + _HEADER.size for rank in range(self.world)]
+        return [bytes(self._received[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+
+    def close(self) -> None:
+        """Ends the group, and on rank 0 the board. At any time on each rank; after `Alarm.close`."""
+        if self._group is not None:
+            self._group.shutdown()
+        if self.board is not None:
+            self.board.close()
+        self._group, self.board = None, None
+        self.broken = self.broken or "it was closed"
+
+    def _gather_long(self, data: bytes, sizes: list[int], label: str) -> list[bytes]:
+        longest = max(sizes)
+        received = bytearray(self.world * longest)
+        outputs = list(torch.frombuffer(received, dtype=torch.uint8).view(self.world, longest).unbind())
+        padded = bytearray(data.ljust(longest, b"\0"))
+        self._gather(outputs, torch.frombuffer(padded, dtype=torch.uint8), label)
+        return [bytes(received[rank * longest :][:size]) for rank, size in enumerate(sizes)]
+
+    def _gather(self, outputs: list[torch.Tensor], mine: torch.Tensor, label: str) -> None:
+        assert self._group is not None
+        begin = time.monotonic()
+        try:
+            self._group.allgather([outputs], [mine]).wait()
+        except RuntimeError as error:
+            lost = self._explain(label, time.monotonic() - begin, error)
+            self.broken = str(lost)
+            raise lost from error
+
+    def _arrive(self, label: str, gave_up: str = "") -> None:
+        assert self.board is not None
+        try:
+            self.board.post("arrived", f"{self.operations}\t{label}\t{gave_up}")
+        except ConnectionError:
+            pass  # rank 0 has gone; the gather will say so
+
+    def _explain(self, label: str, waited: float, error: RuntimeError) -> ZeroweaveError:
+        """Why a gather failed, by what the board says about where the others are."""
+        assert self.board is not None
+        time.sleep(_SETTLE_SECONDS)
+        try:
+            places = [_Place.parse(line) for line in self.board.read("arrived")]
+        except ConnectionError:
+            return RankFailure(f"rank 0 has gone; rank {self.rank} waited for it at '{label}': {error}")
+        for rank, place in enumerate(places):
+            if place.gave_up and place.operation >= self.operations:
+                return AgreementError(f"rank {rank} gave up at '{place.label}': {place.gave_up}")
+        missing = [rank for rank, place in enumerate(places) if place.operation < self.operations]
+        if not missing:
+            return RankFailure(f"the ranks lost each other at '{label}': {error}")
+        who = ", ".join(f"rank {rank} (last seen at '{places[rank].label}')" for rank in missing)
+        if waited >= 0.95 * self.deadline_seconds:
+            reason = f"{who} did not arrive within the deadline of {self.deadline_seconds:g} s"
+        else:
+            reason = f"{who} did not arrive, and the connection was lost after {waited:.1f} s: {error}"
+        self._arrive(label, reason.replace("\n", " "))
+        return AgreementError(f"rank {self.rank} gave up at '{label}': {reason}")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A rank's line under "arrived": the operation it has come to, from 1, and if it gave up, why."""
+
+    operation: int
+    label: str
+    gave_up: str
+
+    @classmethod
+    def parse(cls, line: str) -> _Place:
+        if not line:
+            return cls(0, "nowhere yet", "")
+        operation, label, gave_up = line.split("\t", 2)
+        return cls(int(operation), label, gave_up)
+
+
+def decide(all_ranks: Sequence[Agreement]) -> Decision:
+    """The decision that follows from all agreements, in rank order; `AgreementError` if they differ."""
+    first = all_ranks[0]
+    for rank, other in enumerate(all_ranks):
+        if other.step != first.step:
+            raise AgreementError(f"rank 0 is at step {first.step}, rank {rank} at step {other.step}")
+        if len(other.flags) != len(first.flags):
+            raise AgreementError(
+                f"rank 0 tells of {len(first.flags)} bytes of flags, "
+                f"rank {rank} of {len(other.flags)}: their models differ"
+            )
+        if (other.count, other.hash) != (first.count, first.hash):
+            raise Diverged(
+                f"step {first.step}: the ranks issued different collectives, so no gradient can be trusted; "
+                f"nothing has been written. Rank 0 issued {first.count} (hash {first.hash:016x}), "
+                f"rank {rank} issued {other.count} (hash {other.hash:016x})"
+                + ("" if other.count != first.count else ": equally many, but others or in another order"),
+                rank,
+            )
+    bits = 0
+    for each in all_ranks:
+        bits |= int.from_bytes(each.flags, "little")
+    candidates, records = {each.candidate for each in all_ranks}, {each.record for each in all_ranks}
+    adopt = len(candidates) == 1 and 0 not in candidates
+    differ = len(candidates) > 1 and len(records) == 1
+    nonfinite = any(each.nonfinite for each in all_ranks)
+    return Decision(bits.to_bytes(len(first.flags), "little"), adopt, differ, nonfinite)
+
+
+def _unpack(data: bytes) -> Agreement:
+    step, count, digest, candidate, record, nonfinite = _FIELDS.unpack_from(data)
+    return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record, nonfinite)
+
+
+def _same_place(labels: list[str]) -> None:
+    for rank, label in enumerate(labels):
+        if not same(label, labels[0]):
+            raise AgreementError(
+                f"the ranks are in different places: rank 0 at '{labels[0]}', rank {rank} at '{label}'"
+                + advice(labels[0], label)
+            )

@@ -1,0 +1,98 @@
+"""Where two ranks' collectives began to differ, and what each was doing: for the error that ends them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+ADVICE = "all ranks must make the engine's calls together and in the same order, also those that only one rank needs"
+
+MODULES = (
+    "at stage 3 all ranks must enter the same modules in the same order, because each gathers its parameters on all "
+    "ranks; what is used inside one region may differ (compile.regions makes a module one region), and at stages 1 and "
+    "2 the modules may differ, too"
+)
+_COLLECTIVE = "collective "
+_UPDATES = ("agreement of step ", "the check after backward ")
+"""Where a rank is that has issued all collectives of its step, or of a backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """What is remembered of a collective: its number, from 1, the hash of all up to it, and both in words.
+
+    `call`: the engine's call that it was issued in, see `Ledger.call`; `module`: the last one that had been entered.
+    """
+
+    count: int
+    hash: int
+    text: str
+    call: str
+    module: str = ""
+
+
+def next_collective(count: int, call: str, module: str, kind: str, name: str) -> str:
+    """Where a rank is that is about to issue this collective; `call`, `module`: see `Ledger`."""
+    return f"{_COLLECTIVE}{count}{call and f' {call}'}{module and f', having entered {module}'}: {kind} {name}".rstrip()
+
+
+def same(one: str, two: str) -> bool:
+    """Are these the same place? Of collectives that come next it is the collective, not how a rank came to it."""
+    return _what(one) == _what(two)
+
+
+def _what(place: str) -> tuple[str, ...]:
+    if not place.startswith(_COLLECTIVE):
+        return (place,)
+    return place.removeprefix(_COLLECTIVE).partition(" ")[0].rstrip(":,"), place.rpartition(": ")[2]
+
+
+def advice(one: str, two: str) -> str:
+    """What to tell people of two ranks that are at these different places, behind the places; "" for nothing.
+
+    Only ranks that gather on entry are at a `next_collective`.
+    """
+    collectives = [place.startswith(_COLLECTIVE) for place in (one, two)]
+    if not any(collectives):
+        return ""
+    if all(collectives) or one.startswith(_UPDATES) or two.startswith(_UPDATES):
+        return f": {MODULES}; {ADVICE}"
+    return f": {ADVICE}"
+
+
+def dump(marks: Sequence[Issued]) -> str:
+    return json.dumps([astuple(mark) for mark in marks])
+
+
+def parse(text: str) -> list[Issued]:
+    return [Issued(*fields) for fields in json.loads(text or "[]")]
+
+
+def explain(
+    rank: int, mine: Sequence[Issued], other: int, theirs: Sequence[Issued], gathers_on_entry: bool = False
+) -> str:
+    """The first collective that the ranks do not share, in words; "" if none is remembered on both.
+
+    `gathers_on_entry`: see `Ledger`.
+
+    Calls are told where they differ: those in which the ranks were when they last went different ways. Collectives of
+    different calls may be equal for a while, because all gather the same buckets.
+    """
+    known = {mark.count: mark for mark in theirs}
+    pairs = [(mark, known[mark.count]) for mark in mine if mark.count in known]
+    first = next((n for n, (a, b) in enumerate(pairs) if a.hash != b.hash), None)
+    if first is None:
+        return ""
+    begin = first
+    while begin and pairs[begin - 1][0].call != pairs[begin - 1][1].call:
+        begin -= 1
+    one, two = pairs[first]
+    told = f"their collective {one.count} was '{one.text}' on rank {rank}, '{two.text}' on rank {other}"
+    if gathers_on_entry:
+        entered = f"rank {rank} had entered {one.module or 'none'} last, rank {other} {two.module or 'none'}"
+        told = f"{told}; {entered}: {MODULES}"
+    here, there = (mark.call for mark in pairs[begin])
+    if here == there:
+        return told
+    return f"rank {rank} was {here or 'outside'} where rank {other} was {there or 'outside'} ({ADVICE}); {told}"

@@ -1,0 +1,222 @@
+"""Activations in host memory: what forward calls have saved leaves the device, and is back when a backward needs it.
+
+What moves is the content of storages. The tensors that autograd keeps stay as they are, with their shapes, strides and
+versions, whatever they view and overlap; meanwhile their storage has no bytes. Only what nobody but autograd can
+read is moved, so that nobody can write, either, what has been copied. A storage that the program holds as well waits
+for the end of later calls, and stays if that never changes.
+
+    on the device ── Offload ──> leaving ── Release ──> away ── Reload ──> arriving ── first use ──> on the device
+
+What is asked for before the schedule brings it back, in a step that departs or by another graph, comes on demand.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroweave._torch import storage_key
+from zeroweave.comm.gauge import Gauge
+from zeroweave.runtime.saved import Group, Home, HostCopy, Saved
+from zeroweave.runtime.storages import free_storages, unshared
+from zeroweave.runtime.timeline import Timeline
+from zeroweave.runtime.transfers import Lane
+from zeroweave.schedule import Call, Instruction, Offload, Release, Reload
+
+
+class Offloading:
+    """Moves storages of `threshold` bytes and more between `device` and host memory.
+
+    A call's activations are what is saved from the end of the call before it up to its own end: the input that a
+    checkpoint around the call saves, too.
+    """
+
+    @classmethod
+    def asked_for(cls, threshold: int | None, device: torch.device) -> Offloading | None:
+        """None: nothing is to be moved."""
+        return None if threshold is None else cls(threshold, device)
+
+    def __init__(self, threshold: int, device: torch.device) -> None:
+        self._threshold, self._device = threshold, device
+        self._lane = Lane(device)
+        self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
+        self._fresh: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self._groups: dict[tuple[Call, int], Group] = {}
+        self._held: weakref.WeakSet[Home] = weakref.WeakSet()
+        """storages that are wanted in host memory, and could not be moved so far"""
+        # Storages are kept while they are copied: one that is freed could be used again at once.
+        self._leaving: dict[Group, tuple[list[tuple[Home, torch.UntypedStorage]], Any]] = {}
+        self._arriving: dict[Home, torch.UntypedStorage] = {}
+        self.needed: Callable[[Call, int, int], None] = lambda call, number, nbytes: None
+        """called when a backward asks for a call's activations for the first time; see `Needed`"""
+        self.host = Gauge()
+        """bytes in host memory"""
+        self.moved = self.moved_before = 0
+        """bytes moved out in this window, and in the one before"""
+        self.on_demand = 0
+        """storages that no schedule had brought back in time"""
+
+    # ------------------------------------------------------------------ what is saved
+    def add(self, saved: Saved) -> None:
+        """A tensor was saved; it moves if its storage can."""
+        tensor = saved.tensor
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device != self._device:
+            return
+        if tensor.layout != torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._threshold or not storage.nbytes() or not storage.resizable():
+            return
+        key = storage_key(tensor)
+        home = self._homes.get(key)
+        if home is None:
+            home = self._homes[key] = Home(storage.nbytes())
+        saved.home = home
+        home.saved.add(saved)
+        self._fresh.add(saved)
+
+    def begin_forward(self) -> None:
+        """What was saved behind the last call of the forward before belongs to none."""
+        self._fresh = weakref.WeakSet()
+
+    def end_call(self, call: Call, number: int) -> None:
+        """A forward call is over, the `number`-th of the window's equal ones."""
+        if not self._fresh:
+            return
+        group = self._groups[call, number] = Group(call, number, self._fresh)
+        for saved in group.saved:
+            saved.group = group
+        for home in group.homes():
+            home.group = group
+        self._fresh = weakref.WeakSet()
+
+    def use(self, saved: Saved) -> None:
+        """A backward reads a saved tensor now."""
+        if saved.group is not None and not saved.group.needed:
+            self._note_needed(saved.group)
+        home = saved.home
+        if home is None:
+            return
+        if home.away:
+            self.on_demand += 1
+            self._bring_back([home], nullcontext())
+        home.host = None  # if it is leaving, it stays after all
+        if home in self._arriving:
+            self._lane.wait(home.mark)
+            del self._arriving[home]
+
+    def _note_needed(self, group: Group) -> None:
+        nbytes = sum(h.nbytes for h in group.homes() if h.group is group and (h.host or self._is_free(h)))
+        group.needed, group.out = True, False
+        if self._groups.get((group.call, group.number)) is group:  # not of an earlier window
+            self.needed(group.call, group.number, nbytes)
+
+    @staticmethod
+    def _is_free(home: Home) -> bool:
+        """Has the storage been saved for calls only, and can nobody else read it?"""
+        return all(s.group is not None for s in home.saved) and bool(unshared(home.tensors(), held=1))
+
+    # ------------------------------------------------------------------ instructions
+    def move(self, instruction: Offload | Release | Reload, timeline: Timeline | None) -> None:
+        """Executes an instruction; does nothing for a call that has saved nothing in this window.
+
+        `timeline`: where the times of copies are noted.
+        """
+        group = self._groups.get((instruction.call, instruction.number))
+        if group is None:
+            return
+        match instruction:
+            case Offload():
+                group.out = not group.needed
+                self._held.update(group.homes())
+                homes = [home for home in self._held if home.host is None and self._is_wanted_out(home)]
+                homes = [home for home in homes if self._is_free(home)]
+                self._leaving[group] = self._copy_out(homes, self._timed(instruction, homes, timeline))
+            case Release():
+                self._release(group)
+            case Reload():
+                group.out = False
+                homes = [home for home in group.homes() if home.away]
+                self._bring_back(homes, self._timed(instruction, homes, timeline))
+
+    @staticmethod
+    def _timed(instruction: Instruction, homes: list[Home], timeline: Timeline | None) -> AbstractContextManager[None]:
+        nbytes = sum(home.nbytes for home in homes)
+        return nullcontext() if timeline is None or not homes else timeline.copying(instruction, nbytes)
+
+    @staticmethod
+    def _is_wanted_out(home: Home) -> bool:
+        """By all calls that have saved it?"""
+        return all(s.group is not None and s.group.out for s in home.saved)
+
+    def _copy_out(
+        self, homes: list[Home], timing: AbstractContextManager[None]
+    ) -> tuple[list[tuple[Home, torch.UntypedStorage]], Any]:
+        leaving: list[tuple[Home, torch.UntypedStorage]] = []
+        with self._lane.issue(), timing:
+            for home in homes:
+                self._held.discard(home)
+                home.host = HostCopy(self._lane.empty(home.nbytes), self.host)
+                self._lane.copy(home.host.content, _bytes(home.storage))
+                leaving.append((home, home.storage))
+        return leaving, self._lane.mark()
+
+    def _release(self, group: Group) -> None:
+        leaving, mark = self._leaving.pop(group, ([], None))
+        self._lane.wait(mark)
+        homes = [home for home, _ in leaving if home.host is not None]
+        del leaving  # which holds the storages as well
+        for home in homes:
+            if self._is_wanted_out(home) and free_storages(home.tensors(), threshold=0, held=1):
+                home.away = True
+                self.moved += home.nbytes
+            else:  # nobody keeps it any more, or somebody has got hold of it, or it is to come back already
+                home.host = None
+
+    def _bring_back(self, homes: list[Home], timing: AbstractContextManager[None]) -> None:
+        coming = []
+        for home in homes:
+            storage = home.storage
+            storage.resize_(home.nbytes)
+            coming.append((home, storage))
+        with self._lane.issue(), timing:
+            for home, storage in coming:
+                assert home.host is not None
+                self._lane.copy(_bytes(storage), home.host.content)
+        mark = self._lane.mark()
+        for home, storage in coming:
+            home.away, home.host, home.mark = False, None, mark
+            self._arriving[home] = storage
+
+    def arrive(self) -> None:
+        """Whatever is on its way back is there for everything that is computed from now on."""
+        for home in self._arriving:
+            self._lane.wait(home.mark)
+        self._arriving.clear()
+
+    def settle(self) -> None:
+        """Nothing is under way any more: what is leaving stays."""
+        self.arrive()
+        for leaving, mark in self._leaving.values():
+            self._lane.wait(mark)
+            for home, _ in leaving:
+                home.host = None
+        self._leaving.clear()
+        self._held.clear()
+
+    def next_window(self) -> None:
+        """A window begins. What graphs of earlier ones keep comes back on demand."""
+        self.settle()
+        self._groups.clear()
+        self._fresh = weakref.WeakSet()
+        self.moved, self.moved_before = 0, self.moved
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """uint8 [bytes]: all of a storage. A write to it is no write to the tensors that view it."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
