@@ -16,6 +16,8 @@ OLDEST_PYTHON ?= $(OLDEST_VENV)/bin/python
 # `make gpu` tests the environment of the machine as it is.
 GPU_PYTHON ?= python3
 ARGS ?=
+# Where each attribute is written by the object that owns it.
+WIRED := $(addprefix zeroweave/,cli.py config errors.py experts.py layout.py notices.py optim schedule)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Several ranks share the cores: more threads each would only get in each other's way.
@@ -46,6 +48,7 @@ lint: $(VENV)/.ready-lint ## style, types and the floors of the design
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python tools/wiring.py $(WIRED)
 
 format: $(VENV)/.ready-lint ## rewrite the code in the project's style
 	$(VENV)/bin/ruff check --fix .
