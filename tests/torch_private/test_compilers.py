@@ -1,0 +1,199 @@
+"""Dynamo, AOTAutograd and Inductor."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+import zeroweave._torch as private
+
+pytestmark = pytest.mark.oldest
+
+
+def test_dynamo_is_asked_what_it_kept_and_why() -> None:
+    runner = private.module_runner("a_name")
+    assert runner.__code__ is not private.module_runner("a_name").__code__
+    compiled = torch.compile(runner, backend="eager")
+    linear, x = nn.Linear(2, 2), torch.ones(1, 2)
+    assert private.dynamo_entries(runner.__code__) == 0
+    assert torch.equal(compiled(linear, x), linear(x))
+    assert private.dynamo_entries(runner.__code__) == 1
+    attempt = private.dynamo_attempts()[-1]
+    assert attempt.co_name == "a_name" and attempt.co_filename and attempt.co_firstlineno
+    assert attempt.recompile_reason is None and attempt.fail_reason is None
+    torch.compile(lambda x: (x + 1, torch._dynamo.graph_break())[0], backend="eager")(x)
+    assert any("graph_break" in reason for reason in private.dynamo_graph_breaks())
+    assert issubclass(private.dynamo_backend_error(), RuntimeError)
+    assert issubclass(private.dynamo_operator_error(), RuntimeError)
+
+
+@pytest.mark.parametrize("limit", [2, 10])
+def test_a_limit_of_variants_counts_for_one_function_only(limit: int) -> None:
+    torch._dynamo.reset()  # what the other case has compiled of this code
+    usual, compiled = torch._dynamo.config.recompile_limit, []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    def scaled(x: torch.Tensor, factor: int) -> torch.Tensor:
+        return x * factor
+
+    run = private.compile_with_limit(scaled, limit, backend=backend, dynamic=False)
+    for factor in range(limit + 2):
+        assert run(torch.ones(2), factor).tolist() == [float(factor)] * 2
+    assert len(compiled) == limit and torch._dynamo.config.recompile_limit == usual
+
+
+def _kept(x: torch.Tensor) -> torch.Tensor:
+    return _called(x) + 1
+
+
+def _called(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_kept_code_and_what_it_calls_make_no_graphs_but_are_inlined() -> None:
+    torch._dynamo.reset()
+    private.keep_from_dynamo(_kept.__code__)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(_kept, lambda saved: saved):
+            torch._dynamo.graph_break()
+            return x.exp()
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(breaks, backend=backend)(x)
+    assert not any("mul" in str(graph.graph) for graph in graphs)
+    graphs.clear()
+    torch.compile(lambda x: _kept(x).sin(), backend=backend, fullgraph=True)(x)
+    assert len(graphs) == 1 and "mul" in str(graphs[0].graph)
+
+
+@pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
+def test_aot_graphs_say_what_their_values_are(lower: str) -> None:
+    weight, seen = nn.Parameter(torch.ones(3)), {}
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        nodes = list(graph.graph.find_nodes(op="placeholder"))
+        seen["parameter"] = [i for i, node in enumerate(nodes) if private.dynamo_example(node) is weight]
+
+        def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+            split = private.inductor_partition if lower == "inductor" else private.aot_partition
+            return split(joint, joint_inputs, **options)
+
+        def compile_graph(kind: str) -> Any:
+            def compile_one(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+                descs = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder") if "desc" in node.meta]
+                seen[kind] = [private.aot_position(desc) for desc in descs]
+                assert all(private.aot_base(desc) is None for desc in descs)
+                if kind == "backward":
+                    outputs = graph.graph.output_node().meta["desc"]
+                    seen["gradients"] = [private.aot_gradient_of(desc) for desc in outputs]
+                else:
+                    assert len(private.aot_metadata().input_info) == len(inputs)
+                    private.aot_metadata().bw_donated_idxs = []
+                if lower == "inductor":
+                    return private.inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=False)
+                return private.mark_boxed(partial(private.boxed(graph)))
+
+            return compile_one
+
+        decompositions = private.inductor_decompositions() if lower == "inductor" else {}
+        return private.dynamo_backend(
+            fw_compiler=compile_graph("forward"),
+            bw_compiler=compile_graph("backward"),
+            partition_fn=partition,
+            decompositions=decompositions,
+        )(graph, inputs)
+
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: torch.sin(x * weight), backend=backend)(x).sum().backward()
+    assert torch.allclose(x.grad, torch.cos(torch.ones(3))) and torch.allclose(weight.grad, x.grad)
+    (parameter,) = seen["parameter"]
+    assert sorted(seen["forward"]) == sorted(seen["gradients"]) == [0, 1] and parameter in seen["backward"]
+    assert private.aot_saved(3).idx == 3
+
+
+def test_operators_that_draw_random_numbers_are_saved() -> None:
+    importlib.import_module("torch._inductor.inductor_prims")
+    aten, graph = torch.ops.aten, torch.fx.Graph()
+    x = graph.placeholder("x")
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    without = [
+        graph.call_function(attention, (x, x, x)),
+        graph.call_function(attention, (x, x, x, 0.0, True)),
+        graph.call_function(aten.sin.default, (x,)),
+    ]
+    drawing = [
+        graph.call_function(attention, (x, x, x, 0.1)),
+        graph.call_function(attention, (x, x, x), {"dropout_p": 0.1}),
+        graph.call_function(aten.native_dropout.default, (x, 0.5, True)),
+        graph.call_function(aten.rand_like.default, (x,)),
+        graph.call_function(torch.ops.prims.inductor_seeds.default, (2, torch.device("cpu"))),
+    ]
+    recomputed = graph.call_function(aten.rand_like.default, (x,))
+    recomputed.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    private.keep_random_numbers(graph)
+    assert not any("recompute" in node.meta for node in [x, *without])
+    assert all(node.meta["recompute"] == CheckpointPolicy.MUST_SAVE for node in drawing)
+    assert recomputed.meta["recompute"] == CheckpointPolicy.MUST_RECOMPUTE
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+@pytest.mark.parametrize("lower", ["aot", "inductor"])
+def test_budgets_leave_the_process_as_it_was(lower: str, budget: float) -> None:
+    functorch, inductor = (importlib.import_module(f"torch.{name}.config") for name in ("_functorch", "_inductor"))
+
+    def options() -> list[object]:
+        return [
+            functorch.activation_memory_budget,
+            functorch.aggressive_recomputation,
+            inductor.custom_partitioner_fn,
+        ]
+
+    before = options()
+    split = private.aot_partition if lower == "aot" else private.inductor_partition
+    seen = []
+
+    def partition(joint: torch.fx.GraphModule, inputs: Any, **more: Any) -> Any:
+        forward, backward = split(joint, inputs, budget, **more)
+        seen.append(len(forward.graph.output_node().args[0]))
+        return forward, backward
+
+    backend = private.dynamo_backend(
+        fw_compiler=lambda graph, inputs: private.mark_boxed(partial(private.boxed(graph))),
+        bw_compiler=lambda graph, inputs: private.mark_boxed(partial(private.boxed(graph))),
+        partition_fn=partition,
+    )
+    torch._dynamo.reset()
+    x = torch.ones(3, requires_grad=True)
+    torch.compile(lambda x: (torch.sin(x) @ torch.cos(x)).exp(), backend=backend)(x).backward()
+    assert seen and x.grad is not None
+    assert options() == before
+
+
+def test_inductor_tells_of_its_cache() -> None:
+    folder = private.inductor_lock_folder()
+    assert folder is not None and folder.is_dir()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        assert private.inductor_lock_folder() is None
+    settings = private.inductor_settings()
+    assert torch.__version__ in settings and settings == private.inductor_settings()
+    with torch._inductor.config.patch(max_fusion_size=3):
+        assert private.inductor_settings() != settings
+    assert private.inductor_cache_hits() >= 0
+    frames = len(private.dynamo_frame_seconds())
+    torch.compile(lambda x: x + 7, backend="eager")(torch.ones(3))
+    assert len(private.dynamo_frame_seconds()) == frames + 1 and private.dynamo_frame_seconds()[-1] > 0

@@ -1,0 +1,55 @@
+"""What the backward that runs now is, and what is run again inside it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def current_graph_task() -> int:
+    """The id of the backward that this thread runs, -1 outside of one.
+
+    Why: nested backwards are told apart.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the current backward has finished. Why: there is no public hook for it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def accumulates(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs now adds to the `.grad` of this leaf.
+
+    Why: `torch.autograd.grad` and `backward(inputs=...)` run backwards for other gradients only.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns instead
+        return False
+
+
+def recomputing() -> bool:
+    """Whether this forward is run again inside a backward by non-reentrant checkpointing.
+
+    Why: its graph is thrown away, so that no gradient may be expected from it. The innermost saved-tensors
+    hook tells: nothing else does.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")
+
+
+def checkpoint_segment() -> weakref.ref[Any] | None:
+    """What tells this non-reentrant checkpoint from others, while its function runs for the first time; None outside.
+
+    One object for each, to be compared by identity. Why: in a backward everything inside runs again before anything
+    inside is differentiated. The reference is weak because a checkpoint's hook holds its inputs.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[1], "__qualname__", "")
+    return weakref.ref(hooks[1]) if inside else None

@@ -1,0 +1,76 @@
+"""Process groups and symmetric memory."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+
+def has_symmetric_memory() -> bool:
+    """Whether this PyTorch has symmetric memory. Why: `zeroweave doctor` says so; its module is private."""
+    return importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
+
+
+def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor [numel] that other GPUs of the node can read after `symmetric_rendezvous`.
+
+    Why: the module is private although torch's own features are built on it.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty(numel, dtype=dtype, device=device)
+
+
+def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> Any:
+    """The handle through which ranks reach each other's `tensor` (`get_buffer`, `barrier`). Collective.
+
+    Why: as `symmetric_empty`.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.rendezvous(tensor, group=group)
+
+
+def new_process_group(
+    ranks: Sequence[int],
+    backend: str,
+    store: Any,
+    name: str,
+    timeout: datetime.timedelta,
+) -> torch.distributed.ProcessGroup:
+    """A registered process group of these ranks of the default one, in this order, that meets in `store`.
+
+    Why: `new_group` names groups by their ranks and by how many groups a process has, so that one of ranks that
+    had another before finds the addresses of that one in the store, and ranks with other groups never meet.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    default = torch.distributed.group.WORLD
+    device = default.bound_device_id if default is not None else None
+    rank = list(ranks).index(torch.distributed.get_rank())
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        rank,
+        list(ranks),
+        c10d.Backend(backend),
+        store,
+        c10d.GroupName(name),
+        timeout=timeout,
+        device_id=device,
+    )
+    c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
+    return cast(torch.distributed.ProcessGroup, group)
+
+
+def coalescing(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
+    """A scope whose all-gathers are launched together at its end; `works` of what it yields are then under way.
+
+    Why: there is no public way to put several collectives into one launch.
+    """
+    from torch.distributed.distributed_c10d import _coalescing_manager
+
+    return _coalescing_manager(group=group, device=device, async_ops=True)

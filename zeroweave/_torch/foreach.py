@@ -1,0 +1,31 @@
+"""One launch for many tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its target. Why: one launch for a bucket's gradients instead of one each."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_add_(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
+    """Adds each term to its target. Why: as `foreach_copy_`."""
+    torch._foreach_add_(list(targets), list(terms))
+
+
+def foreach_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, 0-dim; fp32, or fp64 where one of them is, which PyTorch does not narrow.
+
+    Why: one launch, and the public form rounds to bf16.
+    """
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if wide else torch.float32))
+
+
+def foreach_maxima(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The largest absolute value of each tensor, fp64, 0-dim; NaN where one is. Why: one launch, one reading pass."""
+    return [maximum.double() for maximum in torch._foreach_norm(list(tensors), float("inf"))]

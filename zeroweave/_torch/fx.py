@@ -1,0 +1,46 @@
+"""Graphs, operators and nested containers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+
+def boxed(graph: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """A graph's own Python code, called with one list of arguments, which it empties.
+
+    Why: the public calling convention keeps all arguments alive until the end.
+    """
+    from torch.fx.graph import _BoxedCodeGen
+
+    graph.graph.set_codegen(_BoxedCodeGen())
+    graph.recompile()
+    return cast(Callable[[list[Any]], Any], graph.forward)
+
+
+def mark_boxed(run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Tells AOTAutograd that `run` takes one list of arguments and empties it.
+
+    Why: inputs are freed early.
+    """
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def operator_schema(target: Any) -> Any:
+    """The schema of an ATen operator in a graph, None for anything else. Why: its class has no public name."""
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """A copy of nested containers with `function` applied to every tensor.
+
+    Why: pytrees are a private module.
+    """
+    if isinstance(tree, torch.Tensor):  # most arguments and results of modules are no containers
+        return function(tree)
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(torch.Tensor, function, tree)

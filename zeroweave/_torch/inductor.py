@@ -1,0 +1,144 @@
+"""Inductor: code for a graph, its cache and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroweave._torch.aot import aot_partition
+
+
+def inductor_partition(
+    joint: torch.fx.GraphModule, inputs: Any, budget: float = 1.0, **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Inductor's joint passes and partitioner, with the fake mode that its random-operator passes need.
+
+    `budget` as in `aot_partition`. Why its own partitioner then: random operators are to be found after the joint
+    passes, which replace them.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.virtualized import V
+
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **more: Any) -> Any:
+            return aot_partition(gm, joint_inputs, budget, **more)
+
+        def uuid(self) -> str:
+            return f"zeroweave {budget}"
+
+    partitioner = config.custom_partitioner_fn if budget == 1 else Partitioner()
+    with V.set_fake_mode(_fake_mode(joint)), config.patch(custom_partitioner_fn=partitioner):
+        return partition_fn(joint, inputs, **options)
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor expects to have been applied."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor_compile(
+    graph: torch.fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool, is_inference: bool
+) -> Callable[[list[Any]], Any]:
+    """Inductor's code for a graph, called with one list of arguments, which it empties.
+
+    Compiled in a tracing context of its own: Inductor asserts that nobody else's output strides are in it.
+    An inference graph has had no partition, so that Inductor's joint passes are run here.
+    """
+    from torch._dynamo.utils import get_inputs_devices
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    fake_mode = _fake_mode(graph)
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+        if is_inference:
+            devices = list(get_inputs_devices(inputs, graph))
+            graph = _recursive_joint_graph_passes(graph, input_device=devices[0] if devices else None)
+        pin_output_strides(graph)
+        return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def inductor_reads_first(operators: Sequence[Any]) -> None:
+    """Lets Inductor compute what reads the arguments of these operators in front of them, for good.
+
+    Why: for an operator that writes an argument, as for any that it has no lowering for, Inductor puts the operator
+    into its list and only then the elementwise reads that are pending, which then see the new value; those of
+    views that it takes for new tensors (`view.dtype`) come later still.
+    """
+    from torch._inductor.ir import TensorBox
+    from torch._inductor.lowering import fallback_handler, lowerings, register_lowering
+    from torch._inductor.virtualized import V
+
+    def after_reads(operator: Any) -> Callable[..., Any]:
+        fallback = fallback_handler(operator)
+
+        def lower(*args: Any, **kwargs: Any) -> Any:
+            lists = [value if isinstance(value, (list, tuple)) else [value] for value in (*args, *kwargs.values())]
+            boxes = [value for values in lists for value in values if isinstance(value, TensorBox)]
+            for box in boxes:
+                box.realize()
+            graph, names = V.graph, {box.get_name() for box in boxes}
+            for buffer in graph.buffers:
+                if not names.isdisjoint(buffer.get_inputs_that_alias_output()):
+                    names.add(buffer.get_name())
+            for name in sorted(names):
+                graph.mark_buffer_mutated(name)
+            return fallback(*args, **kwargs)
+
+        return lower
+
+    for operator in operators:
+        if operator not in lowerings:
+            register_lowering(operator, type_promotion_kind=None)(after_reads(operator))
+
+
+def inductor_cache_hits() -> int:
+    """How many graphs Inductor has found in its cache so far in this process. Why: it tells nobody else."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["inductor"]["fxgraph_cache_hit"])
+
+
+def inductor_lock_folder() -> Path | None:
+    """Where Inductor keeps its file locks, beside its cache; None where the cache is switched off.
+
+    Why: ranks that share the cache share this folder.
+    """
+    from torch._inductor import config
+    from torch._inductor.codecache import get_lock_dir
+
+    return Path(get_lock_dir()) if config.fx_graph_cache and not config.force_disable_caches else None
+
+
+def inductor_settings() -> str:
+    """PyTorch's version and a hash of Inductor's options. Why: they decide on the code, and on the cache's keys."""
+    from torch._inductor import config
+
+    return f"{torch.__version__} {config.get_hash().hex()}"
+
+
+def pin_output_strides(graph: torch.fx.GraphModule) -> None:
+    """Makes Inductor return every output with the strides that it has in the graph.
+
+    Why: a context of its own cannot report other strides to AOTAutograd, which compiles the backward for
+    them.
+    """
+    output = graph.graph.output_node()
+    nodes = output.args[0]
+    assert isinstance(nodes, (tuple, list))
+    output.meta["user_visible_output_idxs"] = [i for i, n in enumerate(nodes) if isinstance(n, torch.fx.Node)]
+    values = [n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in nodes]
+    output.meta["original_output_strides"] = [v.stride() if isinstance(v, torch.Tensor) else None for v in values]
+
+
+def _fake_mode(graph: torch.fx.GraphModule) -> Any:
+    """The fake mode of a traced graph's values."""
+    values = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    values += [node.meta.get("val") for node in graph.graph.nodes if node.op == "call_function"]
+    return torch._guards.detect_fake_mode([v for v in values if isinstance(v, torch.Tensor)])

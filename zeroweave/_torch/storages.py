@@ -1,0 +1,69 @@
+"""Storages and who holds them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many tensors (and storage objects) share `storage`.
+
+    Why: a flat is freed only when nobody views it.
+    """
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def lent(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor under a storage object of its own, which does not own it.
+
+    Whoever lends must keep `tensor` until the memory is not used any more. Why: backends keep what they are handed for
+    as long as their threads please. The storage that counts its users is not among it.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(cast(Any, storage), 0, tensor.shape, tensor.stride())
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The identity of the storage of `tensor`; kept over `resize_`.
+
+    Why: call-time binding needs it, cheaply.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+def place_key(tensor: torch.Tensor) -> tuple[int, int]:
+    """The storage of `tensor` and its offset there, in elements. Why: as `storage_key`."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `tensor` is a view of, None if it is none. Why: a view is an owner of its base."""
+    return tensor._base
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often `tensor` was written in place. Why: a write into a gathered parameter would be lost."""
+    return int(tensor._version)
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How many owners the C++ tensor has: 1, 2 with an AccumulateGrad node, more in a live graph.
+
+    Why: `swap_tensors` fails half way where a graph of an earlier forward still holds a parameter.
+    """
+    return int(tensor._use_count())  # type: ignore[attr-defined]
+
+
+def owners(tensor: torch.Tensor) -> int:
+    """How many references to a tensor there are, in Python and in C++, without those of its AccumulateGrad node.
+
+    To be compared with a count that the same code took earlier. Why: the storage of a parameter that somebody keeps
+    must not be freed. While C++ owns a tensor beside its Python object, PyTorch holds one more reference to that
+    object; the node, which lives as long as any graph that the parameter is part of, reads no values.
+    """
+    cpp = use_count(tensor)
+    return sys.getrefcount(tensor) + (cpp - 3 if cpp > 1 else 0)

@@ -1,0 +1,70 @@
+"""Tensors that are no ordinary ones: stubs, hooks on tensors, exchanged contents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+
+AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
+
+
+def wrapper_like(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:
+    """A `cls` without storage that has the metadata of `like`. Why: parameters at rest hold no bytes."""
+    make: Callable[..., AnyTensor] = torch.Tensor._make_wrapper_subclass
+    return make(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        dtype=like.dtype,
+        device=like.device,
+        requires_grad=like.requires_grad,
+    )
+
+
+def without_torch_function() -> AbstractContextManager[None]:
+    """Calls inside do not enter `__torch_function__`.
+
+    Why: stubs answer metadata with PyTorch's own getters.
+    """
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return context
+
+
+def metadata_getters() -> tuple[Callable[..., Any], ...]:
+    """Private getters that describe a tensor without its values. Why: optimizers and `nn.Module` ask them."""
+    names = ("_version", "_backward_hooks", "_post_accumulate_grad_hooks", "output_nr")
+    return tuple(getattr(torch.Tensor, name).__get__ for name in names)
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Makes `isinstance(tensor, nn.Parameter)` true. Why: stubs stay where modules and users ask that."""
+    tensor._is_param = True
+
+
+def has_tensor_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_hook` was used on `tensor`. Why: its hooks would never run on a sharded parameter."""
+    return bool(tensor._backward_hooks)
+
+
+def has_post_accumulate_hooks(tensor: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was used on `tensor`. Why: as for tensor hooks."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchanges the content of two tensor objects; graphs stay with the content. RuntimeError if it is weakly owned.
+
+    Why: `torch.utils.swap_tensors`, which does the same, refuses or poisons what is part of a live graph, so that
+    the graph is not changed unawares; here it is to go on with the old content.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    with without_torch_function():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # else a later hook would replace the earlier
+            mine, theirs = getattr(tensor, name), getattr(other, name)
+            setattr(tensor, name, theirs)
+            setattr(other, name, mine)
