@@ -325,7 +325,7 @@ def _assemble(
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     transport = Skipping(Paired(timed, control, ledger) if ways_differ else timed, device)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
-    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering)
+    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering, trains=optimizer is not None)
     runtime.lanes.issuing = timed.issuing
     _fill(runtime, parameters)
     runtime.lanes.finish()

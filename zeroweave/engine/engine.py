@@ -27,7 +27,24 @@ from zeroweave.notices import warn
 from zeroweave.optim.room import Room
 from zeroweave.optim.states import Gathered
 from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.runtime import Observer
 from zeroweave.schedule import Schedule
+
+
+class _Backwards(Observer):
+    """What the runtime tells an engine about backwards."""
+
+    def __init__(self, reduces: Callable[[], bool], began: Callable[[], None], ended: Callable[[bool], None]) -> None:
+        self._reduces, self._began, self._ended = reduces, began, ended
+
+    def reduces(self) -> bool:
+        return self._reduces()
+
+    def backward_began(self) -> None:
+        self._began()
+
+    def backward_ended(self, trained: bool) -> None:
+        self._ended(trained)
 
 
 class Engine(Scheduling, Scaling, Accessors):
@@ -59,10 +76,7 @@ class Engine(Scheduling, Scaling, Accessors):
         )
         self._shown = Shown(parts.places, self._calls.access)
         self._opened = Opened(parts.runtime, self._shown, parts.status)
-        self._runtime.trains = parts.optimizer is not None
-        self._runtime.reduces = self._reduces
-        self._runtime.backward_began = self._backward_began
-        self._runtime.backward_ended = self._backward_ended
+        self._runtime.attach(_Backwards(self._reduces, self._backward_began, self._backward_ended))
         if self.config.gather_after_step:
             self._opened.open()
         self._traffic = parts.ledger.step()

@@ -11,7 +11,7 @@ from zeroweave.comm.transport import ReduceOp
 
 @dataclass(frozen=True)
 class Policy:
-    """How gradients and parameters are kept. With `Runtime.reduces`, `keep` is all that makes a stage."""
+    """How gradients and parameters are kept. With `Observer.reduces`, `keep` is all that makes a stage."""
 
     keep: frozenset[int]
     """buckets that stay unsharded until the optimizer step"""

@@ -43,12 +43,25 @@ class Counts:
     eager_calls: int = 0
 
 
+class Observer:
+    """Whom the runtime tells about outermost backwards, once each, and asks about them. This one minds nothing."""
+
+    def reduces(self) -> bool:
+        """Does the backward that begins now reduce?"""
+        return True
+
+    def backward_began(self) -> None:
+        """A backward begins. An exception from here leaves it."""
+
+    def backward_ended(self, trained: bool) -> None:
+        """It is over. One that accumulates into no parameter, such as `torch.autograd.grad`, has not `trained`."""
+
+
 class Runtime:
     """Buckets, gradients and replay of one engine.
 
-    `backward_began` and `backward_ended(trained)` tell the engine about outermost backwards, once each. One that
-    accumulates into no parameter (`torch.autograd.grad`, for a penalty on a gradient) has not `trained`.
     `entering(name, back)` hears of each call before anything is gathered for it; `back`: inside a backward?
+    `trains`: does a forward in grad mode belong to a window? An engine without an optimizer has none.
     """
 
     def __init__(
@@ -58,8 +71,10 @@ class Runtime:
         transport: Transport,
         policy: Policy,
         entering: Callable[[str, bool], None] = lambda name, back: None,
+        trains: bool = True,
     ) -> None:
-        self.transport, self.policy, self._entering = transport, policy, entering
+        self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
+        self._observer = Observer()
         self.flats = Gauge()
         """bytes of all flats that are unsharded"""
         device = transport.empty(0, torch.uint8).device
@@ -86,12 +101,6 @@ class Runtime:
             offloading.needed = self.replay.needed
         self._inference = Inference(self.buckets, self.gradients, policy.keep, policy.depth, together)
         self.counts = Counts()
-        self.trains = True
-        """does a forward in grad mode belong to a window? An engine without an optimizer has none"""
-        self.reduces: Callable[[], bool] = lambda: True
-        """does the backward that begins now reduce?"""
-        self.backward_began: Callable[[], None] = lambda: None
-        self.backward_ended: Callable[[bool], None] = lambda trained: None
         self._frame: Frame | None = None
         self._training = True
         self._backward: int | None = None
@@ -109,6 +118,10 @@ class Runtime:
         """may the user write parameters now? Then nobody minds that they change"""
         self._in_use: Counter[int] = Counter()
         """bucket -> open calls that need its values"""
+
+    def attach(self, observer: Observer) -> None:
+        """`observer` hears of all backwards from now on. Once: what it consists of needs a runtime first."""
+        self._observer = observer
 
     # ------------------------------------------------------------------ calls
     @property
@@ -131,7 +144,7 @@ class Runtime:
     def begin_session(self) -> None:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
         self.note_backward()
-        self._training = self.in_backward or (self.trains and torch.is_grad_enabled())
+        self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
         self._session_reads = []
         self._session = Frame(Call("the model", "forward"), (), self.replay)
         self.activations.begin_forward()
@@ -304,7 +317,7 @@ class Runtime:
                 self._backward, self._examined, self._accumulating = task, -1, False
                 self._examine(task, trains)
                 at_end_of_backward(self._end_backward)
-                self.backward_began()
+                self._observer.backward_began()
         elif task < 0:
             raise EngineError("an earlier backward did not finish; call engine.zero_grad() and start the window anew")
         else:
@@ -317,7 +330,7 @@ class Runtime:
         self._examined = task
         if trains or any(accumulates(p) for b in self._trained for p in b.real):
             self._accumulating = True
-            self.replay.reducing = self.reduces()
+            self.replay.reducing = self._observer.reduces()
             if not self.in_session:
                 self._back.begin()
 
@@ -333,7 +346,7 @@ class Runtime:
         self.replay.reducing = False
         self._backward = None
         self.replay.lingering.sweep()
-        self.backward_ended(self._accumulating)
+        self._observer.backward_ended(self._accumulating)
 
     def reduce_rest(self) -> bool:
         """Reduces what backwards without reduction left behind, each bucket once. Was there anything?"""
