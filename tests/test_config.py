@@ -247,16 +247,16 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
         ({"stage": "3"}, "stage must be 1, 2 or 3, not '3'"),
         ({"stage": True}, "stage must be 1, 2 or 3, not True"),
         ({"stage": None}, "stage must be 1, 2 or 3, not None"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be at least 1, not 0"),
-        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps must be a whole number, not 1.5"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be greater than or equal to 1, not 0"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps must be a valid integer, not 1.5"),
         (
             {"gradient_accumulation_steps": True},
-            "gradient_accumulation_steps must be a whole number, not True",
+            "gradient_accumulation_steps must be a valid integer, not True",
         ),
         ({"gradient_clipping": 0}, "gradient_clipping must be greater than 0, not 0"),
         ({"gradient_clipping": math.inf}, "gradient_clipping must be a finite number, not inf"),
-        ({"gradient_clipping": "1"}, "gradient_clipping must be a finite number, not '1'"),
-        ({"gather_after_step": 1}, "gather_after_step must be true or false, not 1"),
+        ({"gradient_clipping": "1"}, "gradient_clipping must be a valid number, not '1'"),
+        ({"gather_after_step": 1}, "gather_after_step must be a valid boolean, not 1"),
         ({"deadline_seconds": -1}, "deadline_seconds must be greater than 0, not -1"),
         (
             {"precision": {"params": "float64"}},
@@ -264,11 +264,11 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
         ),
         (
             {"precision": {"loss_scale": 0}},
-            "precision.loss_scale must be 'dynamic' or a number greater than 0, not 0",
+            "precision.loss_scale must be 'dynamic' or greater than 0, not 0",
         ),
         (
             {"precision": {"loss_scale": "static"}},
-            "precision.loss_scale must be 'dynamic' or a number greater than 0, not 'static'",
+            "precision.loss_scale must be 'dynamic' or a valid number, not 'static'",
         ),
         (
             {"precision": {"loss_scale": 128, "loss_scale_window": 10, "min_loss_scale": 2}},
@@ -280,26 +280,32 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
             "precision.initial_loss_scale must be at least precision.min_loss_scale (4), not 2",
         ),
         ({"on_nonfinite": "warn"}, "on_nonfinite must be 'skip' or 'raise', not 'warn'"),
-        ({"precision": "bfloat16"}, "precision must be a table of keys, not 'bfloat16'"),
-        ({"bucket": {"bytes": 0}}, "bucket.bytes must be at least 1, not 0"),
-        ({"debug": {"check_every_step": 1}}, "debug.check_every_step must be true or false, not 1"),
+        (
+            {"precision": "bfloat16"},
+            "precision must be a valid dictionary or instance of PrecisionConfig, not 'bfloat16'",
+        ),
+        ({"bucket": {"bytes": 0}}, "bucket.bytes must be greater than or equal to 1, not 0"),
+        ({"debug": {"check_every_step": 1}}, "debug.check_every_step must be a valid boolean, not 1"),
         ({"reduce": {"op": "sum"}}, "reduce.op must be 'average' or 'presum', not 'sum'"),
-        ({"compile": {"recompile_limit": 0}}, "compile.recompile_limit must be at least 1, not 0"),
-        ({"compile": {"recompile_limit": 257}}, "compile.recompile_limit must be at most 256, not 257"),
-        ({"compile": {"activation_budget": 1.5}}, "compile.activation_budget must be at most 1, not 1.5"),
-        ({"compile": {"activation_budget": -0.1}}, "compile.activation_budget must be at least 0, not -0.1"),
-        ({"compile": {"prefetch": -1}}, "compile.prefetch must be 'auto' or a whole number of at least 0, not -1"),
-        ({"compile": {"prefetch": True}}, "compile.prefetch must be 'auto' or a whole number of at least 0, not True"),
+        ({"compile": {"recompile_limit": 0}}, "compile.recompile_limit must be greater than or equal to 1, not 0"),
+        ({"compile": {"recompile_limit": 257}}, "compile.recompile_limit must be less than or equal to 256, not 257"),
+        ({"compile": {"activation_budget": 1.5}}, "compile.activation_budget must be less than or equal to 1, not 1.5"),
+        (
+            {"compile": {"activation_budget": -0.1}},
+            "compile.activation_budget must be greater than or equal to 0, not -0.1",
+        ),
+        ({"compile": {"prefetch": -1}}, "compile.prefetch must be 'auto' or greater than or equal to 0, not -1"),
+        ({"compile": {"prefetch": True}}, "compile.prefetch must be 'auto' or a valid integer, not True"),
         (
             {"compile": {"keep": "some"}},
-            "compile.keep must be 'auto', 'none', 'all' or a list of bucket names, not 'some'",
+            "compile.keep must be 'auto', 'none' or 'all' or a valid tuple, not 'some'",
         ),
-        ({"compile": {"memory_budget": -1}}, "compile.memory_budget must be at least 0, not -1"),
+        ({"compile": {"memory_budget": -1}}, "compile.memory_budget must be greater than or equal to 0, not -1"),
         ({"offload": {"optimizer": "some"}}, "offload.optimizer must be 'none', 'all' or 'adaptive', not 'some'"),
-        ({"offload": {"params": 1}}, "offload.params must be true or false, not 1"),
+        ({"offload": {"params": 1}}, "offload.params must be a valid boolean, not 1"),
         (
             {"offload": {"optimizer": "adaptive", "memory_budget": -1}},
-            "offload.memory_budget must be at least 0, not -1",
+            "offload.memory_budget must be greater than or equal to 0, not -1",
         ),
         (
             {"offload": {"optimizer": "adaptive"}},
@@ -317,11 +323,11 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
         ),
         (
             {"compile": {"regions": "layers.*"}},
-            "compile.regions must be 'auto' or a list of module-name patterns, not 'layers.*'",
+            "compile.regions must be 'auto' or a valid tuple, not 'layers.*'",
         ),
         (
             {"compile": {"regions": ["head", 1]}},
-            "compile.regions must be 'auto' or a list of module-name patterns, not ['head', 1]",
+            "compile.regions must be 'auto' or a valid string, not ['head', 1]",
         ),
     ],
 )
@@ -340,7 +346,7 @@ def test_all_errors_are_named_at_once() -> None:
     assert refused({"stage": 7, "reduce": {"depth": 0}, "bukcet": {}}) == (
         "3 errors in the config:\n"
         "- stage must be 1, 2 or 3, not 7\n"
-        "- reduce.depth must be at least 1, not 0\n"
+        "- reduce.depth must be greater than or equal to 1, not 0\n"
         "- unknown key 'bukcet' in the config; did you mean 'bucket'?"
     )
 

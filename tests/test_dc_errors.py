@@ -195,9 +195,9 @@ def test_a_typo_in_a_mapping_names_the_nearest_key(key: str, near: str) -> None:
 
 
 def test_wrong_values() -> None:
-    with pytest.raises(ConfigError, match="double_buffer must be true or false, not 1"):
+    with pytest.raises(ConfigError, match="double_buffer must be a valid boolean, not 1"):
         dc.init(None, {"double_buffer": 1})
-    with pytest.raises(ConfigError, match="double_buffer must be true or false, not 'yes'"):
+    with pytest.raises(ConfigError, match="double_buffer must be a valid boolean, not 'yes'"):
         dc.init(None, SimpleNamespace(double_buffer="yes"))
     with pytest.raises(ValueError, match="initial_reduce_bucket_size must be at least 1, not 0"):
         dc.init(None, None, 0)

@@ -252,7 +252,7 @@ def test_no_sharding(source: dict[str, Any]) -> None:
 
 
 def test_values_are_checked_as_those_of_any_config() -> None:
-    assert "gradient_accumulation_steps must be at least 1, not 0" in refused(
+    assert "gradient_accumulation_steps must be greater than or equal to 1, not 0" in refused(
         {**STAGE, "gradient_accumulation_steps": 0}
     )
 

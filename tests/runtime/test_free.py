@@ -140,7 +140,7 @@ def test_the_threshold_of_the_default_runtime_is_in_elements() -> None:
     above = torch.empty(10_000_001, dtype=torch.uint8)
     dc.free_tensors([tensor, above])
     assert [t.untyped_storage().nbytes() for t in (tensor, above)] == [10_000_000, 0]
-    with pytest.raises(ConfigError, match="free_activation_threshold must be at least 0"):
+    with pytest.raises(ConfigError, match="free_activation_threshold must be greater than or equal to 0"):
         dc.init(config={"free_activation_threshold": -1})
 
 

@@ -12,23 +12,24 @@ from pydantic_core import ErrorDetails
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line where one thing is wrong, else a list of all."""
     known = _known_keys(model)
-    lines: dict[str, str] = {}
+    found: dict[str, list[ErrorDetails]] = {}
     for details in error.errors():
-        key = _key_of(details["loc"], known)
-        # A value that fits no branch of a union gives one error a branch; the first has the whole value.
-        lines.setdefault(key, _explain_one(key, details, known))
+        found.setdefault(_key_of(details["loc"], known), []).append(details)
+    lines = [_explain_one(key, details, known) for key, details in found.items()]
     if len(lines) == 1:
-        return next(iter(lines.values()))
-    return "\n".join([f"{len(lines)} errors in the config:", *(f"- {line}" for line in lines.values())])
+        return lines[0]
+    return "\n".join([f"{len(lines)} errors in the config:", *(f"- {line}" for line in lines)])
 
 
-def _explain_one(key: str, details: ErrorDetails, known: tuple[str, ...]) -> str:
-    kind = details["type"]
-    if kind == "extra_forbidden":
+def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) -> str:
+    """A value that fits no branch of a union has one error for each branch; the first has the whole value."""
+    first = details[0]
+    if first["type"] == "extra_forbidden":
         return f"unknown key {key!r} in the config; {_suggestion(key, known)}"
-    if kind == "value_error":
-        return str(details["ctx"]["error"])
-    return f"{key} must be {_allowed(key, details)}, not {details['input']!r}"
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    allowed = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in details)
+    return f"{key} must be {' or '.join(allowed)}, not {first['input']!r}"
 
 
 def _key_of(location: tuple[int | str, ...], known: tuple[str, ...]) -> str:
@@ -39,37 +40,6 @@ def _key_of(location: tuple[int | str, ...], known: tuple[str, ...]) -> str:
             break
         key = f"{key}.{part}" if key else str(part)
     return key
-
-
-def _allowed(key: str, details: ErrorDetails) -> str:
-    context = details.get("ctx", {})
-    match details["type"]:
-        case _ if key == "compile.regions":
-            return "'auto' or a list of module-name patterns"
-        case _ if key == "compile.prefetch":
-            return "'auto' or a whole number of at least 0"
-        case _ if key == "compile.keep":
-            return "'auto', 'none', 'all' or a list of bucket names"
-        case _ if key == "precision.loss_scale":
-            return "'dynamic' or a number greater than 0"
-        case "literal_error":
-            return str(context["expected"])
-        case "greater_than_equal":
-            return f"at least {context['ge']:g}"
-        case "less_than_equal":
-            return f"at most {context['le']:g}"
-        case "greater_than":
-            return f"greater than {context['gt']:g}"
-        case "int_type":
-            return "a whole number"
-        case "float_type" | "finite_number":
-            return "a finite number"
-        case "bool_type":
-            return "true or false"
-        case "model_type":
-            return "a table of keys"
-        case other:  # no field of the models above gives another; pydantic's own words would still be true
-            return f"valid ({other}: {details['msg']})"
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
