@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,7 @@ EVERYTHING: dict[str, Any] = {
         "min_loss_scale": 0.5,
     },
     "bucket": {"bytes": 1 << 20, "by_block": False},
-    "reduce": {"depth": 1, "op": "presum"},
+    "reduce": {"depth": 1, "op": "predivide"},
     "compile": {
         "enabled": True,
         "regions": ["layers.*", "head"],
@@ -129,7 +130,7 @@ gather_after_step = true
 deadline_seconds = 30.0
 on_nonfinite = "raise"
 bucket = { bytes = 1_048_576, by_block = false }
-reduce = { depth = 1, op = "presum" }
+reduce = { depth = 1, op = "predivide" }
 activations = { free_threshold_bytes = 1048576 }
 experts = { parameters = ["*.experts.*"], parallel_size = 2 }
 
@@ -286,7 +287,7 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
         ),
         ({"bucket": {"bytes": 0}}, "bucket.bytes must be greater than or equal to 1, not 0"),
         ({"debug": {"check_every_step": 1}}, "debug.check_every_step must be a valid boolean, not 1"),
-        ({"reduce": {"op": "sum"}}, "reduce.op must be 'average' or 'presum', not 'sum'"),
+        ({"reduce": {"op": "sum"}}, "reduce.op must be 'average' or 'predivide', not 'sum'"),
         ({"compile": {"recompile_limit": 0}}, "compile.recompile_limit must be greater than or equal to 1, not 0"),
         ({"compile": {"recompile_limit": 257}}, "compile.recompile_limit must be less than or equal to 256, not 257"),
         ({"compile": {"activation_budget": 1.5}}, "compile.activation_budget must be less than or equal to 1, not 1.5"),
@@ -335,6 +336,13 @@ def test_a_wrong_value_names_the_key_and_what_is_allowed(source: dict[str, Any],
     assert refused(source) == message
     with pytest.raises(ConfigError):
         Config(**source)
+
+
+@pytest.mark.parametrize("read", [Config.load, lambda source: Config(**source)])
+def test_the_older_name_of_predivide_works_with_a_warning(read: Callable[[dict[str, Any]], Config]) -> None:
+    with pytest.warns(UserWarning, match="'presum' is called 'predivide'") as caught:
+        assert read({"reduce": {"op": "presum"}}).reduce.op == "predivide"
+    assert [each.filename for each in caught] == [__file__]
 
 
 def test_gather_after_step_is_refused_where_nothing_is_kept() -> None:

@@ -75,7 +75,7 @@ MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}),
     "gradient_clipping": ({"gradient_clipping": 0.5}, {"gradient_clipping": 0.5}),
     "communication_data_type": ({"communication_data_type": "fp32"}, {"precision": {"reduce": "float32"}}),
-    "prescale_gradients": ({"prescale_gradients": True}, {"reduce": {"op": "presum"}}),
+    "prescale_gradients": ({"prescale_gradients": True}, {"reduce": {"op": "predivide"}}),
     "data_types.grad_accum_dtype": (
         {"data_types": {"grad_accum_dtype": "bf16"}},
         {"precision": {"accumulate": "bfloat16"}},

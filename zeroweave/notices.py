@@ -14,7 +14,7 @@ _OWN: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def warn(message: str, rank: int | None = None) -> None:
-    """A UserWarning on rank 0, at the innermost line that is neither zeroweave's nor PyTorch's.
+    """A UserWarning on rank 0, at the innermost line that belongs neither to zeroweave nor to PyTorch or pydantic.
 
     `rank`: this process's; None where no engine knows it yet: the launcher's RANK, 0 without one.
     """
@@ -41,8 +41,9 @@ def warn(message: str, rank: int | None = None) -> None:
 def _of_user(frame: FrameType | None) -> FrameType | None:
     """The innermost frame from `frame` outwards that is the user's; None where there is none."""
     inside = [_OWN, os.path.abspath(contextlib.__file__), "<eval_with_key>", "<frozen "]
-    if (torch := getattr(sys.modules.get("torch"), "__file__", None)) is not None:
-        inside.append(os.path.dirname(os.path.abspath(torch)) + os.sep)
+    for name in ("torch", "pydantic"):
+        if (file := getattr(sys.modules.get(name), "__file__", None)) is not None:
+            inside.append(os.path.dirname(os.path.abspath(file)) + os.sep)
     while frame is not None and frame.f_code.co_filename.startswith(tuple(inside)):
         frame = frame.f_back
     return frame

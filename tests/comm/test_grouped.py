@@ -78,6 +78,6 @@ def test_a_launch_holds_reductions_of_one_group() -> None:
 def test_a_group_of_one_rank_divides_by_all_ranks() -> None:
     alone = replace(ALL, group="experts", world=1, groups=4)
     out = torch.empty(128)
-    for op in ("average", "presum"):
+    for op in ("average", "predivide"):
         LocalTransport(torch.device("cpu"), divisor=4).reduce_scatter(out, {0: torch.full((128,), 8.0)}, alone, op)
         assert out.eq(2.0).all()

@@ -28,7 +28,7 @@ def skipping() -> tuple[Skipping, RecordingTransport]:
 CALLS: list[Callable[[Any], Any]] = [
     lambda t: t.all_gather(torch.empty(6), SHARD, LAYOUT),
     lambda t: t.reduce_scatter(torch.empty(3), {0: torch.ones(6)}, LAYOUT, "average"),
-    lambda t: t.all_reduce(torch.empty(6), {0: torch.ones(6)}, LAYOUT, "presum"),
+    lambda t: t.all_reduce(torch.empty(6), {0: torch.ones(6)}, LAYOUT, "predivide"),
     lambda t: t.broadcast(torch.ones(2)),
     lambda t: t.all_reduce_sum(torch.ones(2)),
 ]

@@ -130,7 +130,7 @@ STEPS = 6
 HALF = {"params": "float16", "initial_loss_scale": 2.0**20}
 COURSES = {
     "clipped": {"gradient_clipping": 0.05},
-    "presum": {"reduce": {"op": "presum"}},
+    "predivide": {"reduce": {"op": "predivide"}},
     "clipped in bfloat16": {"gradient_clipping": 0.05, "precision": {"params": "bfloat16"}},
     "added up in bfloat16": {"precision": {"params": "bfloat16", "accumulate": "bfloat16"}},
     "reduced in bfloat16": {"precision": {"params": "bfloat16", "reduce": "bfloat16"}},

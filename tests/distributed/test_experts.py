@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "without tokens": {"avoid": (1, 3)},
     "compiled experts": {"config": {"compile": {"lower": "aot_eager", "regions": ["*.experts.*"], "dynamic": True}}},
     "idle": {"n": 2, "coalesce": True, "avoid": (3,), "idle": True},
-    "presum": {"config": {"reduce": {"op": "presum", "depth": 1}, "bucket": {"bytes": 3000}}},
+    "predivide": {"config": {"reduce": {"op": "predivide", "depth": 1}, "bucket": {"bytes": 3000}}},
     "clipped and coalesced": {"n": 4, "coalesce": True, "config": {"gradient_clipping": 0.5}},
 }
 DAILY = [
@@ -66,7 +66,7 @@ def test_only_the_ranks_of_an_idle_expert_miss_its_gradient(pools: Pools) -> Non
         assert max(found.gradients)[0] <= 1 and found.parameters[0] <= 1, found
 
 
-@pytest.mark.parametrize("op", ["average", "presum"])
+@pytest.mark.parametrize("op", ["average", "predivide"])
 @pytest.mark.parametrize("parallel_size", [2, pytest.param(1, marks=pytest.mark.matrix), 4])
 def test_gradients_are_divided_by_the_number_of_all_ranks(pools: Pools, op: str, parallel_size: int) -> None:
     for found, wrong in pools(4).run(experts.exact, op, parallel_size):

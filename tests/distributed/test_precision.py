@@ -371,7 +371,7 @@ def accumulated(stage: int, mode: str, reduce: str | None, op: str) -> tuple[flo
 def test_bfloat16_gradients_add_up_in_float32(pools: Pools, stage: int, mode: str) -> None:
     for bounded, _ in pools(2).run(accumulated, stage, mode, "float32", "average"):
         assert bounded[0] <= 1, bounded
-    for _, exact in pools(2).run(accumulated, stage, mode, None, "presum"):
+    for _, exact in pools(2).run(accumulated, stage, mode, None, "predivide"):
         assert exact <= 2.0**-8, "one rounding to bfloat16 for each reduction"
 
 
@@ -387,8 +387,8 @@ def near_the_end_of_the_range(op: str, reduce: str | None) -> float:
         return float(gradient.max())
 
 
-def test_presum_and_a_wider_reduction_hold_what_a_sum_does_not(pools: Pools) -> None:
-    for op, reduce in (("presum", None), ("average", "float32"), ("presum", "float32")):
+def test_predivide_and_a_wider_reduction_hold_what_a_sum_does_not(pools: Pools) -> None:
+    for op, reduce in (("predivide", None), ("average", "float32"), ("predivide", "float32")):
         assert pools(2).run(near_the_end_of_the_range, op, reduce) == [40_000.0] * 2  # a float16
 
 

@@ -166,7 +166,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "one in flight": Scenario(
         lambda rank, step, micro: off(2) if rank == 0 else off(1),
-        changes={"config": {"reduce": {"depth": 1, "op": "presum"}, "compile": {"prefetch": 2}}},
+        changes={"config": {"reduce": {"depth": 1, "op": "predivide"}, "compile": {"prefetch": 2}}},
     ),
     "kept": Scenario(
         lambda rank, step, micro: off(2) if rank == 0 else off(1), changes={"config": {"compile": {"keep": "all"}}}

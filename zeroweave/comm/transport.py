@@ -11,7 +11,7 @@ import torch
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.layout import WORLD, BucketLayout, Piece
 
-ReduceOp = Literal["average", "presum"]
+ReduceOp = Literal["average", "predivide"]
 Parts = Mapping[int, torch.Tensor] | torch.Tensor
 """One bucket's gradients on their way into a reduction: slot index -> tensor of the slot's shape, where a slot
 without an entry contributes zeros; or the flat [numel] that holds them already, with zeros wherever no slot lies. Such
@@ -78,7 +78,7 @@ class Transport(Protocol):
         """Reduces the group's parts in the dtype of `out` and leaves this rank's chunk in `out`.
 
         The parts are summed over the group and divided by the number of all ranks, over which losses are averaged.
-        `average` is the backend's average; `presum` divides first and then sums, for dtypes whose sum could
+        `average` is the backend's average; `predivide` divides first and then sums, for dtypes whose sum could
         overflow. Padding and missing parts are zeros. The parts are read only.
         """
 

@@ -150,7 +150,7 @@ def _config(values: Mapping[str, Any]) -> dict[str, Any]:
     config["offload"] = _offload(values)
     reduce = config["reduce"] = {}
     if values.get("prescale_gradients"):
-        reduce["op"] = "presum"
+        reduce["op"] = "predivide"
     if values.get("zero_optimization.overlap_comm") is False or values.get("compile.double_buffer") is False:
         reduce["depth"] = 1
     config["compile"] = _compile(values)

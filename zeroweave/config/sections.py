@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from zeroweave.notices import warn
 
 STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
@@ -81,8 +83,16 @@ class ReduceConfig(BaseModel):
     depth: Annotated[int, Field(ge=1)] = 2
     """Most reductions in flight at once; each holds one gradient flat."""
 
-    op: Literal["average", "presum"] = "average"
-    """"average": the backend's average; "presum": divide by the world, then sum."""
+    op: Literal["average", "predivide"] = "average"
+    """"average": the backend's average; "predivide": divide by the world, then sum."""
+
+    @field_validator("op", mode="before")
+    @classmethod
+    def _op_by_its_name(cls, op: object) -> object:
+        if op == "presum":
+            warn("reduce.op 'presum' is called 'predivide': write that")
+            return "predivide"
+        return op
 
 
 class CompileConfig(BaseModel):

@@ -99,7 +99,7 @@ class RuntimeByName:
             self.transport,
             Reductions(
                 self.transport,
-                "presum" if self.config.pre_div_reduce else "average",
+                "predivide" if self.config.pre_div_reduce else "average",
                 None if reduce_dtype is None else getattr(torch, reduce_dtype),
                 self.ledger.gauge("reduce buckets"),
             ),
