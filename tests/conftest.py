@@ -13,8 +13,8 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 
-from tests import shares
-from tests.distributed.harness import Pool
+from tests.support import shares
+from tests.support.harness import Pool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

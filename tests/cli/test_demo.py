@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import zeroweave
+from tests.support.commands import zeroweave
 
 WAYS = [
     pytest.param((3, ["--eager", "--profile"]), id="stage 3, eager, profiled"),

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.cli.commands import zeroweave
+from tests.support.commands import zeroweave
 from zeroweave.report import doctor
 
 

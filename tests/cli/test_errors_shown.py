@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import zeroweave
+from tests.support.commands import zeroweave
 
 TRAINING = """
 import os, signal, sys, time

@@ -10,7 +10,7 @@ import torch
 
 from examples.llama import Llama, LlamaConfig
 from examples.text import Text
-from tests.cli.commands import zeroweave
+from tests.support.commands import zeroweave
 
 
 def test_the_text_is_the_same_for_every_number_of_ranks() -> None:

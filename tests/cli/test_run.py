@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import parse_args
 
-from tests.cli.commands import zeroweave
+from tests.support.commands import zeroweave
 from zeroweave.report.launch import exit_reason, first_line, parse, under_runner
 from zeroweave.report.runner import own_frames
 

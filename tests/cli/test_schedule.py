@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.cli.commands import zeroweave
-from tests.schedule.cases import stack_facts, stack_with_needs
 from tests.schedule.measured import as_predicted, with_costs
+from tests.support.commands import zeroweave
+from tests.support.schedules import stack_facts, stack_with_needs
 from zeroweave import EngineError, Schedule, cli
 from zeroweave.engine.samples import FOLDER, STEPS, Samples
 from zeroweave.report.trace import LANES, trace

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.compile.fakes import FakeHost
-from tests.distributed.reference import Exactly, Expected, doubled, judge
+from tests.support.reference import Exactly, Expected, doubled, judge
 
 WIDTH = 16
 

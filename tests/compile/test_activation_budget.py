@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.compile.comparing import WIDTH, Block, Stack, agree, loss_of
 from tests.compile.fakes import FakeHost
 from tests.compile.test_templates import Dropping, Inside
-from tests.distributed.reference import Expected, Plain
+from tests.support.reference import Expected, Plain
 
 pytestmark = pytest.mark.oldest
 BUDGETS = (1.0, 0.5, 0.05, 0.0)

@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.compile.comparing import WIDTH, agree, compare, rows
 from tests.compile.fakes import FakeHost
-from tests.distributed.reference import Expected, Plain
+from tests.support.reference import Expected, Plain
 from zeroweave.compile import region_key
 
 pytestmark = pytest.mark.oldest

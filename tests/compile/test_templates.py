@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.compile.comparing import WIDTH, Block, EarlyTranspose, Stack, agree, compare, gradients_of, loss_of, rows
 from tests.compile.fakes import FakeHost
-from tests.distributed.reference import ULP, Expected, Plain
+from tests.support.reference import ULP, Expected, Plain
 from zeroweave.errors import EngineError, ParameterError
 
 pytestmark = pytest.mark.oldest

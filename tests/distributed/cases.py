@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from tests.distributed.models import ZOO
-from tests.distributed.parity import Case
-from tests.distributed.zoo import Entry
+from tests.support.models import ZOO
+from tests.support.parity import Case
+from tests.support.zoo import Entry
 
 STAGES, MODES, GAS, WORLDS = (1, 2, 3), ("aot_eager", "eager"), (1, 4), (2, 3, 4)
 WITH_INDUCTOR = ("inductor", *MODES)

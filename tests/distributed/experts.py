@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from examples.moe import EXPERTS, Expert, Mixture, Model, sentences, whole
-from tests.distributed.counting import counted
-from tests.distributed.reference import Expected, Plain, judge, judge_numbers, worst
+from tests.support.counting import counted
+from tests.support.reference import Expected, Plain, judge, judge_numbers, worst
 
 MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 PATTERN = "*.experts.*"

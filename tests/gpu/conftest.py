@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.harness import Pool
+from tests.support.harness import Pool
 
 WORLD = 2
 HERE = Path(__file__).parent

@@ -11,8 +11,8 @@ from torch import Tensor
 import zeroweave as zw
 from examples.moe import sentences
 from tests.distributed.experts import PATTERN, build, own
-from tests.distributed.reference import worst
 from tests.gpu.jobs import adamw, average, config, deterministic, join
+from tests.support.reference import worst
 
 
 def batch(index: int, device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from benchmarks import trace
 from benchmarks.models import Shape, build
-from tests.distributed.reference import Gradients, worst
+from tests.support.reference import Gradients, worst
 
 SMALL = Shape(hidden=256, intermediate=704, layers=4, heads=4, kv_heads=2, head_dim=64, vocabulary=512)
 WIDE = Shape(hidden=1024, intermediate=4096, layers=8, heads=16, kv_heads=16, head_dim=64, vocabulary=1024)

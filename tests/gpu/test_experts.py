@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.harness import Pool
 from tests.gpu import expert_jobs
 from tests.gpu.conftest import COMPILING
+from tests.support.harness import Pool
 
 Ranks = Callable[..., list[Any]]
 

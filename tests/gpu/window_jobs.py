@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.distributed.reference import Gradients, worst
 from tests.gpu.jobs import SMALL, allocated, config, deterministic, join, start, tokens
+from tests.support.reference import Gradients, worst
 
 KINDS = ("plain", "no_sync", "coalesced")
 ROUNDS = 3

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.reference import NORM, ULP, Expected, judge
+from tests.support.reference import NORM, ULP, Expected, judge
 from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
 
 

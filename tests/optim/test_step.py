@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.distributed.reference import Expected, judge
 from tests.optim.world import (
     Net,
     World,
@@ -20,6 +19,7 @@ from tests.optim.world import (
     random_gradients,
     unsharded_step,
 )
+from tests.support.reference import Expected, judge
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.runtime.playing import ITEM, Player
-from tests.schedule.cases import random_case, stack
+from tests.support.schedules import random_case, stack
 from zeroweave.schedule import (
     BucketFacts,
     Costs,

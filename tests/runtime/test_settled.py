@@ -11,8 +11,8 @@ import torch
 
 import zeroweave as zw
 from tests.runtime.playing import ITEM, Player
-from tests.schedule.cases import SEEDS, due_together
-from tests.twins import MODES, WIDTH, Net
+from tests.support.schedules import SEEDS, due_together
+from tests.support.twins import MODES, WIDTH, Net
 from zeroweave.schedule import (
     BucketFacts,
     Call,

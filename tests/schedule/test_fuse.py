@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.schedule.cases import SEEDS, due_together, stack, stack_facts
 from tests.schedule.test_mutations import judge
 from tests.schedule.test_properties import replay
+from tests.support.schedules import SEEDS, due_together, stack, stack_facts
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
     BucketFacts,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.schedule.cases import random_case
 from tests.schedule.measured import as_predicted, with_costs
+from tests.support.schedules import random_case
 from zeroweave.report.course import measured, predicted
 from zeroweave.schedule import Schedule, Span, compile_schedule, costs_of
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.schedule.cases import SEEDS, random_case, stack, stack_facts, stack_with_needs, with_needs
+from tests.support.schedules import SEEDS, random_case, stack, stack_facts, stack_with_needs, with_needs
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
     Call,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.schedule.cases import stack, stack_facts, stack_with_needs
+from tests.support.schedules import stack, stack_facts, stack_with_needs
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
     Call,

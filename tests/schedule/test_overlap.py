@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.schedule.cases import random_case, stack
+from tests.support.schedules import random_case, stack
 from zeroweave.schedule import (
     BucketFacts,
     Costs,

@@ -11,8 +11,8 @@ from typing import Any, get_args
 
 import pytest
 
-from tests.schedule.cases import random_case, stack, stack_facts, with_needs
 from tests.schedule.measured import as_predicted, with_costs
+from tests.support.schedules import random_case, stack, stack_facts, with_needs
 from zeroweave import Schedule, ScheduleError
 from zeroweave.schedule import Event, Instruction, Measured, compile_schedule
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import zeroweave._torch as private
-from tests.distributed.reference import NORM
+from tests.support.reference import NORM
 
 pytestmark = pytest.mark.oldest
 

@@ -1,0 +1,269 @@
+"""DeepSpeed's configuration: every key of the document has the fate that it says, errors name all keys at once."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroweave import Config, ConfigError, UnsupportedError
+from zeroweave.config.deepspeed import KEYS
+
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md").read_text()
+STAGE = {"zero_optimization": {"stage": 3}}
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    """A DeepSpeed config of stage 3 with one more key, given by its dotted name."""
+    config: dict[str, Any] = {table: dict(keys) for table, keys in STAGE.items()}
+    *tables, leaf = key.split(".")
+    place = config
+    for table in tables:
+        place = place.setdefault(table, {})
+    place[leaf] = value
+    return config
+
+
+def quiet(source: Any) -> Config:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return Config.from_deepspeed(source)
+
+
+def refused(source: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        Config.from_deepspeed(source)
+    return str(caught.value)
+
+
+def table(title: str) -> dict[str, str]:
+    section = TEXT.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", section, flags=re.MULTILINE))
+
+
+def test_the_document_has_every_key_in_its_table() -> None:
+    for title in ("Mapped", "Ignored", "Refused"):
+        assert [*table(title)] == [name for name, key in KEYS.items() if key.fate == title.lower()]
+    assert table("Refused") == {name: key.instead for name, key in KEYS.items() if key.fate == "refused"}
+
+
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True}}
+DYNAMIC = {
+    "params": "float16",
+    "loss_scale": "dynamic",
+    "initial_loss_scale": 65536.0,
+    "loss_scale_window": 1000,
+    "loss_scale_hysteresis": 2,
+    "min_loss_scale": 1.0,
+}
+
+
+def zero(**keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": 3, **keys}}
+
+
+def compile_(**keys: Any) -> dict[str, Any]:
+    return {"compile": keys}
+
+
+MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gradient_accumulation_steps": ({"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 4}),
+    "gradient_clipping": ({"gradient_clipping": 0.5}, {"gradient_clipping": 0.5}),
+    "communication_data_type": ({"communication_data_type": "fp32"}, {"precision": {"reduce": "float32"}}),
+    "prescale_gradients": ({"prescale_gradients": True}, {"reduce": {"op": "predivide"}}),
+    "data_types.grad_accum_dtype": (
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"precision": {"accumulate": "bfloat16"}},
+    ),
+    "bf16.enabled": (BF16, {"precision": {"params": "bfloat16"}, "on_nonfinite": "skip"}),
+    "bf16.check_grad_overflow": (
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        {"precision": {"params": "bfloat16"}},
+    ),
+    "fp16.enabled": (FP16, {"precision": DYNAMIC, "on_nonfinite": "raise"}),
+    "fp16.loss_scale": (
+        {"fp16": {"enabled": True, "loss_scale": 128}},
+        {"precision": {"params": "float16", "loss_scale": 128.0}},
+    ),
+    "fp16.initial_scale_power": (
+        {"fp16": {"enabled": True, "initial_scale_power": 12}},
+        {"precision": {**DYNAMIC, "initial_loss_scale": 4096.0}, "on_nonfinite": "raise"},
+    ),
+    "fp16.loss_scale_window": (
+        {"fp16": {"enabled": True, "loss_scale_window": 5}},
+        {"precision": {**DYNAMIC, "loss_scale_window": 5}, "on_nonfinite": "raise"},
+    ),
+    "fp16.hysteresis": (
+        {"fp16": {"enabled": True, "hysteresis": 3}},
+        {"precision": {**DYNAMIC, "loss_scale_hysteresis": 3}, "on_nonfinite": "raise"},
+    ),
+    "fp16.min_loss_scale": (
+        {"fp16": {"enabled": True, "min_loss_scale": 4}},
+        {"precision": {**DYNAMIC, "min_loss_scale": 4}, "on_nonfinite": "raise"},
+    ),
+    "torch_autocast.enabled": ({"torch_autocast": {"enabled": True}}, {"precision": {"autocast": "bfloat16"}}),
+    "torch_autocast.dtype": (
+        {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}},
+        {"precision": {"autocast": "bfloat16"}},
+    ),
+    "activation_checkpointing.cpu_checkpointing": (
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        {"offload": {"activations": True}},
+    ),
+    "compile.enabled": (compile_(enabled=False), {"compile": {"enabled": False}}),
+    "compile.deepcompile": (compile_(deepcompile=False), {"compile": {"enabled": False}}),
+    "compile.backend": (compile_(backend="aot_eager"), {"compile": {"lower": "aot_eager"}}),
+    "compile.free_activation": (
+        compile_(free_activation=True),
+        {"activations": {"free_threshold_bytes": 4 * 10 * 1024 * 1024}},
+    ),
+    "compile.free_activation_threshold": (
+        {**compile_(free_activation=True, free_activation_threshold=1000), "torch_autocast": {"enabled": True}},
+        {"activations": {"free_threshold_bytes": 2000}, "precision": {"autocast": "bfloat16"}},
+    ),
+    "compile.offload_activation": (compile_(offload_activation=True), {"offload": {"activations": True}}),
+    "compile.offload_opt_states": (compile_(offload_opt_states=True), {"offload": {"optimizer": "all"}}),
+    "compile.offload_parameters": (compile_(offload_parameters=True), {"offload": {"params": True}}),
+    "compile.double_buffer": (compile_(double_buffer=False), {"reduce": {"depth": 1}}),
+    **{
+        f"compile.{name}": (compile_(**{name: True}), {"debug": {name: True}})
+        for name in ("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather")
+    },
+    "zero_optimization.stage": (zero(stage=2), {"stage": 2}),
+    "zero_optimization.reduce_bucket_size": (
+        {**BF16, **zero(reduce_bucket_size=5e8)},
+        {"precision": {"params": "bfloat16"}, "on_nonfinite": "skip", "bucket": {"bytes": 10**9}},
+    ),
+    "zero_optimization.allgather_bucket_size": (
+        zero(reduce_bucket_size=1000, allgather_bucket_size=500),
+        {"bucket": {"bytes": 2000}},
+    ),
+    "zero_optimization.overlap_comm": (zero(overlap_comm=False), {"reduce": {"depth": 1}}),
+    "zero_optimization.stage3_prefetch_bucket_size": (
+        zero(stage3_prefetch_bucket_size=0),
+        {"compile": {"prefetch": 0}},
+    ),
+    "zero_optimization.offload_optimizer.device": (
+        zero(offload_optimizer={"device": "cpu"}),
+        {"offload": {"optimizer": "all"}},
+    ),
+    "zero_optimization.offload_param.device": (zero(offload_param={"device": "cpu"}), {"offload": {"params": True}}),
+}
+
+
+def test_every_mapped_key_is_tested() -> None:
+    assert MAPPED.keys() == table("Mapped").keys()
+
+
+@pytest.mark.parametrize("key", MAPPED)
+def test_mapped(key: str) -> None:
+    source, means = MAPPED[key]
+    config = quiet({**STAGE, **source})
+    assert config == Config.load({"stage": 3, **means})
+    assert config != Config() or "stage" in key, "the row tests nothing"
+
+
+@pytest.mark.parametrize("key", [name for name, key in KEYS.items() if key.fate == "ignored"])
+def test_ignored(key: str) -> None:
+    with pytest.warns(UserWarning, match=f"which change no result: {re.escape(key)}$"):
+        assert Config.from_deepspeed(nested(key, "auto")) == Config()
+
+
+@pytest.mark.parametrize("key", [name for name, key in KEYS.items() if key.fate == "refused"])
+def test_refused(key: str) -> None:
+    asked = not any(off is True for off in KEYS[key].off)
+    assert refused(nested(key, asked)).splitlines()[1:] == [f"- {key} is {asked}: {KEYS[key].instead}"]
+    for off in KEYS[key].off:
+        assert quiet(nested(key, off)) == Config()
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [
+        ("curriculum_learning", {"enabled": False, "curriculum_type": "seqlen", "min_difficulty": 8}),
+        ("amp", {"enabled": False, "opt_level": "O1"}),
+    ],
+)
+def test_a_section_that_is_switched_off_asks_for_nothing(key: str, section: dict[str, Any]) -> None:
+    assert quiet(nested(key, section)) == Config()
+    for on in ({**section, "enabled": True, "device": "cpu"}, {k: v for k, v in section.items() if v}):
+        if on != section:
+            assert KEYS[key].instead in refused(nested(key, on))
+
+
+def test_all_keys_that_cannot_be_followed_are_named_at_once() -> None:
+    source = {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "disk"},
+            "zero_quantized_weights": True,
+            "new": 1,
+        },
+        "optimizer": {"type": "AdamW"},
+        "gradient_clipping": "auto",
+        "zero_optimisation": {},
+        "communication_data_type": "int8",
+        "steps_per_print": 1,
+    }
+    lines = refused(source).splitlines()
+    assert lines[0] == "the DeepSpeed config cannot be followed:"
+    assert [line.split(" is ")[0].split(":")[0] for line in lines[1:]] == [
+        "- zero_optimization.offload_param.device",
+        "- zero_optimization.zero_quantized_weights",
+        "- zero_optimization.new",
+        "- optimizer",
+        "- gradient_clipping",
+        "- zero_optimisation",
+        "- communication_data_type",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({**BF16, **FP16}, "bf16.enabled and fp16.enabled: one of them"),
+        (
+            {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2},
+            "gradient_accumulation_steps is missing: write train_batch_size / (train_micro_batch_size_per_gpu × ranks)",
+        ),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is 'fp16': fp32 or bf16"),
+        (zero(reduce_bucket_size="big"), "zero_optimization.reduce_bucket_size is 'big': a whole number"),
+        (
+            zero(offload_param={"device": "nvme", "nvme_path": "/disk"}),
+            "zero_optimization.offload_param.device is 'nvme': 'cpu' or 'none'",
+        ),
+        ({"bf16": {"enabled": "auto"}}, "bf16.enabled is 'auto', which an integration fills in: write the value"),
+    ],
+)
+def test_what_says_too_little_or_too_much(source: dict[str, Any], message: str) -> None:
+    assert refused({**STAGE, **source}).splitlines()[1:] == [f"- {message}"]
+
+
+@pytest.mark.parametrize("source", [{}, {"zero_optimization": {"stage": 0}}, {"zero_optimization": False}])
+def test_no_sharding(source: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match="stage must be 1, 2 or 3, not 0"):
+        Config.from_deepspeed(source)
+    assert quiet({"zero_optimization": True}).stage == 1  # the old form
+
+
+def test_values_are_checked_as_those_of_any_config() -> None:
+    assert "gradient_accumulation_steps must be greater than or equal to 1, not 0" in refused(
+        {**STAGE, "gradient_accumulation_steps": 0}
+    )
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}))
+    assert (
+        quiet(path)
+        == quiet(str(path))
+        == Config.load({"stage": 2, "precision": {"params": "bfloat16"}, "on_nonfinite": "skip"})
+    )
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Config.from_deepspeed(tmp_path / "absent.json")

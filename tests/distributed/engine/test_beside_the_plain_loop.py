@@ -1,0 +1,208 @@
+"""Beyond the plain loop: averages of weights, parts of the model alone, many engines, state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import zeroweave as zw
+from tests.support.harness import Pool
+from tests.support.marks import daily
+from tests.support.models import entry
+from tests.support.reference import Expected, Plain, build, draw, judge, worst
+from tests.support.zoo import rows
+
+MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
+SETTINGS = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])
+Pools = Callable[[int], Pool]
+
+
+def config(stage: int, mode: str, **more: Any) -> dict[str, Any]:
+    return {"stage": stage, "compile": MODES[mode], "deadline_seconds": 200.0, **more}
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def step_of(engine: Any, index: int, name: str = "mlp") -> float:
+    model = entry(name)
+    draw(dist.get_rank(), index)
+    loss = model.micro(engine, engine.module, model.batch(dist.get_rank(), index), engine.backward)
+    engine.step()
+    return float(loss)
+
+
+def moving_average(stage: int, mode: str) -> tuple[tuple[float, str], tuple[float, str], int, int]:
+    """An average of `full_parameters()` after each step and weights clamped there; both as in plain training."""
+    plain, model = Plain(build(entry("mlp")), momentum), build(entry("mlp"))
+    means = [{name: p.detach().clone() for name, p in net.named_parameters()} for net in (*plain.nets, model)]
+    with zw.initialize(model, momentum(model.parameters()), config(stage, mode)) as engine:
+        for index in range(5):
+            step_of(engine, index)
+            x, y = rows(dist.get_rank(), index)
+            plain.each(lambda net, x, y: F.mse_loss(net(x), y).backward(), x, y)
+            plain.average()
+            plain.step()
+            with engine.full_parameters() as full, torch.no_grad():
+                for target, source in zip(
+                    means, (*(dict(net.named_parameters()) for net in plain.nets), full), strict=True
+                ):
+                    for name, parameter in source.items():
+                        target[name].lerp_(parameter, 0.25)
+                    source["blocks.2.mlp.up.weight"].clamp_(-0.2, 0.2)
+        with engine.full_parameters() as full:
+            final = judge(full, plain.values())
+        return (
+            judge(means[2], Expected(*means[:2])),
+            final,
+            engine.stats.departures,
+            engine.stats.on_demand_unshards,
+        )
+
+
+@SETTINGS
+def test_an_average_of_the_weights(pools: Pools, stage: int, mode: str) -> None:
+    for averages, final, departures, _ in pools(2).run(moving_average, stage, mode):
+        assert averages[0] <= 1 and final[0] <= 1, (averages, final)
+        assert departures == 0
+
+
+def parts_between(stage: int, mode: str) -> list[bool]:
+    """Submodules and the whole module called directly under no_grad between steps, in eval mode: the plain values."""
+    plain, model = build(entry("decoder")), build(entry("decoder"))
+    ids = torch.arange(8).view(2, 4)
+    same = []
+    with zw.initialize(model, momentum(model.parameters()), config(stage, mode)) as engine:
+        for index in range(3):
+            step_of(engine, index, "decoder")
+            with engine.full_parameters() as full, torch.no_grad():
+                for name, parameter in plain.named_parameters():
+                    parameter.copy_(full[name])
+            engine.eval()
+            plain.eval()
+            with torch.no_grad():
+                hidden = plain.blocks[0](plain.embedding(ids))
+                same.append(torch.equal(engine.module.blocks[0](engine.module.embedding(ids)), hidden))
+                same.append(torch.equal(engine.module(ids), plain(ids)))
+                outputs = Plain(plain).each(lambda net: {"output": net(ids)})
+                same.append(judge({"output": engine(ids)}, Expected(*outputs))[0] <= 1)
+            engine.train()
+            plain.train()
+    return same
+
+
+@SETTINGS
+def test_parts_called_alone(pools: Pools, stage: int, mode: str) -> None:
+    for same in pools(2).run(parts_between, stage, mode):
+        assert same == [True] * 9
+
+
+def twelve_engines() -> list[tuple[int, dict[str, str], float]]:
+    """More engines of one class than Dynamo's recompile limit, alive together: calls, eager regions, losses."""
+    engines = []
+    for _ in range(12):
+        model = build(entry("mlp"))
+        engines.append(zw.initialize(model, momentum(model.parameters()), config(3, "aot_eager")))
+    found = []
+    for engine in engines:
+        losses = [step_of(engine, index) for index in range(2)]
+        found.append((engine.stats.compiled_calls, dict(engine.stats.eager_regions), losses[-1]))
+    for engine in engines:
+        engine.destroy()
+    return found
+
+
+def test_twelve_engines_of_one_class_are_all_compiled(pools: Pools) -> None:
+    for found in pools(2).run(twelve_engines):
+        assert all(calls > 0 and not eager for calls, eager, _ in found), found
+        assert len({loss for _, _, loss in found}) == 1
+
+
+def engines_in_turn() -> list[tuple[float, str]]:
+    """Engines of three stages, their steps interleaved: differences from the first one."""
+    engines = []
+    for stage in (1, 2, 3):
+        model = build(entry("mlp"))
+        engines.append(zw.initialize(model, momentum(model.parameters()), config(stage, "eager")))
+    for index in range(3):
+        x, y = rows(dist.get_rank(), index)
+        losses = [F.mse_loss(engine(x), y) for engine in engines]
+        for engine, loss in zip(engines, losses, strict=True):
+            engine.backward(loss)
+        for engine in reversed(engines):
+            engine.step()
+    finals: list[dict[str, Tensor]] = []
+    for engine in engines:
+        with engine.full_parameters() as full:
+            finals.append({name: parameter.detach().clone() for name, parameter in full.items()})
+        engine.destroy()
+    return [worst(final, finals[0]) for final in finals]
+
+
+def test_engines_in_turn(pools: Pools) -> None:
+    for differences in pools(2).run(engines_in_turn):
+        assert [difference for difference, _ in differences] == [0.0, 0.0, 0.0]
+
+
+def saved_and_loaded(stage: int, mode: str) -> tuple[list[str], int]:
+    """Names that differ after loading an earlier state; how many tensors this rank received from `state_dict()`."""
+    model = build(entry("batch_norm"))
+    with zw.initialize(model, momentum(model.parameters()), config(stage, mode)) as engine:
+        for index in range(2):
+            step_of(engine, index, "batch_norm")
+        saved = engine.state_dict()
+        for index in range(2, 4):
+            step_of(engine, index, "batch_norm")
+        later = engine.state_dict()
+        assert not saved or any(not torch.equal(saved[name], later[name]) for name in saved)
+        engine.load_state_dict(saved)
+        now = engine.state_dict()
+        step_of(engine, 4, "batch_norm")
+        return [name for name in saved if not torch.equal(saved[name], now[name])], len(saved)
+
+
+@SETTINGS
+def test_state_dict_and_back(pools: Pools, stage: int, mode: str) -> None:
+    (different, names), (_, others) = pools(2).run(saved_and_loaded, stage, mode)
+    assert different == [] and others == 0
+    assert names == len(build(entry("batch_norm")).state_dict())
+
+
+def read_between(stage: int) -> list[bool]:
+    """`gather_after_step`: the module's parameters may be read after `step()`, and are this step's."""
+    model = build(entry("mlp"))
+    right = []
+    with zw.initialize(model, momentum(model.parameters()), config(stage, "eager", gather_after_step=True)) as engine:
+        for index in range(3):
+            step_of(engine, index)
+            read = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+            with engine.full_parameters() as full:
+                right.append(all(torch.equal(read[name], full[name]) for name in read))
+    return right
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_reading_after_the_step(pools: Pools, stage: int) -> None:
+    assert pools(2).run(read_between, stage) == [[True] * 3] * 2
+
+
+def group_of_two() -> tuple[int, float] | None:
+    """An engine over a part of the world."""
+    group = dist.new_group([0, 2])
+    if dist.get_rank() not in (0, 2):
+        return None
+    model = build(entry("mlp"))
+    with zw.initialize(model, momentum(model.parameters()), config(3, "eager"), process_group=group) as engine:
+        return engine.world, [step_of(engine, index) for index in range(2)][-1]
+
+
+def test_a_process_group_of_its_own(pools: Pools) -> None:
+    first, absent, last = pools(3).run(group_of_two)
+    assert absent is None and first[0] == last[0] == 2

@@ -1,0 +1,120 @@
+"""Plain processes, started without a launcher: engines after each other, and ranks that fail early."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+LIMIT = 240.0
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def ranks(tmp_path: Path, script: str, world: int = 2) -> list[subprocess.CompletedProcess[str]]:
+    """Runs the script in `world` processes that find each other through the environment, as with srun."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        said = [process.communicate(timeout=LIMIT) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *each)
+        for process, each in zip(started, said, strict=True)
+    ]
+
+
+ENGINES = """
+    import time, torch, torch.distributed as dist, zeroweave as zw
+
+    for turn in range(3):
+        module = torch.nn.Linear(8, 8)
+        config = {"compile": {"enabled": False}, "deadline_seconds": 120}
+        with zw.initialize(module, torch.optim.AdamW(module.parameters()), config=config) as engine:
+            engine.backward(engine(torch.randn(4, 8)).square().mean())
+            engine.step()
+        assert dist.is_initialized(), "the next engine needs it"
+        if engine.rank == turn % 2:
+            time.sleep(1.0)  # the other one is in the next initialize
+    print("done")
+"""
+
+
+def test_engines_after_each_other(tmp_path: Path) -> None:
+    """Ranks leave one engine and come to the next at different times; the group ends with the process."""
+    for done in ranks(tmp_path, ENGINES):
+        assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+        assert done.stderr == ""
+
+
+HANDED = """
+    import torch, torch.distributed as dist, zeroweave as zw
+
+    dist.init_process_group("gloo")
+    own = dist.new_group()
+    for group in (None, own):
+        module = torch.nn.Linear(8, 8)
+        config = {"compile": {"enabled": False}, "deadline_seconds": 120}
+        with zw.initialize(module, None, config=config, process_group=group) as engine:
+            engine(torch.randn(4, 8))
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=own)
+    dist.destroy_process_group()
+    print("done")
+"""
+
+
+@pytest.mark.matrix
+def test_a_group_that_was_handed_in_is_the_callers(tmp_path: Path) -> None:
+    for done in ranks(tmp_path, HANDED):
+        assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+
+
+FAILS_EARLY = """
+    import importlib, os, time, torch, torch.distributed as dist, zeroweave as zw
+
+    start = importlib.import_module("zeroweave.engine.assembly")
+    rank = int(os.environ["RANK"])
+    if rank == 1:  # is slow in the middle of initialize
+        share = start._share_buffers
+        start._share_buffers = lambda *arguments: (time.sleep(5.0), share(*arguments))
+    module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    config = {"stage": 2, "compile": {"enabled": False}, "deadline_seconds": 120}
+    engine = zw.initialize(module, torch.optim.Adam(module.parameters()), config=config)
+    print("initialized")
+    if rank == 0:
+        raise RuntimeError("a mistake in the next line")
+    time.sleep(60.0)
+"""
+
+
+def test_a_rank_that_fails_while_another_is_in_initialize(tmp_path: Path) -> None:
+    one, two = ranks(tmp_path, FAILS_EARLY)
+    assert one.returncode != 0 and "initialized" in one.stdout
+    assert two.returncode == 1 and "initialized" not in two.stdout
+    assert "rank 0 failed in the script at step 0: RuntimeError: a mistake in the next line" in two.stderr

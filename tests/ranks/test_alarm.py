@@ -1,0 +1,445 @@
+"""The alarm between real processes: who is ended, when, and what it says."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.harness import Outcome, Pool
+from tests.support.patience import patient
+from zeroweave.ranks import watcher
+from zeroweave.ranks.alarm import Alarm
+from zeroweave.ranks.board import Board
+from zeroweave.ranks.control import Agreement, Control, Gathers
+
+Pools = Callable[[int], Pool]
+
+
+class Engine:
+    """As much of an engine as an alarm knows."""
+
+    def __init__(self, deadline: float = 60.0) -> None:
+        self.control = Control.over(None, deadline)
+        self.step = self.count = 0
+        self.alarm = Alarm(self.control, lambda: (self.step, self.count))
+        self.rank = self.control.rank
+
+    def collective(self) -> None:
+        self.count += 1
+        dist.all_reduce(torch.ones(4))
+
+    def agree(self) -> None:
+        self.alarm.post_counts(self.step, self.count)
+        self.control.agree(Agreement(self.step, self.count, 0, b""))
+        self.step += 1
+
+    def close(self) -> None:
+        self.alarm.close()
+        self.control.close()
+
+
+@contextmanager
+def engine(deadline: float = 60.0) -> Iterator[Engine]:
+    made = Engine(deadline)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def raised(made: Engine, place: str, text: str) -> bool:
+    return made.alarm.failed(place, made.step, ValueError(text))
+
+
+def one_fails(culprit: int) -> tuple[bool, str | None, float]:
+    with engine() as made:
+        made.collective()
+        made.agree()
+        if made.rank != culprit:
+            made.collective()
+        time.sleep(0.5)  # the others are in the collective
+        begin = time.time()
+        shared = raised(made, "forward", "bad batch")
+        assert not made.alarm.failed("backward", 1, ValueError("a second time"))
+        return shared, made.alarm.fatal, begin
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("world", "culprit"), [pytest.param(2, 1, marks=pytest.mark.matrix), (3, 0)])
+def test_ranks_that_wait_for_a_failed_one_are_ended(disposable: Pools, world: int, culprit: int) -> None:
+    outcomes = disposable(world).outcomes(one_fails, culprit)
+    shared, fatal, begin = outcomes[culprit].value
+    assert not shared
+    assert fatal is not None and f"rank {culprit} failed in forward at step 1" in fatal
+    for outcome in outcomes[:culprit] + outcomes[culprit + 1 :]:
+        assert outcome.exit_code == 1
+        expected = f"zeroweave: rank {outcome.rank} is ended by its alarm: "
+        assert f"{expected}rank {culprit} failed in forward at step 1: ValueError: bad batch" in outcome.stderr
+        assert outcome.ended - begin < patient(1.5), "they have gone on, so nobody waits for them to fail alike"
+
+
+def all_fail_alike(times: int) -> list[object]:
+    with engine() as made:
+        seen: list[object] = []
+        for round in range(times):
+            made.collective()
+            time.sleep(0.3 * ((made.rank + round) % 2))
+            begin = time.monotonic()
+            seen.append((raised(made, "forward", f"round {round}"), time.monotonic() - begin < patient(1.0)))
+            made.agree()
+        time.sleep(1.8)
+        made.collective()
+        return [*seen, made.alarm.fatal]
+
+
+@pytest.mark.oldest
+def test_a_failure_on_all_ranks_is_survived(pools: Pools) -> None:
+    outcomes = pools(2).outcomes(all_fail_alike, 2)
+    assert [outcome.value for outcome in outcomes] == [[(True, True)] * 2 + [None]] * 2
+    assert "zeroweave" not in "".join(outcome.stderr for outcome in outcomes)
+
+
+def all_fail_alike_slowly(seconds: float) -> list[object]:
+    with engine() as made:
+        made.collective()
+        time.sleep(seconds * made.rank)
+        shared = raised(made, "forward", "no memory")
+        made.agree()
+        return [shared, made.alarm.fatal]
+
+
+def test_how_fast_ranks_fail_alike_does_not_matter(pools: Pools) -> None:
+    outcomes = pools(2).outcomes(all_fail_alike_slowly, 6.0)
+    assert [outcome.value for outcome in outcomes] == [[True, None]] * 2
+    assert "zeroweave" not in "".join(outcome.stderr for outcome in outcomes)
+
+
+def alarms(world: int) -> list[tuple[Alarm, list[str]]]:
+    """All ranks of a world in this process, each with what its watcher would have ended it for."""
+    store, made = dist.HashStore(), []
+    boards = [Board(rank, world, lambda: store) for rank in range(world)]
+    for rank, board in enumerate(boards):
+        control = Control(cast(Gathers, object()), rank, world, 3.0, board)
+        ends: list[str] = []
+        made.append((Alarm(control, end=ends.append), ends))
+    return made
+
+
+@pytest.mark.oldest
+@pytest.mark.matrix
+def test_four_ranks_fail_alike_and_then_three_of_them() -> None:
+    made = alarms(4)
+    with ThreadPoolExecutor(4) as threads:
+
+        def fail(alarm: Alarm) -> bool:
+            return alarm.failed("step", 7, ValueError("no"))
+
+        assert list(threads.map(fail, [alarm for alarm, _ in made])) == [True] * 4
+        assert list(threads.map(fail, [alarm for alarm, _ in made[:3]])) == [False] * 3
+    time.sleep(0.5)
+    for alarm, ends in made[:3]:
+        assert not ends and "rank 3" not in (alarm.fatal or "") and "failed in step at step 7" in (alarm.fatal or "")
+    assert len(made[3][1]) == 1 and "rank 0 failed in step at step 7: ValueError: no" in made[3][1][0]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(Alarm.close, [alarm for alarm, _ in made]))
+
+
+def fail_differently(how: str) -> tuple[bool, str | None, float]:
+    with engine() as made:
+        odd = made.rank == 1
+        if how == "count" and odd:
+            made.count += 1
+        made.step = 4 if how == "step" and odd else 3
+        begin = time.monotonic()
+        shared = raised(made, "backward" if how == "place" and odd else "forward", f"on {made.rank}")
+        return shared, made.alarm.fatal, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("how", ["place", "step", "count"])
+def test_different_failures_are_fatal_and_known_at_once(pools: Pools, how: str) -> None:
+    for outcome in pools(2).outcomes(fail_differently, how):
+        shared, fatal, took = outcome.value
+        other = 1 - outcome.rank
+        assert not shared and took < patient(1.0)
+        assert fatal is not None and f"ValueError: on {other}" in fatal and f"rank {outcome.rank} failed in" in fatal
+
+
+def fail_with_a_broken_control() -> tuple[bool, str | None]:
+    with engine(deadline=1.0) as made:
+        made.agree()
+        made.control.broken = "it was cut"
+        return raised(made, "step", "lost"), made.alarm.fatal
+
+
+def test_nothing_is_shared_without_a_control_group(pools: Pools) -> None:
+    for shared, fatal in pools(2).run(fail_with_a_broken_control):
+        assert not shared and fatal is not None and "failed in step at step 1" in fatal
+
+
+def one_skips_a_collective() -> str:
+    with engine() as made:
+        made.collective()
+        if made.rank == 1:
+            made.collective()
+        try:
+            made.agree()
+        except RuntimeError as error:
+            return f"{error} | {raised(made, 'step', str(error))} | {made.alarm.fatal}"
+    return "agreed"
+
+
+@pytest.mark.oldest
+def test_a_rank_in_a_collective_that_nobody_joins_is_ended(disposable: Pools) -> None:
+    first, second = disposable(2).outcomes(one_skips_a_collective)
+    assert second.exit_code == 1
+    found = "rank 0 finished step 0 with 1 collectives; this rank has issued 2 and is in step 0"
+    assert f"rank 1 is ended by its alarm: {found}" in second.stderr
+    # The other one either sees its connection break, or is ended by what rank 1 found.
+    assert found in (first.value or "") + first.stderr
+
+
+def close_at_different_times(first: int) -> list[str]:
+    made = Engine()
+    for _ in range(3):
+        made.collective()
+        made.agree()
+    if made.rank != first:
+        time.sleep(1.5)
+    begin = time.monotonic()
+    made.close()
+    made.close()
+    took = time.monotonic() - begin
+    dist.barrier()
+    assert not any(thread.name == "zeroweave alarm" for thread in threading.enumerate())
+    return ["slow" if took > patient(2.0) else "ok", "failed" if raised(made, "forward", "late") else "closed"]
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+def test_ranks_may_close_at_different_times(pools: Pools, first: int) -> None:
+    outcomes = pools(2).outcomes(close_at_different_times, first)
+    assert [outcome.value for outcome in outcomes] == [["ok", "closed"]] * 2
+    assert [outcome.stderr for outcome in outcomes] == ["", ""]
+
+
+def one_leaves_early() -> None:
+    made = Engine()
+    made.collective()
+    if made.rank == 0:
+        made.close()
+        time.sleep(2.0)
+    else:
+        time.sleep(1.0)  # rank 0 has taken the board with it
+        made.collective()
+
+
+def test_a_collective_after_a_rank_has_closed(disposable: Pools) -> None:
+    first, second = disposable(2).outcomes(one_leaves_early)
+    assert not first.failed
+    assert second.exit_code == 1
+    assert "rank 0 issues no collective after its 1: it closed its engine; this rank has issued 2" in second.stderr
+
+
+def two_engines() -> list[bool]:
+    with engine() as first, engine() as second:
+        names = [thread.name for thread in threading.enumerate()].count("zeroweave alarm")
+        shared = [
+            raised(first, "forward", "x"),
+            raised(second, "backward", "y"),
+            raised(second, "forward", "z"),
+        ]
+        first.agree()
+        second.agree()
+    return [names == 2, *shared]
+
+
+def test_two_engines(pools: Pools) -> None:
+    assert pools(2).run(two_engines) == [[True] * 4] * 2
+
+
+def rank_0_is_killed() -> None:
+    watcher.LOST_SECONDS = 1.0
+    made = Engine(deadline=3.0)
+    made.agree()
+    if made.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30.0)
+
+
+def test_the_process_that_keeps_the_board_is_killed(disposable: Pools) -> None:
+    killed, ended = disposable(2).outcomes(rank_0_is_killed)
+    assert killed.exit_code == -signal.SIGKILL
+    assert ended.exit_code == 1 and "the process of rank 0 has gone without a word" in ended.stderr
+
+
+def holds_the_interpreter(seconds: float) -> str:
+    """A rank that keeps Python's lock, as a compiler may, is not taken for dead."""
+    with engine() as made:
+        if made.rank == 1:
+            sys.setswitchinterval(1e6)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                pass
+            sys.setswitchinterval(0.005)
+        made.agree()
+        return "agreed"
+
+
+def test_a_busy_interpreter_is_not_dead(pools: Pools) -> None:
+    assert pools(2).run(holds_the_interpreter, 2.0) == ["agreed"] * 2
+
+
+def forks() -> int:
+    with engine() as made:
+        child = os.fork()
+        if child == 0:
+            atexit._run_exitfuncs()  # what sys.exit would do in the child
+            made.alarm.close()
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        made.agree()
+        time.sleep(0.5)
+        made.agree()
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_does_not_speak_for_its_rank(pools: Pools) -> None:
+    assert pools(2).run(forks) == [0, 0]
+
+
+def test_a_world_of_one() -> None:
+    alarm = Alarm(Control(None, 0, 1))
+    assert alarm.failed("forward", 0, ValueError()) and alarm.fatal is None
+    alarm.post_counts(0, 1)
+    alarm.close()
+    assert not any(thread.name == "zeroweave alarm" for thread in threading.enumerate())
+
+
+SCRIPT = """
+import os, sys, time, torch, torch.distributed as dist
+from zeroweave.ranks.alarm import Alarm
+from zeroweave.ranks.control import Agreement, Control
+dist.init_process_group("gloo")
+rank, count = dist.get_rank(), 0
+control = Control.over(None, 60.0)
+alarm = Alarm(control, lambda: (0, count))
+control.agree(Agreement(0, 0, 0, b""))
+{body}
+"""
+
+
+def run_script(directory: Path, body: str, ranks: int = 2) -> list[Outcome]:
+    """A script of its own per rank, because a process ends there as a user's does."""
+    path = directory / "script.py"
+    path.write_text(SCRIPT.format(body=textwrap.dedent(body)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(ranks),
+        "PYTHONPATH": os.getcwd(),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            env=os.environ | address | {"RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outcomes = []
+        for rank, process in enumerate(processes):
+            out, err = process.communicate(timeout=300)
+            outcomes.append(Outcome(rank, time.time(), value=out, exit_code=process.returncode, stderr=err))
+        return outcomes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.oldest
+def test_an_uncaught_exception_outside_of_the_engine(tmp_path: Path) -> None:
+    outcomes = run_script(
+        tmp_path,
+        """
+        if rank == 0:
+            time.sleep(0.3)
+            raise ValueError("no more data")
+        print("before", end="")
+        begin = time.time()
+        time.sleep(20)
+        """,
+    )
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert "ValueError: no more data" in outcomes[0].stderr and "zeroweave" not in outcomes[0].stderr
+    text = "rank 1 is ended by its alarm: rank 0 failed in the script at step 0: ValueError: no more data"
+    assert text in outcomes[1].stderr
+    assert outcomes[1].value == "before", "what was printed is not lost"
+
+
+@pytest.mark.matrix
+def test_an_exception_on_all_ranks_shows_each_its_own_traceback(tmp_path: Path) -> None:
+    outcomes = run_script(
+        tmp_path,
+        """
+        try:
+            raise ValueError("bad config")
+        except ValueError as error:
+            assert alarm.failed("forward", 0, error)
+            time.sleep(rank)
+            raise
+        """,
+    )
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    for outcome in outcomes:
+        assert "ValueError: bad config" in outcome.stderr and "ended by its alarm" not in outcome.stderr
+
+
+@pytest.mark.matrix
+def test_a_script_that_never_closes_ends_nobody(tmp_path: Path) -> None:
+    outcomes = run_script(
+        tmp_path,
+        """
+        time.sleep(2 * rank)
+        print("done", end="")
+        """,
+    )
+    assert [(outcome.exit_code, outcome.value) for outcome in outcomes] == [(0, "done"), (0, "done")]
+    assert "zeroweave" not in outcomes[0].stderr + outcomes[1].stderr
+
+
+def test_a_rank_that_waits_for_one_whose_script_has_ended(tmp_path: Path) -> None:
+    outcomes = run_script(
+        tmp_path,
+        """
+        if rank == 0:
+            sys.exit(0)
+        count = 1
+        time.sleep(20)
+        """,
+    )
+    assert [outcome.exit_code for outcome in outcomes] == [0, 1]
+    text = "rank 0 issues no collective after its 0: its process ended without closing the engine"
+    assert text in outcomes[1].stderr
