@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's TCPStore looks up the name of every peer, which costs 5 s each time that a name server does not answer.
@@ -13,7 +14,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 
-from tests.support import shares
+from tests.support import marks, shares
 from tests.support.harness import Pool
 
 
@@ -24,14 +25,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     shares.pytest_configure(config)
     config.addinivalue_line("markers", "matrix: the long set (`make matrix`); not part of `make test`")
+    config.addinivalue_line("markers", "slow(*rows): rows of a test that are in the long set for the time they take")
     config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = set((Path(__file__).parent / "matrix.txt").read_text(encoding="utf-8").splitlines())
-    for item in items:
-        if item.nodeid in slow:
-            item.add_marker(pytest.mark.matrix)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """Sees all rows of a test together, whichever of them are to run."""
+    made = yield
+    if isinstance(made, list):
+        marks.move_slow_rows(item for item in made if isinstance(item, pytest.Function))
+    return made
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

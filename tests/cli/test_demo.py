@@ -28,6 +28,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return done.stdout, figures, stage
 
 
+@pytest.mark.matrix
 def test_the_model_learns_and_equals_ddp(run: tuple[str, dict[str, Any], int]) -> None:
     _, figures, stage = run
     assert (figures["stage"], figures["ranks"], figures["steps"], figures["ok"]) == (stage, 2, 12, True)
@@ -37,6 +38,7 @@ def test_the_model_learns_and_equals_ddp(run: tuple[str, dict[str, Any], int]) -
     assert figures["on_demand_unshards"] == 0
 
 
+@pytest.mark.matrix
 def test_collectives_are_the_schedules_and_the_profilers(run: tuple[str, dict[str, Any], int]) -> None:
     _, figures, stage = run
     # Six buckets: embedding, four blocks, head. Stage 3 gathers the blocks twice, except that the embedding's
@@ -52,6 +54,7 @@ def test_collectives_are_the_schedules_and_the_profilers(run: tuple[str, dict[st
     assert figures["bytes"]["measured"] == figures["bytes"]["schedule"] == figures["bytes"]["independent"]
 
 
+@pytest.mark.matrix
 def test_the_profile_is_there_when_it_was_asked_for(run: tuple[str, dict[str, Any], int]) -> None:
     output, figures, stage = run
     profile = figures["profile"]
@@ -65,6 +68,7 @@ def test_the_profile_is_there_when_it_was_asked_for(run: tuple[str, dict[str, An
     assert "a step takes" in output and "without communication" in output
 
 
+@pytest.mark.matrix
 def test_state_is_what_layout_and_schedule_say(run: tuple[str, dict[str, Any], int]) -> None:
     _, figures, _ = run
     memory = figures["memory"]
@@ -73,6 +77,7 @@ def test_state_is_what_layout_and_schedule_say(run: tuple[str, dict[str, Any], i
     assert memory["measured"]["optimizer"] == pytest.approx(2 * memory["measured"]["shards"], rel=0.01)
 
 
+@pytest.mark.matrix
 def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int]) -> None:
     output, _, stage = run
     assert "Run layers.1 forward [layers.1]" in output and "Run layers.1 backward [layers.1]" in output

@@ -10,6 +10,7 @@ from tests.support.commands import zeroweave
 from zeroweave.report import doctor
 
 
+@pytest.mark.matrix
 def test_the_doctor_finds_a_machine_that_trains() -> None:
     done = zeroweave("doctor")
     assert done.returncode == 0, done.stdout + done.stderr

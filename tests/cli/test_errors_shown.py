@@ -46,6 +46,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("what", "reason"), SHOWN)
 def test_one_short_block(tmp_path: Path, what: str, reason: str) -> None:
     script = tmp_path / "train.py"

@@ -46,6 +46,7 @@ def test_a_script_that_leaves_its_group_behind_ends_well(script: Path) -> None:
     assert "as __main__" in done.stdout and "['--stage', '3', '--help']" in done.stdout
 
 
+@pytest.mark.matrix
 def test_an_exception_gives_its_reason_and_no_frames_of_the_runner(script: Path) -> None:
     done = zeroweave("run", "--nproc-per-node=2", script, "raise")
     assert done.returncode == 1
@@ -61,6 +62,7 @@ def test_the_exit_code_of_the_script_is_kept(script: Path) -> None:
     assert "zeroweave: rank 1 failed with exit code 7" in done.stderr
 
 
+@pytest.mark.matrix
 def test_restarts_with_gloo_recover(tmp_path: Path) -> None:
     path = tmp_path / "fails_once.py"
     path.write_text(

@@ -131,6 +131,7 @@ def test_the_trace_holds_every_span_wait_and_byte(tmp_path: Path, schedule: Sche
 
 
 # ---------------------------------------------------------------------- scripts
+@pytest.mark.matrix
 def test_a_script_on_two_ranks(tmp_path: Path, script: Path) -> None:
     out = tmp_path / "trace.json"
     done = zeroweave("schedule", script, "--lr", 3, "--rank", 1, "--steps", 8, "--trace", out, "--", "--ranks")

@@ -77,6 +77,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("lower", "make"), ROWS)
 def test_a_smaller_budget_saves_fewer_bytes_and_gives_equal_gradients(lower: str, make: type[nn.Module]) -> None:
     with torch._inductor.config.patch(fallback_random=True):  # the masks of eager

@@ -62,6 +62,7 @@ def said(tmp_path: Path, terminal: bool = True, **environment: str) -> str:
     return read.decode()
 
 
+@pytest.mark.matrix
 def test_each_group_of_regions_has_a_line_in_the_first_step(tmp_path: Path) -> None:
     text = said(tmp_path)
     lines = ESCAPES.sub("\n", text).splitlines()

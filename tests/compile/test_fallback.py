@@ -98,6 +98,7 @@ def run(make: Any, count: int, limit: int = 8) -> tuple[FakeHost, list[int], lis
     return host, calls, reasons
 
 
+@pytest.mark.matrix
 def test_more_variants_than_the_limit() -> None:
     host, calls, reasons = run(Indexed, 10)
     assert calls == [1] * 8 + [0] * 2 and host.templates.graphs == 8
@@ -115,6 +116,7 @@ def test_what_differs_is_told_once_with_its_values() -> None:
     assert differences([]) == []
 
 
+@pytest.mark.matrix
 def test_the_limit_counts_within_one_engine() -> None:
     for _ in range(10):
         assert run(Layer, 2)[1] == [1, 1]
@@ -140,6 +142,7 @@ def test_a_branch_on_data_compiles_both_ways_apart() -> None:
     assert all(n == 2 for n in calls) and host.templates.graphs <= 3
 
 
+@pytest.mark.matrix
 def test_variants_of_a_broken_forward_share_one_limit() -> None:
     _, calls, reasons = run(BrokenIndexed, 10)
     assert min(calls[:8]) > 0

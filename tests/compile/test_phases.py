@@ -14,6 +14,7 @@ from torch import fx
 
 from tests.compile.fakes import FakeHost
 from tests.compile.test_templates import WIDTH, Stack, rows
+from tests.support.marks import slow
 from zeroweave.compile import phases as phases_module
 from zeroweave.compile.lock import graph_key, one_at_a_time
 from zeroweave.compile.phases import Phases
@@ -65,6 +66,7 @@ def test_a_phase_inside_another_counts_once(clock: Clock) -> None:
     assert phases.total == 45
 
 
+@slow("inductor")
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_phases_of_an_engine_grow_while_it_compiles_and_never_after(lower: str) -> None:
     host = FakeHost(Stack(), lower)

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from tests.compile.comparing import WIDTH, agree, compare, rows
 from tests.compile.fakes import FakeHost
+from tests.support.marks import slow
 from tests.support.reference import Expected, Plain
 from zeroweave.compile import region_key
 
@@ -117,6 +118,7 @@ def blocks_of(makes: Sequence[Function]) -> nn.Module:
     return Blocks(blocks)
 
 
+@slow("cond bodies-aot_eager", "cond closures-aot_eager")
 @both
 @pytest.mark.parametrize("name", VARIANTS)
 def test_what_a_block_reads_decides(name: str, lower: str) -> None:
@@ -125,6 +127,7 @@ def test_what_a_block_reads_decides(name: str, lower: str) -> None:
     assert host.templates.graphs == count and host.ran == 4 * len(makes)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ATTENTION)
 def test_bodies_of_attention_decide(name: str) -> None:
     """Forwards only, with PyTorch's own kernels: flex_attention has no backward on the CPU."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.compile.comparing import WIDTH, Block, EarlyTranspose, Stack, agree, compare, gradients_of, loss_of, rows
 from tests.compile.fakes import FakeHost
+from tests.support.marks import slow
 from tests.support.reference import ULP, Expected, Plain
 from zeroweave.errors import EngineError, ParameterError
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.oldest
 both = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])
 
 
+@slow("inductor")
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_equal_blocks_share_one_template(lower: str) -> None:
     host = compare(Stack(), rows(), lower=lower)
@@ -57,6 +59,7 @@ class Masked(nn.Module):
         return F.dropout(x * self.inner.weight.sum(), 0.5, self.training)
 
 
+@slow("inductor")
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_a_recomputed_mask_is_the_same_mask(lower: str) -> None:
     model = nn.Sequential(Masked(), Masked())
@@ -216,6 +219,7 @@ def test_a_graph_break_inside_every_block() -> None:
     assert [name for name, _, _ in host.entered] == [f"layers.{i}" for i in (3, 3, 2, 2, 1, 1, 0, 0)]
 
 
+@pytest.mark.matrix
 @both
 def test_lengths_become_dynamic(lower: str) -> None:
     model = Stack(Dropping if lower == "aot_eager" else Block, 2)
@@ -234,6 +238,7 @@ def test_lengths_become_dynamic(lower: str) -> None:
     assert host.settled()
 
 
+@slow("inductor")
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_no_grad_in_train_mode_with_dropout(lower: str) -> None:
     model = Stack(Dropping, 2)
@@ -312,6 +317,7 @@ class Conditional(Block):
         return x + self.down(torch.cond(x.sum() > 0, branch, lambda t: torch.sin(branch(t)), (self.norm(x),)))
 
 
+@pytest.mark.matrix
 def test_cond_inside_a_block() -> None:
     compare(Stack(Conditional, 2), rows())
     model = Stack(lambda: Conditional(2), 2)
@@ -380,6 +386,7 @@ def test_a_graph_that_writes_to_a_parameter_is_refused_by_name(grad: bool) -> No
         model(rows())
 
 
+@pytest.mark.matrix
 def test_a_second_engine_finds_inductors_cache_and_never_autograds() -> None:
     counters = torch._dynamo.utils.counters
     compare(Stack(), rows(), lower="inductor")
@@ -390,6 +397,7 @@ def test_a_second_engine_finds_inductors_cache_and_never_autograds() -> None:
     assert not [key for key in counters["aot_autograd"] if key.startswith("autograd_cache")]
 
 
+@pytest.mark.matrix
 def test_a_closed_engine_is_forgotten() -> None:
     host = compare(Stack(Broken, 2), rows())  # its code belongs to the class, and with it what Dynamo compiled
     y = host.model(rows())

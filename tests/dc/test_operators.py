@@ -152,6 +152,7 @@ def test_a_namespace_that_has_such_operators_is_left_alone() -> None:
 
 
 # ---------------------------------------------------------------------- compilers
+@pytest.mark.matrix
 def test_inductor_knows_the_options() -> None:
     known = config.get_config_copy()
     assert {name for name in dc.inductor_options() if name not in known} == set()
@@ -167,6 +168,7 @@ def test_a_step_in_a_graph(sharded: Sharded) -> None:
     sharded.check(*results)
 
 
+@pytest.mark.matrix
 def test_inductor_gathers_waits_uses_and_releases_in_this_order(sharded: Sharded) -> None:
     dc.start_backward(update=True)
     results, lines = with_code(step, sharded.inputs)
@@ -197,6 +199,7 @@ def overwriting(x: Tensor, y: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
     return put, torch.relu(second + 1) @ (x @ x.t()), *done
 
 
+@pytest.mark.matrix
 def test_inductor_writes_no_gradient_that_waits_for_its_reduction(sharded: Sharded) -> None:
     x, y, rows = torch.randn(9, 6), torch.randn(6, 6), torch.randn(2, 6)
     run = compiled(overwriting, (x, y, rows), "inductor")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
+from tests.support.marks import slow
 from tests.support.twins import MODES, WIDTH, Block
 from zeroweave.runtime.transfers import Lane
 from zeroweave.schedule import Free, Offload, Release, Reload
@@ -96,6 +97,7 @@ def nothing_before() -> Iterator[None]:
     yield
 
 
+@slow("aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_memory_is_given_back_during_the_forward(mode: str) -> None:
     left, moved = [], 0
@@ -281,6 +283,7 @@ def next_exp(loss: Tensor) -> Any:
     raise AssertionError("no exp")
 
 
+@slow("aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_that_departs_finds_its_activations(mode: str) -> None:
     def course(engine: Any) -> list[Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
+from tests.support.marks import slow
 from tests.support.twins import MODES, WIDTH, Block
 from zeroweave.schedule import Free
 
@@ -57,6 +58,7 @@ def nothing_before() -> Iterator[None]:
     yield
 
 
+@slow("1-aot_eager", "2-aot_eager", "3-aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_retained_graph_is_freed_before_the_update(stage: int, mode: str) -> None:
@@ -134,6 +136,7 @@ def test_smaller_ones_stay() -> None:
     assert freed[0] > 0 and freed[1] == 0
 
 
+@slow("1-aot_eager", "3-aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_is_freed_inside_a_window(stage: int, mode: str) -> None:
@@ -150,6 +153,7 @@ def test_nothing_is_freed_inside_a_window(stage: int, mode: str) -> None:
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
+@slow("2-aot_eager", "3-aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_later_backward_is_refused_and_training_goes_on(stage: int, mode: str) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.marks import slow
 from tests.support.reference import Expected, judge
 from tests.support.twins import (
     FEW,
@@ -94,6 +95,7 @@ def assert_equal_of_inputs(gradient: Tensor, expected: tuple[tuple[Tensor, Tenso
 INPUT_GRADIENTS = {"leaf": grad_of_leaf, "inner": grad_of_inner, "inputs": backward_of_inputs}
 
 
+@slow("leaf-2-aot_eager")
 @SOME
 @pytest.mark.parametrize("kind", INPUT_GRADIENTS)
 def test_gradients_of_inputs_leave_the_window_empty(stage: int, mode: str, kind: str) -> None:

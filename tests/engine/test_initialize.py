@@ -255,6 +255,7 @@ def test_a_wrong_config_says_what_is_right(config: dict[str, Any], words: str) -
     assert_untouched(module, values)
 
 
+@pytest.mark.matrix
 def test_a_model_that_is_wrapped_already() -> None:
     module = model()
     with zw.initialize(module, sgd(module), EAGER), pytest.raises(ZeroweaveError, match="engine"):

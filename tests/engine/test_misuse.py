@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
+from tests.support.marks import slow
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -75,6 +76,7 @@ def test_a_step_without_a_backward(stage: int) -> None:
         assert engine.global_steps == 2
 
 
+@slow("aot_eager-1")
 @STAGES
 @LOWERINGS
 def test_a_destroyed_engine(stage: int, lower: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import zeroweave as zw
+from tests.support.marks import slow
 from tests.support.reference import judge
 from tests.support.twins import (
     FEW,
@@ -269,6 +270,7 @@ def counting() -> Iterator[Callable[[], int]]:
         gc.unfreeze()
 
 
+@slow("aot_eager-3")
 @STAGES
 @MODE
 def test_a_training_loop_keeps_nothing(stage: int, mode: str) -> None:
@@ -292,6 +294,7 @@ def test_a_training_loop_keeps_nothing(stage: int, mode: str) -> None:
     assert max(counts[5:]) <= counts[4], counts
 
 
+@pytest.mark.matrix
 @FEW
 def test_a_destroyed_engine_keeps_nothing(stage: int, mode: str) -> None:
     counts = []
@@ -304,6 +307,7 @@ def test_a_destroyed_engine_keeps_nothing(stage: int, mode: str) -> None:
     assert counts[2] <= counts[1], counts
 
 
+@pytest.mark.matrix
 @STAGES
 def test_a_closed_view_refuses(stage: int) -> None:
     """What the user keeps of `full_parameters()` refuses by name once it is left; nothing else is disturbed."""

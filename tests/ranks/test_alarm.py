@@ -80,6 +80,7 @@ def one_fails(culprit: int) -> tuple[bool, str | None, float]:
         return shared, made.alarm.fatal, begin
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 @pytest.mark.parametrize(("world", "culprit"), [pytest.param(2, 1, marks=pytest.mark.matrix), (3, 0)])
 def test_ranks_that_wait_for_a_failed_one_are_ended(disposable: Pools, world: int, culprit: int) -> None:
@@ -108,6 +109,7 @@ def all_fail_alike(times: int) -> list[object]:
         return [*seen, made.alarm.fatal]
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 def test_a_failure_on_all_ranks_is_survived(pools: Pools) -> None:
     outcomes = pools(2).outcomes(all_fail_alike, 2)
@@ -124,6 +126,7 @@ def all_fail_alike_slowly(seconds: float) -> list[object]:
         return [shared, made.alarm.fatal]
 
 
+@pytest.mark.matrix
 def test_how_fast_ranks_fail_alike_does_not_matter(pools: Pools) -> None:
     outcomes = pools(2).outcomes(all_fail_alike_slowly, 6.0)
     assert [outcome.value for outcome in outcomes] == [[True, None]] * 2
@@ -171,6 +174,7 @@ def fail_differently(how: str) -> tuple[bool, str | None, float]:
         return shared, made.alarm.fatal, time.monotonic() - begin
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["place", "step", "count"])
 def test_different_failures_are_fatal_and_known_at_once(pools: Pools, how: str) -> None:
     for outcome in pools(2).outcomes(fail_differently, how):
@@ -187,6 +191,7 @@ def fail_with_a_broken_control() -> tuple[bool, str | None]:
         return raised(made, "step", "lost"), made.alarm.fatal
 
 
+@pytest.mark.matrix
 def test_nothing_is_shared_without_a_control_group(pools: Pools) -> None:
     for shared, fatal in pools(2).run(fail_with_a_broken_control):
         assert not shared and fatal is not None and "failed in step at step 1" in fatal
@@ -204,6 +209,7 @@ def one_skips_a_collective() -> str:
     return "agreed"
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 def test_a_rank_in_a_collective_that_nobody_joins_is_ended(disposable: Pools) -> None:
     first, second = disposable(2).outcomes(one_skips_a_collective)
@@ -249,6 +255,7 @@ def one_leaves_early() -> None:
         made.collective()
 
 
+@pytest.mark.matrix
 def test_a_collective_after_a_rank_has_closed(disposable: Pools) -> None:
     first, second = disposable(2).outcomes(one_leaves_early)
     assert not first.failed
@@ -269,6 +276,7 @@ def two_engines() -> list[bool]:
     return [names == 2, *shared]
 
 
+@pytest.mark.matrix
 def test_two_engines(pools: Pools) -> None:
     assert pools(2).run(two_engines) == [[True] * 4] * 2
 
@@ -282,6 +290,7 @@ def rank_0_is_killed() -> None:
     time.sleep(30.0)
 
 
+@pytest.mark.matrix
 def test_the_process_that_keeps_the_board_is_killed(disposable: Pools) -> None:
     killed, ended = disposable(2).outcomes(rank_0_is_killed)
     assert killed.exit_code == -signal.SIGKILL
@@ -301,6 +310,7 @@ def holds_the_interpreter(seconds: float) -> str:
         return "agreed"
 
 
+@pytest.mark.matrix
 def test_a_busy_interpreter_is_not_dead(pools: Pools) -> None:
     assert pools(2).run(holds_the_interpreter, 2.0) == ["agreed"] * 2
 
@@ -319,6 +329,7 @@ def forks() -> int:
         return os.waitstatus_to_exitcode(status)
 
 
+@pytest.mark.matrix
 def test_a_forked_child_does_not_speak_for_its_rank(pools: Pools) -> None:
     assert pools(2).run(forks) == [0, 0]
 
@@ -379,6 +390,7 @@ def run_script(directory: Path, body: str, ranks: int = 2) -> list[Outcome]:
             process.wait()
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 def test_an_uncaught_exception_outside_of_the_engine(tmp_path: Path) -> None:
     outcomes = run_script(
@@ -430,6 +442,7 @@ def test_a_script_that_never_closes_ends_nobody(tmp_path: Path) -> None:
     assert "zeroweave" not in outcomes[0].stderr + outcomes[1].stderr
 
 
+@pytest.mark.matrix
 def test_a_rank_that_waits_for_one_whose_script_has_ended(tmp_path: Path) -> None:
     outcomes = run_script(
         tmp_path,

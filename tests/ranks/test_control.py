@@ -79,6 +79,7 @@ def exchange() -> dict[str, object]:
         control.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 @daily("world", [2], [3])
 def test_exchanges(pools: Pools, world: int) -> None:
@@ -111,6 +112,7 @@ def differ() -> list[str]:
         control.close()
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 def test_all_ranks_learn_of_a_difference(pools: Pools) -> None:
     first, second = pools(2).run(differ)
@@ -139,6 +141,7 @@ def one_is_late(late: int, deadline: float) -> tuple[str, str, float]:
     return type(caught).__name__, str(caught), took
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.matrix), 3])
 def test_a_missing_rank_is_named_at_the_deadline(pools: Pools, world: int) -> None:
@@ -164,6 +167,7 @@ def one_dies(dead: int) -> str:
     return "nothing"
 
 
+@pytest.mark.matrix
 @daily("dead", [0], [1])
 def test_a_dead_rank_is_named_at_once(disposable: Pools, dead: int) -> None:
     outcomes = disposable(2).outcomes(one_dies, dead)

@@ -11,6 +11,7 @@ import torch
 
 import zeroweave as zw
 from tests.runtime.playing import ITEM, Player
+from tests.support.marks import slow
 from tests.support.schedules import SEEDS, due_together
 from tests.support.twins import MODES, WIDTH, Net
 from zeroweave.schedule import (
@@ -112,6 +113,7 @@ def test_updates_one_by_one_reach_no_higher(seed: int) -> None:
     assert peaks[1] <= peaks[0] and peaks[3] <= peaks[2]
 
 
+@slow("1-aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_optimizer_that_steps_as_a_whole_finds_no_staging(stage: int, mode: str) -> None:

@@ -251,6 +251,7 @@ def test_random_cases(seed: int) -> None:
     judge(schedule, random.Random(seed), rounds=15)
 
 
+@pytest.mark.matrix
 def test_many_random_reductions_share_launches() -> None:
     found = Counter(n for seed in SEEDS for n in launches(compile_schedule(*due_together(seed)), Reduce))
     assert sum(found[n] for n in (2, 3, 4)) >= 40 and found[3] + found[4] >= 5

@@ -62,6 +62,7 @@ def test_a_process_ends(disposable: Pools) -> None:
     assert pool.run(add, 0.0)[0][1] == 1.0
 
 
+@pytest.mark.matrix
 def test_a_deadline_shows_the_stacks_and_the_pool_starts_afresh(disposable: Pools) -> None:
     pool = disposable(2)
     pool.run(add, 0.0)  # the workers have imported this module when the deadline counts

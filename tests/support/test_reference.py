@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.marks import slow
 from tests.support.models import entry
 from tests.support.reference import ULP, Exactly, Expected, Plain, build, judge, judge_numbers
 from tests.support.zoo import WIDTH, rows
@@ -88,6 +89,7 @@ def test_what_asks_for_fp32_gets_float64() -> None:
         assert plain.nets[1](rows(0, 0)[0]).dtype == torch.float64
 
 
+@slow("hf_qwen3")
 @pytest.mark.parametrize("name", ["mlp", "decoder", "lstm", "hf_qwen3"])
 def test_float64_differs_from_fp32_by_roundings_only(name: str) -> None:
     model = entry(name)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.commands import ROOT
 from tests.support.shares import GROUP, shuffled
 
@@ -52,6 +54,7 @@ def run(folder: Path, failing: list[int], *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.matrix
 def test_what_is_left_when_the_time_is_over_neither_passes_nor_fails(tmp_path: Path) -> None:
     code, told = run(tmp_path, [], "--minutes", "0.001")
     assert code == 0, told

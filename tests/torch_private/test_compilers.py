@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import zeroweave._torch as private
+from tests.support.marks import slow
 
 pytestmark = pytest.mark.oldest
 
@@ -81,6 +82,7 @@ def test_kept_code_and_what_it_calls_make_no_graphs_but_are_inlined() -> None:
     assert len(graphs) == 1 and "mul" in str(graphs[0].graph)
 
 
+@slow("inductor")
 @pytest.mark.parametrize("lower", ["aot_eager", "inductor"])
 def test_aot_graphs_say_what_their_values_are(lower: str) -> None:
     weight, seen = nn.Parameter(torch.ones(3)), {}

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import zeroweave._torch as private
+from tests.support.marks import slow
 
 PRIVATE = Path(private.__file__).parent
 PACKAGE = PRIVATE.parent
@@ -77,6 +78,7 @@ def resolve(name: str) -> object:
 NAMES = sorted({name for path in PRIVATE.glob("*.py") for name in torch_names(path) if is_private(name)})
 
 
+@slow("torch._inductor.compile_fx._recursive_joint_graph_passes")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_name_exists(name: str) -> None:
     resolve(name)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,6 +41,7 @@ def beyond_the_limit() -> tuple[dict[str, str], list[str], int]:
     return stats.eager_regions, [text for text in messages if "eager" in text], stats.compiled_calls
 
 
+@pytest.mark.matrix
 def test_blocks_beyond_the_recompile_limit_are_counted_and_reported_once(pools: Pools) -> None:
     told, *others = pools(2).run(beyond_the_limit)
     for regions, _, compiled in (told, *others):
@@ -55,6 +57,7 @@ def within_the_limit() -> tuple[dict[str, str], int]:
     return stats.eager_regions, stats.graphs
 
 
+@pytest.mark.matrix
 def test_a_higher_limit_lets_them_all_be_compiled(pools: Pools) -> None:
     for regions, graphs in pools(2).run(within_the_limit):
         assert not regions and graphs == 12
@@ -71,6 +74,7 @@ def transformers_layers(layers: int) -> tuple[dict[str, str], int, int, list[str
     return stats.eager_regions, stats.graphs, stats.templates, [text for text in messages if "use_cache" in text]
 
 
+@pytest.mark.matrix
 def test_all_layers_of_a_transformers_model_share_one_template(pools: Pools) -> None:
     """Called as its users call it: the engine passes `use_cache=False` and says so once."""
     few, many = (pools(2).run(transformers_layers, layers)[0] for layers in (4, 12))

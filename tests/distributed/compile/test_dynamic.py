@@ -109,6 +109,7 @@ def check(ranks: list[Found]) -> None:
 ROWS = [pytest.param(3, 2, None, marks=pytest.mark.oldest), (2, 1, None), (1, 2, True), (3, 1, True)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "gas", "dynamic"), ROWS)
 def test_lengths_in_turn_and_other_ones_on_each_rank(pools: Pools, stage: int, gas: int, dynamic: bool | None) -> None:
     check(pools(2).run(train, stage, gas, None, dynamic))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,6 +58,7 @@ def with_cache(folder: str) -> tuple[int, int, int, float]:
     return stats.templates, stats.found_templates, misses, difference[0]
 
 
+@pytest.mark.matrix
 def test_one_rank_compiles_and_the_other_finds(pools: Pools, tmp_path: Path) -> None:
     cold = pools(2).run(with_cache, str(tmp_path))
     templates = cold[0][0]
@@ -74,6 +76,7 @@ def compilations(layers: int) -> tuple[int, int, list[str]]:
     return stats.graphs, stats.templates, phases
 
 
+@pytest.mark.matrix
 def test_the_number_of_compilations_does_not_depend_on_the_number_of_blocks(pools: Pools) -> None:
     few, more, many = (pools(2).run(compilations, layers) for layers in (8, 16, 32))
     assert few == more == many

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.counting import Dispatched
 from tests.support.dc_world import SHAPES, Pools, World, draw
+from tests.support.marks import slow
 from zeroweave import dc
 from zeroweave.errors import AgreementError
 
@@ -123,6 +124,7 @@ def whole_and_parts() -> list[dict[str, Any]]:
     return [traffic(2, "whole", 1), traffic(2, "taken", 1)]
 
 
+@pytest.mark.matrix
 def test_half_of_an_all_reduce(pools: Pools) -> None:
     for whole, parts in pools(2).run(whole_and_parts):
         (kind,) = {kind for kind, _ in whole["independent"]}
@@ -154,6 +156,7 @@ def bfloat16_windows(gas: int) -> tuple[int, int, list[float]]:
         runtime.cleanup()
 
 
+@slow("3")
 @pytest.mark.parametrize("gas", [1, 3])
 def test_local_sums_are_exact_and_travel_as_their_gradients_do(pools: Pools, gas: int) -> None:
     """Added up in bfloat16, 256 + 1 + 1 would be 256. What is sent is half of the padded bytes, as without sums."""

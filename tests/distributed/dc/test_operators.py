@@ -25,6 +25,7 @@ def example(lower: str) -> float:
         dc.cleanup()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "lower"),
     [(2, "inductor"), pytest.param(3, "aot_eager", marks=pytest.mark.matrix)],

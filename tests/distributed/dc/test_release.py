@@ -84,6 +84,7 @@ def chained(stage: int, held: str, whole: bool) -> list[tuple[Any, ...]]:
     return found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("whole", [True, False], ids=["one backward", "three backwards"])
 @daily(("stage", "held"), ROWS[1:3], [ROWS[0], ROWS[3]])
 def test_buckets_go_with_the_backward_whichever_graph_reduces(pools: Pools, stage: int, held: str, whole: bool) -> None:

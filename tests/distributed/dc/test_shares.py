@@ -12,7 +12,7 @@ from torch import nn
 
 import zeroweave as zw
 from tests.support.dc_world import Pools, World, draw, mean_of
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.reference import judge
 from zeroweave import dc
 from zeroweave.errors import AgreementError, EngineError, ParameterError
@@ -35,6 +35,7 @@ def windows(stage: int, held: str, shapes: Any = None, shares: list[Shares] | No
     return found
 
 
+@slow("1-cut")
 @daily(
     ("stage", "held"),
     [(1, "cut"), (3, "taken")],
@@ -192,6 +193,7 @@ def other_graph() -> tuple[str, str]:
         runtime.cleanup()
 
 
+@pytest.mark.matrix
 def test_other_graphs_on_another_rank(pools: Pools) -> None:
     for parameters, graphs in pools(3).run(other_graph):
         assert "graph 0: ranks" in parameters and "different stages, parameters" in parameters

@@ -32,6 +32,7 @@ def pattern(stage: int, held: str, updates: str, end: bool) -> list[float]:
     return found
 
 
+@pytest.mark.matrix
 @every_row
 @daily("updates", ["TFTT"], ["FFFT"])
 def test_update_patterns(pools: Pools, stage: int, held: str, updates: str) -> None:

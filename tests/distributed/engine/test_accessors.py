@@ -107,6 +107,7 @@ def reads(stage: int, params: str | None) -> int:
     return compared
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 @pytest.mark.parametrize(("stage", "params"), STAGE_PRECISION)
 def test_reads(pools: Pools, stage: int, params: str | None) -> None:
@@ -170,6 +171,7 @@ def engine_value(full: Mapping[str, nn.Parameter], name: str) -> Tensor:
     return full[name].detach()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "params"), STAGE_PRECISION)
 def test_writes(pools: Pools, stage: int, params: str | None) -> None:
     pools(2).run(writes, stage, params)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.distributed.engine.coalescing import Setting, initialize
 from tests.support.harness import Pool
+from tests.support.marks import slow
 from tests.support.reference import Expected, Plain, build, draw, judge, sgd
 from tests.support.zoo import WIDTH, Block, Entry, Stack, regression, rows
 
@@ -117,6 +118,7 @@ reduction, or with the step; at stage 1 all goes with the last backward's, or wi
 STAGE_1 = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0]
 
 
+@slow("2-eager", "3-aot_eager")
 @pytest.mark.parametrize(
     ("stage", "mode"),
     [

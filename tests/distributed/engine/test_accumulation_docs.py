@@ -96,6 +96,7 @@ DAILY = [(1, "eager", "bf16"), (3, "aot_eager", "bf16 reduced")]
 ALL = [(stage, mode, precision) for stage in (1, 2, 3) for mode in ("eager", "aot_eager") for precision in PRECISIONS]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "mode", "precision"),
     DAILY + [pytest.param(*each, marks=pytest.mark.matrix) for each in ALL if each not in DAILY],

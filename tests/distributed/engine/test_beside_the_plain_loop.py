@@ -67,6 +67,7 @@ def moving_average(stage: int, mode: str) -> tuple[tuple[float, str], tuple[floa
         )
 
 
+@pytest.mark.matrix
 @SETTINGS
 def test_an_average_of_the_weights(pools: Pools, stage: int, mode: str) -> None:
     for averages, final, departures, _ in pools(2).run(moving_average, stage, mode):
@@ -98,6 +99,7 @@ def parts_between(stage: int, mode: str) -> list[bool]:
     return same
 
 
+@pytest.mark.matrix
 @SETTINGS
 def test_parts_called_alone(pools: Pools, stage: int, mode: str) -> None:
     for same in pools(2).run(parts_between, stage, mode):
@@ -119,6 +121,7 @@ def twelve_engines() -> list[tuple[int, dict[str, str], float]]:
     return found
 
 
+@pytest.mark.matrix
 def test_twelve_engines_of_one_class_are_all_compiled(pools: Pools) -> None:
     for found in pools(2).run(twelve_engines):
         assert all(calls > 0 and not eager for calls, eager, _ in found), found

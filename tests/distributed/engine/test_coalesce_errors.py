@@ -17,6 +17,7 @@ import zeroweave as zw
 from tests.distributed.engine.coalescing import Setting, initialize
 from tests.distributed.ranks.test_failures import TrippingStack, assert_ended_by, trip
 from tests.support.harness import Pool
+from tests.support.marks import slow
 from tests.support.reference import CHECKED, Plain, build, draw, judge, set_lr, train_reference
 from tests.support.zoo import Entry, regression, rows
 
@@ -84,6 +85,7 @@ def misuse_inside(stage: int, mode: str) -> list[tuple[float, str]]:
     return differences
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, PATHS))
 def test_a_misuse_inside_is_refused_and_changes_nothing(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(misuse_inside, stage, mode):
@@ -108,6 +110,7 @@ def misuse_leaves(stage: int, mode: str) -> list[tuple[float, str]]:
     return differences
 
 
+@slow("2-aot_eager", "3-aot_eager")
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, PATHS))
 def test_a_misuse_that_leaves_the_block(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(misuse_leaves, stage, mode):
@@ -155,6 +158,7 @@ def misuse_in_the_middle(stage: int, mode: str) -> list[tuple[float, str]]:
     return differences
 
 
+@slow("3-aot_eager")
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, [(1, "eager"), (2, "aot_eager"), (3, "aot_eager")]))
 def test_a_misuse_inside_a_forward_or_backward(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(misuse_in_the_middle, stage, mode):
@@ -215,6 +219,7 @@ def on_all_ranks(stage: int, mode: str) -> list[tuple[float, str]]:
     return differences
 
 
+@slow("2-aot_eager", "3-aot_eager", "3-eager")
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, PATHS))
 def test_an_exception_on_all_ranks(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(on_all_ranks, stage, mode):
@@ -240,6 +245,7 @@ def on_one_rank(place: str, stage: int, mode: str, failing: int) -> int:
 ONE_RANK = [(place, stage, mode, 1) for place in PLACES for stage, mode in ALL_PATHS]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("place", "stage", "mode", "failing"),
     marked(ONE_RANK, [("the block", 2, "eager", 1), ("backward", 3, "aot_eager", 1)]),

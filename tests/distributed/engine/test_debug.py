@@ -48,6 +48,7 @@ def train(stage: int, debug: dict[str, bool]) -> tuple[dict[str, Tensor], list[d
         return values, gradients, engine.stats.total, isinstance(engine._parts.timed.inner, Fenced)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("switches", [SWITCHES, {"keep_gradient_targets": True}], ids=["all", "kept"])
 @daily("stage", [3], [1, 2])
 def test_switches_change_nothing(pools: Pools, stage: int, switches: dict[str, bool]) -> None:

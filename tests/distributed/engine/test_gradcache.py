@@ -61,6 +61,7 @@ def beside(stage: int, mode: str) -> tuple[dict[bool, Run], list[tuple[float, st
     return runs, found
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "mode"),
     [

@@ -113,6 +113,7 @@ FAILS_EARLY = """
 """
 
 
+@pytest.mark.matrix
 def test_a_rank_that_fails_while_another_is_in_initialize(tmp_path: Path) -> None:
     one, two = ranks(tmp_path, FAILS_EARLY)
     assert one.returncode != 0 and "initialized" in one.stdout

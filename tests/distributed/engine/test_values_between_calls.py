@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Pool
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.reference import SEED, Expected, Plain, judge
 from tests.support.zoo import WIDTH, Block, Stack, rows
 
@@ -130,6 +130,7 @@ def loaded(stage: int, mode: str, gather: bool) -> list[Difference]:
     return differences
 
 
+@slow("3-aot_eager-False")
 @daily(
     ("stage", "mode", "gather"),
     [(1, "eager", True), (3, "aot_eager", False)],

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Pool
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.models import entry
 from tests.support.reference import (
     CHECKED,
@@ -76,6 +76,7 @@ def without_sync(stage: int, mode: str) -> tuple[list[tuple[float, str]], tuple[
     return differences[:-1], differences[-1], counts[True], counts[False]
 
 
+@pytest.mark.matrix
 @daily(("stage", "mode"), [(1, "aot_eager"), (3, "aot_eager")], [(2, "eager"), (2, "aot_eager"), (3, "eager")])
 def test_no_sync_reduces_once_a_step(pools: Pools, stage: int, mode: str) -> None:
     for gradients, parameters, _, _ in pools(2).run(without_sync, stage, mode):
@@ -99,6 +100,7 @@ def plain_backward(stage: int, mode: str) -> list[tuple[float, str]]:
     return differences
 
 
+@slow("2-aot_eager")
 @daily(("stage", "mode"), [(2, "aot_eager"), (3, "eager")], [(1, "eager"), (3, "aot_eager")])
 def test_plain_and_scaled_backward(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(plain_backward, stage, mode):
@@ -121,6 +123,7 @@ def train_steps(stage: int, mode: str) -> list[tuple[float, str]]:
             return [judge(full, expected.parameters), judge_numbers(losses, expected.losses)]
 
 
+@pytest.mark.matrix
 @daily(("stage", "mode"), [(3, "aot_eager")], [(2, "eager")])
 def test_train_step(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(train_steps, stage, mode):
@@ -203,6 +206,7 @@ TRIPS += [(1, "aot_eager", "backward", 2), (2, "eager", "backward", 2), (3, "eag
 TRIPS += [(3, "aot_eager", "backward", 2)]
 
 
+@pytest.mark.matrix
 @daily(("stage", "mode", "place", "gas"), TRIPS[2:7:4], [*TRIPS[:2], *TRIPS[3:6], TRIPS[7]])
 def test_an_exception_on_all_ranks(pools: Pools, stage: int, mode: str, place: str, gas: int) -> None:
     for gradients, parameters in pools(2).run(tripped, stage, mode, place, gas):
@@ -235,6 +239,7 @@ def dropped(stage: int, mode: str) -> list[tuple[float, str]]:
     return differences
 
 
+@pytest.mark.matrix
 @daily(("stage", "mode"), [(2, "aot_eager"), (3, "eager")], [(1, "eager"), (3, "aot_eager")])
 def test_zero_grad_and_forwards_without_backward(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(dropped, stage, mode):

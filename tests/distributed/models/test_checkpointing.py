@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 import zeroweave as zw
 from tests.distributed import cases
 from tests.support.harness import Pool
@@ -22,6 +24,7 @@ MORE = [
 DAILY = [Case("checkpoint_reentrant", 2, "eager", 1), Case("checkpoint_inside", 1, "aot_eager", 1)]
 
 
+@pytest.mark.matrix
 @daily("case", DAILY, [case for case in MORE if case not in DAILY], ids=str)
 def test_checkpoints_at_every_stage(pools: Pools, case: Case) -> None:
     """Beside the rows that `test_parity` has of these models."""
@@ -33,6 +36,7 @@ def with_budget(model: Any, optimizer: Any, config: dict[str, Any]) -> zw.Engine
     return zw.initialize(model, optimizer, {**config, "compile": compile_})
 
 
+@pytest.mark.matrix
 @daily(("model", "stage"), [("checkpoint_inside", 1)], [("dropout", 3), ("decoder", 2)])
 def test_a_budget_changes_no_gradient(pools: Pools, model: str, stage: int) -> None:
     """`tests/compile/test_activation_budget.py` shows that fewer bytes are saved."""

@@ -13,6 +13,7 @@ import zeroweave as zw
 from tests.distributed import experts
 from tests.distributed.experts import CHECKED, TRAINED, train
 from tests.support.harness import Pool
+from tests.support.marks import slow
 
 Pools = Callable[[int], Pool]
 
@@ -40,6 +41,7 @@ PRODUCT = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("what", "stage", "mode", "parallel_size"),
     DAILY + [pytest.param(*each, marks=pytest.mark.matrix) for each in PRODUCT if each not in DAILY],
@@ -59,6 +61,7 @@ def _train(stage: int, mode: str, parallel_size: int, what: str) -> Any:
     return train(stage, mode, parallel_size, **SETTINGS[what])
 
 
+@pytest.mark.matrix
 def test_only_the_ranks_of_an_idle_expert_miss_its_gradient(pools: Pools) -> None:
     for rank, found in enumerate(pools(4).run(_train, 2, "eager", 2, "idle")):
         parameters = 4 * 2  # weights and biases of an expert, in two blocks
@@ -66,6 +69,7 @@ def test_only_the_ranks_of_an_idle_expert_miss_its_gradient(pools: Pools) -> Non
         assert max(found.gradients)[0] <= 1 and found.parameters[0] <= 1, found
 
 
+@slow("2-average", "2-predivide")
 @pytest.mark.parametrize("op", ["average", "predivide"])
 @pytest.mark.parametrize("parallel_size", [2, pytest.param(1, marks=pytest.mark.matrix), 4])
 def test_gradients_are_divided_by_the_number_of_all_ranks(pools: Pools, op: str, parallel_size: int) -> None:
@@ -84,6 +88,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pools: Pools, stage: int)
         assert applied == moved == [True, False, True]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.matrix)])
 def test_each_group_has_its_own_values(pools: Pools, stage: int) -> None:
     results = pools(4).run(experts.values, stage)
@@ -129,6 +134,7 @@ def test_groups_are_consecutive_ranks(pools: Pools) -> None:
         zw.expert_group(2)
 
 
+@pytest.mark.matrix
 def test_a_rank_that_fails_in_an_expert_ends_those_that_wait_for_its_tokens(disposable: Pools) -> None:
     broken, waiting = disposable(2).outcomes(experts.die, 2)
     assert broken.kind == "ValueError"

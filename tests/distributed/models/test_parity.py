@@ -14,6 +14,8 @@ from tests.support.models import ZOO
 from tests.support.parity import Case, Report, check, run_case
 from tests.support.reference import worst
 
+QUICK = ("mlp", "decoder", "lstm", "leaf_list", "two_types", "hf_llama")
+"""The models of the daily rows, which have five minutes together with all others."""
 Results = Callable[[Case], list[Report]]
 
 
@@ -51,9 +53,12 @@ def assert_equal_bits(group: tuple[Case, ...], results: Results) -> None:
 
 
 def marked(case: Case) -> object:
-    """One row of every model is also compared on the oldest PyTorch."""
+    """One row of every model is also compared on the oldest PyTorch; those of a few models alone are daily."""
     oldest = (case.mode, case.stage, case.world) == ("aot_eager", 3, 2)
-    return pytest.param(case, id=str(case), marks=[pytest.mark.oldest] if oldest else [])
+    marks = [pytest.mark.oldest] if oldest else []
+    if not (oldest and case.model in QUICK):
+        marks.append(pytest.mark.matrix)
+    return pytest.param(case, id=str(case), marks=marks)
 
 
 @pytest.mark.parity
@@ -62,6 +67,7 @@ def test_equals_the_reference(case: Case, results: Results) -> None:
     check(case, results(case))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: str(group[0]))
 def test_stages_are_bit_equal(group: tuple[Case, ...], results: Results) -> None:
     assert_equal_bits(group, results)

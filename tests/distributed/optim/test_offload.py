@@ -15,6 +15,7 @@ import zeroweave as zw
 from tests.distributed.engine.coalescing import MODES, backwards
 from tests.distributed.engine.test_accessors import squared
 from tests.support.harness import Pool
+from tests.support.marks import slow
 from tests.support.models import entry
 from tests.support.reference import build
 from tests.support.zoo import Entry, regression
@@ -183,6 +184,7 @@ PRODUCT = [
 ]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "case", DAILY + [pytest.param(each, marks=pytest.mark.matrix) for each in PRODUCT if each not in DAILY], ids=str
 )
@@ -260,6 +262,7 @@ def life(stage: int, params: str | None, offload: str) -> list[str]:
     return [label for label in here if not bits(here[label], there[label])]
 
 
+@slow("3-None-both", "3-bfloat16-both")
 @pytest.mark.parametrize(
     ("stage", "params", "offload"),
     [(2, "bfloat16", "optimizer"), (3, "bfloat16", "both"), (3, None, "both")]

@@ -145,6 +145,7 @@ def in_and_out_of_host_memory() -> list[str]:
     return differing(*found)
 
 
+@pytest.mark.matrix
 def test_in_and_out_of_host_memory(pools: Pools) -> None:
     assert pools(2).run(in_and_out_of_host_memory) == [[], []]
 

@@ -80,6 +80,7 @@ def on_equal_gradients(name: str, kind: str, stage: int, clipping: float | None)
             return [n for (n, a), (_, b) in pairs if not torch.equal(a.detach(), b.detach())], norms
 
 
+@pytest.mark.matrix
 @daily("stage", [3], [1, 2])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_bit_equal_on_equal_gradients(pools: Callable[[int], Pool], kind: str, stage: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Pool
+from tests.support.marks import slow
 from tests.support.reference import Expected, Masters, average, build, judge, worst
 from tests.support.zoo import Block, Entry, Stack, regression, rows
 from zeroweave.schedule import Settle, Update
@@ -134,6 +135,7 @@ def beside_torch(stage: int, mode: str, steps: int, window: int, gas: int, clipp
         }
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 def test_the_scale_follows_torchs_for_200_steps(pools: Pools) -> None:
     """Gradients overflow at the initial scale, whenever it has grown too far, and on one rank alone."""
@@ -144,6 +146,7 @@ def test_the_scale_follows_torchs_for_200_steps(pools: Pools) -> None:
         assert found["difference"][0] == 0.0, found["difference"]
 
 
+@slow("2-aot_eager-1", "3-aot_eager-2")
 @pytest.mark.parametrize(
     ("stage", "mode", "gas"),
     rows_of([(1, "eager", 2), (2, "aot_eager", 1), (3, "aot_eager", 2)], STAGES, MODES, (1, 2)),
@@ -154,6 +157,7 @@ def test_float16_is_bit_equal_on_all_stages(pools: Pools, stage: int, mode: str,
         assert found["difference"][0] == 0.0, found["difference"]
 
 
+@slow("3-aot_eager")
 @pytest.mark.parametrize(("stage", "mode"), rows_of([(2, "eager"), (3, "aot_eager")], STAGES, MODES))
 def test_clipping_sees_gradients_without_the_scale(pools: Pools, stage: int, mode: str) -> None:
     for found in pools(2).run(beside_torch, stage, mode, 12, 4, 1, 0.5):
@@ -212,6 +216,7 @@ def one_bad_step(stage: int, mode: str, precision: str, bad_rank: int) -> tuple[
     return changed, counters, worst(*engines)[0]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "mode", "precision"),
     rows_of(
@@ -252,6 +257,7 @@ def one_element(stage: int, bad_rank: int, value: float) -> list[bool]:
     return applied
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_one_rank_alone_finds_it(pools: Pools, value: float) -> None:
     for stage, bad_rank in ((1, 0), (2, 1), (3, 1)):
@@ -367,6 +373,7 @@ def accumulated(stage: int, mode: str, reduce: str | None, op: str) -> tuple[flo
     return judge(got, Expected(expected, wide)), worst(got, wide)[0]
 
 
+@slow("1-aot_eager", "3-aot_eager")
 @pytest.mark.parametrize(("stage", "mode"), rows_of([(1, "aot_eager"), (2, "eager"), (3, "aot_eager")], STAGES, MODES))
 def test_bfloat16_gradients_add_up_in_float32(pools: Pools, stage: int, mode: str) -> None:
     for bounded, _ in pools(2).run(accumulated, stage, mode, "float32", "average"):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Outcome, Pool
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.patience import patient
 from tests.support.reference import Plain, judge
 from tests.support.zoo import Block, rows
@@ -152,6 +152,7 @@ def equal_pass() -> int:
         return engine.stats.departures
 
 
+@slow("other_pass")
 @pytest.mark.parametrize("job", [other_config, other_bucket_order, other_version, other_pass])
 def test_refused_before_anything_is_sent(pools: Pools, job: Callable[[], None]) -> None:
     pools(2).run(job)
@@ -214,6 +215,7 @@ def parity(what: str, stage: int) -> tuple[tuple[float, str], int]:
             return judge(full, plain.values()), engine.stats.departures
 
 
+@pytest.mark.matrix
 @daily(("what", "stage"), [("swap", 2), ("break", 1)], [("skip", 1), ("break", 2), ("break", 3)])
 def test_what_one_rank_may_do_otherwise(pools: Pools, what: str, stage: int) -> None:
     """A branch at stages 1 and 2, and a graph that breaks on one rank: it sends what the others send."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Outcome, Pool
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.models import entry
 from tests.support.patience import patient
 from tests.support.reference import build, draw, sgd
@@ -128,6 +128,7 @@ def one_rank_fails(
     assert_ended_by(outcomes, failing)
 
 
+@slow("backward-3-aot_eager-3-1-2", "forward-3-aot_eager-2-1-3")
 @pytest.mark.parametrize(("place", "stage", "mode", "world", "failing", "at"), FAILURES)
 def test_an_exception_on_one_rank(
     disposable: Disposable, place: str, stage: int, mode: str, world: int, failing: int, at: int
@@ -157,6 +158,7 @@ def leave_without_destroying(stage: int) -> None:
     engine.destroy()
 
 
+@pytest.mark.matrix
 def test_a_rank_that_leaves(tmp_path: Path) -> None:
     with Pool(2, tmp_path) as pool:  # not forked: what is registered with atexit must run
         outcomes = pool.outcomes(leave_without_destroying, 3)
@@ -176,6 +178,7 @@ def skip_the_step(stage: int) -> int:
     return int(engine.global_steps)
 
 
+@pytest.mark.matrix
 def test_a_rank_that_misses_the_deadline(disposable: Disposable) -> None:
     start = time.time()
     outcomes = disposable(2).outcomes(skip_the_step, 2)
@@ -228,6 +231,7 @@ def order_on_one_rank(stage: int, mode: str) -> int:
         return int(engine.global_steps)
 
 
+@pytest.mark.matrix
 @daily("mode", ["aot_eager"], ["eager"])
 def test_another_order_on_one_rank_at_stage_3(disposable: Disposable, mode: str) -> None:
     outcomes = disposable(2).outcomes(order_on_one_rank, 3, mode)
@@ -281,5 +285,6 @@ def disagree_at_the_start() -> None:
         engine(rows(0, 0)[0])
 
 
+@pytest.mark.matrix
 def test_different_models_or_configs(disposable: Disposable) -> None:
     disposable(2).run(disagree_at_the_start)

@@ -12,6 +12,7 @@ from torch import nn
 
 import zeroweave as zw
 from tests.support.harness import Pool
+from tests.support.marks import slow
 from tests.support.zoo import Block, Stack, rows
 
 DEADLINE = 300.0
@@ -57,6 +58,7 @@ def start(what: str, ranks: tuple[int, ...]) -> float:
     return -1.0
 
 
+@slow("config-0")
 @pytest.mark.parametrize(
     ("what", "rank"),
     [

@@ -143,6 +143,7 @@ DAILY = [
 PRODUCT = [(stage, mode, way) for stage in (1, 2, 3) for mode in ("eager", "aot_eager") for way in WAYS]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "mode", "way"),
     [*DAILY, *(pytest.param(*each, marks=pytest.mark.matrix) for each in PRODUCT if each not in DAILY)],

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zeroweave as zw
 from tests.support.counting import counted
 from tests.support.harness import Pool
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.models import entry
 from tests.support.reference import build, draw
 
@@ -61,6 +61,7 @@ def measured(pools: Pools) -> Callable[..., list[dict[str, Any]]]:
     return cache(lambda stage, mode, gas: pools(2).run(measure, "decoder", stage, mode, gas))
 
 
+@slow("2-3-eager", "3-1-aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 @daily(("stage", "gas"), [(2, 3), (3, 1)], [(1, 1), (2, 1), (1, 3), (3, 3)])
 def test_three_counts_agree(measured: Callable[..., list[dict[str, Any]]], stage: int, gas: int, mode: str) -> None:
@@ -74,6 +75,7 @@ def test_three_counts_agree(measured: Callable[..., list[dict[str, Any]]], stage
         assert set(found["ledger"]) == {"all_gather", "reduce_scatter"}
 
 
+@slow("3-aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 @daily("stage", [3], [1, 2])
 def test_no_collective_beyond_what_the_stage_needs(
@@ -101,6 +103,7 @@ def lora_bytes(stage: int, mode: str) -> tuple[int, int, int]:
         return engine.stats.last_step["reduce_scatter"].payload, adapters, slack
 
 
+@pytest.mark.matrix
 @daily("stage", [3], [1, 2])
 def test_only_adapters_are_reduced(pools: Pools, stage: int) -> None:
     for payload, adapters, slack in pools(2).run(lora_bytes, stage, "aot_eager"):
@@ -114,6 +117,7 @@ def memory(stage: int, mode: str, params: str | None) -> tuple[Any, Any, int, in
         return engine.stats.memory, engine.buckets, engine.rank, sum(1 for _ in engine.module.parameters())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("params", [None, "bfloat16"])
 @daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])
 def test_memory_is_the_formula(pools: Pools, stage: int, mode: str, params: str | None) -> None:
@@ -150,6 +154,7 @@ def compiled_at(depth: int) -> tuple[int, int, int]:
         return engine.stats.templates, engine.stats.graphs, engine.stats.regions
 
 
+@pytest.mark.matrix
 def test_equal_blocks_share_one_template(pools: Pools) -> None:
     counts = [pools(2).run(compiled_at, depth)[0] for depth in (4, 8, 16)]
     assert [count[2] for count in counts] == [4, 8, 16]

@@ -107,6 +107,7 @@ def check(pools: Pools, stage: int, mode: str, gas: int) -> None:
     assert gathers >= 4 and reductions >= (1 if mode == "eager" else 2) and departures == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode", "gas"), [(1, "aot_eager", 2), (2, "eager", 1), (3, "aot_eager", 1)])
 def test_launches_change_no_number(pools: Pools, stage: int, mode: str, gas: int) -> None:
     check(pools, stage, mode, gas)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from tests.support.counting import silent
 from tests.support.harness import Pool
+from tests.support.marks import slow
 from tests.support.zoo import WIDTH, Stack, rows
 
 Pools = Callable[[int], Pool]
@@ -158,6 +159,7 @@ def profile_and_train(settings: dict[str, Any]) -> None:
             assert changed(expected, {name: p.detach() for name, p in parameters.items()}) == []
 
 
+@slow("stage 1, accumulating", "stage 2, a loss scale that grows", "stage 2, gathered after the step", "stage 3, eager")
 @pytest.mark.parametrize("settings", SETTINGS, ids=NAMES)
 def test_nothing_is_sent_and_nothing_changes(pools: Pools, settings: dict[str, Any]) -> None:
     pools(2).run(profile_and_train, settings)
@@ -175,6 +177,7 @@ def gathered_values() -> None:
         assert changed(before, {name: p.detach() for name, p in engine.module.named_parameters()}) == []
 
 
+@pytest.mark.matrix
 def test_parameters_that_stay_gathered_are_the_real_ones_again(pools: Pools) -> None:
     pools(2).run(gathered_values)
 

@@ -91,6 +91,7 @@ def reschedule_32_blocks() -> tuple[int, int]:
         return engine.stats.departures, engine.stats.on_demand_unshards
 
 
+@pytest.mark.matrix
 def test_another_schedule_compiles_nothing(pools: Pools) -> None:
     assert pools(2).run(reschedule_32_blocks) == [(0, 0)] * 2
 
@@ -112,6 +113,7 @@ def automatic() -> list[tuple[int, bool]]:
     return followed
 
 
+@pytest.mark.matrix
 def test_the_schedule_improves_by_itself_after_the_recorded_steps(pools: Pools) -> None:
     one, other = pools(2).run(automatic)
     assert one == other
@@ -151,6 +153,7 @@ def departing() -> tuple[int, int]:
         return departures, engine.stats.departures
 
 
+@pytest.mark.matrix
 def test_a_step_that_departs_is_exact_and_recorded_and_measured_anew(pools: Pools) -> None:
     assert pools(2).run(departing) == [(1, 1)] * 2
 
@@ -191,6 +194,7 @@ def three_phases() -> int:
         return engine.stats.departures
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("world", [2])
 def test_the_three_phases(pools: Pools, world: int) -> None:
     assert pools(world).run(three_phases) == [0] * world
@@ -260,6 +264,7 @@ def own_passes() -> None:
         assert isinstance(engine.executed[-1], Reshard)
 
 
+@pytest.mark.matrix
 def test_passes_of_ones_own(pools: Pools) -> None:
     pools(2).run(own_passes)
 
@@ -308,6 +313,7 @@ def refused() -> None:
         assert engine.stats.departures == 0
 
 
+@pytest.mark.matrix
 def test_what_is_refused(pools: Pools) -> None:
     pools(2).run(refused)
 
@@ -320,6 +326,7 @@ def before_the_first_step() -> bool:
         return engine.schedule.facts.prefetch == 2 and len(gathers) == len(set(gathers))
 
 
+@pytest.mark.matrix
 def test_settings_changed_before_the_first_step_hold_for_it(pools: Pools) -> None:
     assert pools(2).run(before_the_first_step) == [True, True]
 

@@ -98,6 +98,7 @@ def check_settings(pools: Pools, stage: int, mode: str, gas: int, wanted: list[R
         assert schedules >= (8 if stage == 3 else 3)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode", "gas"), [(1, "eager", 2), (2, "aot_eager", 1), (3, "aot_eager", 2)])
 def test_settings_that_cover_all_pairs(pools: Pools, stage: int, mode: str, gas: int) -> None:
     check_settings(pools, stage, mode, gas, SOME)
@@ -137,6 +138,7 @@ def check_shuffled(pools: Pools, stage: int, mode: str, gas: int, seeds: range) 
     return outcomes[0][1]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode", "gas"), [(3, "aot_eager", 2), (2, "eager", 2)])
 def test_random_schedules(pools: Pools, stage: int, mode: str, gas: int) -> None:
     assert len(check_shuffled(pools, stage, mode, gas, range(20))) >= 15
