@@ -160,7 +160,7 @@ def test_a_second_gradient_is_added_while_the_first_waits_and_neither_is_written
 def test_what_is_dropped_never_arrives() -> None:
     bench = Bench(size=4)
     bench.add(4, 1)
-    bench.buckets.drop()
+    bench.buckets.abort()
     bench.reductions.drop()
     assert bench.transport.log == ["start 0", "wait 0"]  # its memory is free only then
     assert bench.gauge.now == 0 and bench.arrived == []

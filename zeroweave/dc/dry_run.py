@@ -13,7 +13,7 @@ from zeroweave.errors import EngineError
 
 
 class Rehearsal(Registry):
-    """The parameters and graphs of a real registry, with flats, sums, flags and gradient buffers of their own.
+    """The parameters and graphs of a real registry, with flats and gradient buffers of their own.
 
     All buffers are views of one, as large as the largest: what is written there is of no use. Nothing can be
     registered in a rehearsal.
@@ -30,10 +30,6 @@ class Rehearsal(Registry):
             real,
             buffer=None if real.buffer is None else scratch(real.buffer),
             flat=None if real.flat is None else self._make_flat(real.flat.layout, real.flat.shard),
-            local=None,
-            written=False,
-            releases=0,
-            prefetched=False,
         )
 
     def _new(self, ds_id: int, ds_shape: Sequence[int], grad_buffer: torch.Tensor | None, offset: int) -> NoReturn:

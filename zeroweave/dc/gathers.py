@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -18,14 +19,18 @@ class Gathers:
 
     def __init__(self, registry: Registry, together: Callable[[], AbstractContextManager[None]]) -> None:
         self._registry, self._together = registry, together
+        self._prefetched: set[int] = set()
+        """parameters that a prefetch holds for the next `allgather_param`"""
+        self._releases: Counter[int] = Counter()
+        """how many of its users have released a parameter"""
 
     def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
         """Takes a hold on a sharded parameter and starts its gather; returns it full, to be waited for."""
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = _flat(parameter)
         _check_partition(parameter, flat, ds_tensor)
-        if parameter.prefetched:
-            parameter.prefetched = False  # with the hold that the prefetch took
+        if ds_id in self._prefetched:
+            self._prefetched.remove(ds_id)  # with the hold that the prefetch took
         else:
             _unshard(parameter, flat)
         return flat.flat[: parameter.numel].view(parameter.shape)  # one tensor more that views the flat, not two
@@ -46,10 +51,10 @@ class Gathers:
         """
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = _flat(parameter)
-        parameter.releases += 1
-        if parameter.releases < n_users:
+        self._releases[ds_id] += 1
+        if self._releases[ds_id] < n_users:
             return
-        parameter.releases = 0
+        del self._releases[ds_id]
         if not flat.holds:
             raise EngineError(f"release_param: nobody has gathered {parameter.name}")
         flat.reshard(handed_in=1)
@@ -64,11 +69,11 @@ class Gathers:
             _, parameter = self._registry.of(graph_id, ds_id)
             flat = _flat(parameter)
             _check_partition(parameter, flat, ds_tensor)
-            if not parameter.prefetched:
+            if ds_id not in self._prefetched:
                 wanted[ds_id] = parameter, flat
         with self._together():
-            for parameter, flat in wanted.values():
-                parameter.prefetched = True
+            for ds_id, (parameter, flat) in wanted.items():
+                self._prefetched.add(ds_id)
                 _unshard(parameter, flat)
 
     @property
@@ -82,23 +87,27 @@ class Gathers:
             if not flat.holds:
                 flat.free()
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         """Drops every hold, whoever has it."""
-        for parameter, flat in self._sharded():
-            _drop(parameter, flat)
+        self._prefetched.clear()
+        self._releases.clear()
+        for _, flat in self._sharded():
+            flat.drop()
 
     def drop_idle(self) -> None:
         """Drops what is held for being persistent or prefetched only: the next use gathers it anew."""
         for parameter, flat in self._sharded():
-            if flat.holds == parameter.persistent + parameter.prefetched:
-                _drop(parameter, flat)
+            if flat.holds == parameter.persistent + (parameter.id in self._prefetched):
+                self._prefetched.discard(parameter.id)
+                del self._releases[parameter.id]
+                flat.drop()
 
     def renew(self) -> None:
         """The shards have new values: drops what was gathered before, whoever has it.
 
         A backward that still needs the old values, because its forward saved a view of them, raises.
         """
-        self.drop()
+        self.reset()
         for _, flat in self._sharded():
             increment_version(flat.flat)
 
@@ -119,11 +128,6 @@ def _check_partition(parameter: Parameter, flat: Flat, given: torch.Tensor) -> N
             f"{parameter.name}: {given.dtype} {list(given.shape)} is not the memory that was registered as its "
             f"partition ({flat.dtype} [{flat.shard.numel()}]); hand in that tensor, not a copy"
         )
-
-
-def _drop(parameter: Parameter, flat: Flat) -> None:
-    parameter.prefetched, parameter.releases = False, 0
-    flat.drop()
 
 
 def _unshard(parameter: Parameter, flat: Flat) -> None:

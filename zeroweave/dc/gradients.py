@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -18,10 +19,17 @@ from zeroweave._torch import at_end_of_backward, current_graph_task
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.dc.reduce_buckets import ReduceBuckets
-from zeroweave.dc.registry import Graph, Parameter, Registry
+from zeroweave.dc.registry import Parameter, RegisteredGraph, Registry
 from zeroweave.dc.targets import GradientPartition, SharesLayout, make_partition
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.runtime.reductions import Reductions
+
+
+class _Sum(NamedTuple):
+    """What the backwards of a window that did not reduce add up to, and the dtype of the gradients in it."""
+
+    value: torch.Tensor
+    of: torch.dtype
 
 
 class Executor:
@@ -47,6 +55,9 @@ class Executor:
         self._device, self._gradients = device, gradients
         self._buckets = ReduceBuckets(bucket_size, depth, reductions, self._start)
         self._layouts: dict[tuple[tuple[int, ...], torch.dtype], SharesLayout] = {}
+        self._sums: dict[int, _Sum] = {}
+        self._written: set[int] = set()
+        """parameters whose first result of the window is in its target, or on the way: later ones are added"""
         self._partition: GradientPartition | None = None
         self._update: bool | None = None
         """does the present backward end the window? None before the first"""
@@ -72,8 +83,7 @@ class Executor:
         self._buckets.flush()
         self._check_reductions()
         if self._update is not False:
-            for parameter in self._registry.parameters.values():
-                parameter.written = False
+            self._written.clear()
         self._update, self._ended, self._forwards = update, False, False
 
     @property
@@ -121,37 +131,32 @@ class Executor:
         if current_graph_task() < 0:
             self.check_finished()
 
-    def _contribute(self, graph: Graph, parameter: Parameter, grad: torch.Tensor) -> None:
+    def _contribute(self, graph: RegisteredGraph, parameter: Parameter, grad: torch.Tensor) -> None:
         if not parameter.numel:
             return  # nothing to reduce, not even padding
         reduces = self._update or graph.reduces_always
-        if reduces and parameter.local is None:
+        if reduces and parameter.id not in self._sums:
             self._buckets.add(parameter.id, grad, kind=parameter.shares is None)
             return
-        self._add_up(parameter, grad)
+        self._add_up(parameter.id, grad)
         if reduces:
-            self._reduce_local(parameter)
+            self._reduce_sum(parameter.id)
 
-    def _add_up(self, parameter: Parameter, grad: torch.Tensor) -> None:
-        if parameter.local is None:
+    def _add_up(self, ds_id: int, grad: torch.Tensor) -> None:
+        if (old := self._sums.get(ds_id)) is None:
             wide = torch.promote_types(torch.float32, grad.dtype)
-            parameter.local, parameter.local_of = grad.to(wide, copy=True), grad.dtype
-            self._gradients.add(parameter.local.nbytes)
+            new = _Sum(grad.to(wide, copy=True), grad.dtype)
+            self._gradients.add(new.value.nbytes)
         else:
-            parameter.local += grad
-            parameter.local_of = torch.promote_types(parameter.local_of, grad.dtype)
+            new = _Sum(old.value.add_(grad), torch.promote_types(old.of, grad.dtype))
+        self._sums[ds_id] = new
 
-    def _reduce_local(self, parameter: Parameter) -> None:
+    def _reduce_sum(self, ds_id: int) -> None:
         """Hands the sum over as a gradient would be: in the dtype of the gradients, unless another is stated."""
-        if (local := self._take_local(parameter)) is not None:
-            dtype = self._reductions.dtype or parameter.local_of
-            self._buckets.add(parameter.id, local.to(dtype), kind=parameter.shares is None)
-
-    def _take_local(self, parameter: Parameter) -> torch.Tensor | None:
-        local, parameter.local = parameter.local, None
-        if local is not None:
-            self._gradients.add(-local.nbytes)
-        return local
+        value, of = self._sums.pop(ds_id)
+        self._gradients.add(-value.nbytes)
+        shares = self._registry.parameters[ds_id].shares
+        self._buckets.add(ds_id, value.to(self._reductions.dtype or of), kind=shares is None)
 
     def _note_task(self) -> None:
         """In a backward of autograd: what has come together is reduced when that is over."""
@@ -191,20 +196,23 @@ class Executor:
         """Everything that this backward has to reduce is reduced and settled."""
         self._settle_at_end = False
         if self._update:
-            # by id: ranks may have registered the parameters in another order
-            for _, parameter in sorted(self._registry.parameters.items()):
-                self._reduce_local(parameter)
+            for ds_id in sorted(self._sums):  # ranks may have registered the parameters in another order
+                self._reduce_sum(ds_id)
         self._buckets.flush()
         self._reductions.settle_all()
         if self._update:
             for parameter in self._registry.parameters.values():  # those of forgotten graphs, too
-                if parameter.agreed and not parameter.written and parameter.buffer is not None:
+                if parameter.agreed and parameter.id not in self._written and parameter.buffer is not None:
                     parameter.buffer.zero_()  # no gradient in the whole window: not the last one's, either
         self._ended = True
 
-    def settle(self) -> None:
-        """Makes the targets hold all that has been reduced so far."""
-        self._reductions.settle_all()
+    def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
+        """See `Runtime.update_param_grad_buffer`."""
+        self._reductions.settle_all()  # what is under way may be on its way into the old one
+        old = self._registry.parameter(ds_id).buffer
+        self._registry.update_param_grad_buffer(ds_id, grad_buffer)
+        if ds_id in self._written and old is not None:
+            grad_buffer.copy_(old.view_as(grad_buffer))
 
     # ------------------------------------------------------------------ gradients on their way to the optimizer
     def _start(self, parts: dict[int, torch.Tensor]) -> None:
@@ -213,7 +221,7 @@ class Executor:
         dtype = self._reductions.dtype or first.dtype
         layout = self._layout(ids, dtype)
         # Results are settled in the order in which they are issued, so this is known now.
-        fresh = frozenset(ds_id for ds_id in ids if not self._registry.parameters[ds_id].written)
+        fresh = frozenset(ids) - self._written
         self._count += 1
         self._reductions.start(
             self._count,
@@ -224,8 +232,7 @@ class Executor:
             whole=layout.whole,
             out=self._direct(ids[0], layout, dtype) if fresh and len(ids) == 1 else None,
         )
-        for ds_id in ids:
-            self._registry.parameters[ds_id].written = True
+        self._written.update(ids)
 
     def _layout(self, ids: tuple[int, ...], dtype: torch.dtype) -> SharesLayout:
         layout = self._layouts.get((ids, dtype))
@@ -294,7 +301,7 @@ class Executor:
             raise EngineError("take_gradients: call it once, after the end of the updating backward")
         taken = self._step_partition()
         for ds_id in taken.slices:
-            if not self._registry.parameters[ds_id].written:
+            if ds_id not in self._written:
                 taken.view(ds_id).zero_()
         self._partition = None
         self._update = None  # nothing can be added any more
@@ -302,11 +309,11 @@ class Executor:
 
     def zero_grad(self) -> None:
         """Drops the window: after a skipped step or an exception, on all ranks."""
-        self._buckets.drop()
+        self._buckets.abort()
         self._reductions.drop()
-        for parameter in self._registry.parameters.values():
-            parameter.written = False
-            self._take_local(parameter)
+        self._gradients.add(-sum(each.value.nbytes for each in self._sums.values()))
+        self._sums.clear()
+        self._written.clear()
         if self._partition is not None:
             self._partition.release()
             self._partition = None

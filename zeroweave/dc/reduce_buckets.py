@@ -20,6 +20,10 @@ class _Waiting:
     parts: dict[int, torch.Tensor] = field(default_factory=dict)
     numel: int = 0
 
+    def add(self, key: int, gradient: torch.Tensor) -> None:
+        self.parts[key] = gradient
+        self.numel += gradient.numel()
+
 
 class ReduceBuckets:
     """One bucket for each dtype and `kind` of gradient; at most `depth` reductions are in flight.
@@ -46,8 +50,7 @@ class ReduceBuckets:
         if waiting.parts and waiting.numel + gradient.numel() > self._size:
             self._flush(name)
             waiting = self._waiting.setdefault(name, _Waiting())
-        waiting.parts[key] = gradient
-        waiting.numel += gradient.numel()
+        waiting.add(key, gradient)
         if waiting.numel >= self._size:
             self._flush(name)
 
@@ -62,6 +65,6 @@ class ReduceBuckets:
             self._reductions.settle(flying[0])
         self._start(waiting.parts)
 
-    def drop(self) -> None:
-        """Forgets what waits."""
+    def abort(self) -> None:
+        """Nothing waits any more."""
         self._waiting.clear()

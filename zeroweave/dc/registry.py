@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from zeroweave.ranks.control import Control
 from zeroweave.runtime.flat import Flat
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Parameter:
-    """One registered parameter. Flags and sums belong to it, whichever graphs contribute."""
+    """One registered parameter, whichever graphs have it. What the ranks agree on later makes another object."""
 
     id: int
     shape: tuple[int, ...]
@@ -32,14 +32,6 @@ class Parameter:
     """what each rank holds of the gradient; None: all of it"""
     agreed: bool = False
     """do all ranks know the shares?"""
-    local: torch.Tensor | None = None
-    """the sum of the window's backwards that did not reduce"""
-    local_of: torch.dtype = torch.float32
-    """the dtype of the gradients in it"""
-    written: bool = False
-    """has a reduction of the window been issued? Its first result is copied into the target, later ones are added"""
-    releases: int = 0
-    prefetched: bool = False
 
     @property
     def numel(self) -> int:
@@ -51,7 +43,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Graph:
+class RegisteredGraph:
     ids: frozenset[int]
     reduces_always: bool
     """ZeRO-2 and 3; ZeRO-1 reduces only when the backward updates"""
@@ -66,7 +58,7 @@ class Registry:
         self._control, self._device, self._make_flat = control, device, make_flat
         self.rank, self.world = control.rank, control.world
         self.parameters: dict[int, Parameter] = {}
-        self.graphs: dict[int, Graph] = {}
+        self.graphs: dict[int, RegisteredGraph] = {}
 
     def register_param(
         self,
@@ -122,8 +114,6 @@ class Registry:
                 f"{parameter.name}: grad_buffer has {grad_buffer.numel()} elements, its partition {size}"
             )
         starts = [min(rank * size, parameter.numel) for rank in range(self.world)]
-        parameter.shares = tuple(Share(start, min(size, parameter.numel - start)) for start in starts)
-        parameter.persistent, parameter.agreed = persistent, True
         layout = BucketLayout(
             id=ds_id,
             name=parameter.name,
@@ -135,8 +125,13 @@ class Registry:
             slots=(Slot(parameter.name, 0, parameter.numel, parameter.shape),),
             numel=size * self.world,
         )
-        parameter.flat = self._make_flat(layout, ds_tensor.detach().view(-1))
-        self.parameters[ds_id] = parameter
+        self.parameters[ds_id] = replace(
+            parameter,
+            flat=self._make_flat(layout, ds_tensor.detach().view(-1)),
+            persistent=persistent,
+            shares=tuple(Share(start, min(size, parameter.numel - start)) for start in starts),
+            agreed=True,
+        )
 
     def _new(self, ds_id: int, ds_shape: Sequence[int], grad_buffer: torch.Tensor | None, offset: int) -> Parameter:
         if ds_id in self.parameters:
@@ -161,7 +156,7 @@ class Registry:
             raise ParameterError(f"{parameter.name}: grad_buffer must be contiguous")
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
-        """Another buffer for the same elements, from the next reduction that is settled on."""
+        """Another buffer for the same elements; what the old one holds stays there."""
         parameter = self.parameter(ds_id)
         self._check_buffer(parameter, grad_buffer)
         if parameter.buffer is None or grad_buffer.numel() != parameter.buffer.numel():
@@ -169,9 +164,7 @@ class Registry:
             raise ParameterError(
                 f"{parameter.name}: the new grad_buffer has {grad_buffer.numel()} elements, the registered one {held}"
             )
-        if parameter.written:
-            grad_buffer.copy_(parameter.buffer.view_as(grad_buffer))  # what the window has added up so far
-        parameter.buffer = grad_buffer
+        self.parameters[ds_id] = replace(parameter, buffer=grad_buffer)
 
     def register_graph(
         self,
@@ -186,7 +179,7 @@ class Registry:
         `check(graph_id)` may refuse, too.
         """
         ids = tuple(dict.fromkeys(ds_ids))
-        graph = Graph(frozenset(ids), reduces_always)
+        graph = RegisteredGraph(frozenset(ids), reduces_always)
         try:
             check(graph_id)
             parameters = self._parameters_of(graph_id, ids, sharded)
@@ -214,7 +207,7 @@ class Registry:
                 raise type(theirs)(f"rank {rank} could not register graph {graph_id}: {theirs}")
         return ranks
 
-    def _agree(self, graph_id: int, graph: Graph, parameters: Sequence[Parameter]) -> None:
+    def _agree(self, graph_id: int, graph: RegisteredGraph, parameters: Sequence[Parameter]) -> None:
         """Collective: every rank learns what the others hold of each gradient."""
         same = [(p.id, p.shape, p.flat and p.flat.layout, p.persistent) for p in parameters]
         held_here = [None if p.buffer is None else (p.buffer.numel(), p.offset) for p in parameters]
@@ -229,13 +222,14 @@ class Registry:
             if parameter.agreed:
                 continue
             held = [theirs[2][index] for theirs in ranks]
+            shares: tuple[Share, ...] | None
             if all(one is None for one in held):
-                parameter.shares = even_shares(parameter.numel, self.world)
+                shares = even_shares(parameter.numel, self.world)
             elif any(one is None for one in held):
                 raise ParameterError(f"{parameter.name}: some ranks registered a grad_buffer and some did not")
             else:
-                parameter.shares = agree_on_shares(parameter.name, parameter.numel, held)
-            parameter.agreed = True
+                shares = agree_on_shares(parameter.name, parameter.numel, held)
+            self.parameters[parameter.id] = replace(parameter, shares=shares, agreed=True)
 
     # ------------------------------------------------------------------ lookup
     def parameter(self, ds_id: int) -> Parameter:
@@ -243,12 +237,12 @@ class Registry:
             raise ParameterError(f"no parameter with ds_id {ds_id} is registered")
         return self.parameters[ds_id]
 
-    def graph(self, graph_id: int) -> Graph:
+    def graph(self, graph_id: int) -> RegisteredGraph:
         if graph_id not in self.graphs:
             raise EngineError(f"no graph with graph_id {graph_id} is registered")
         return self.graphs[graph_id]
 
-    def of(self, graph_id: int, ds_id: int) -> tuple[Graph, Parameter]:
+    def of(self, graph_id: int, ds_id: int) -> tuple[RegisteredGraph, Parameter]:
         graph, parameter = self.graph(graph_id), self.parameter(ds_id)
         if ds_id not in graph.ids:
             raise ParameterError(f"{parameter.name} does not belong to graph {graph_id}")

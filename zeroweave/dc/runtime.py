@@ -148,9 +148,7 @@ class RuntimeByName:
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
         """See `Registry.update_param_grad_buffer`."""
-        registry = self._parts.registry
-        self._parts.executor.settle()  # what is under way may be on its way into the old one
-        registry.update_param_grad_buffer(ds_id, grad_buffer)
+        self._parts.executor.update_param_grad_buffer(ds_id, grad_buffer)
 
     def register_graph_z1(self, graph_id: int, ds_ids: Iterable[int]) -> None:
         """A graph whose backwards add gradients up locally, and reduce them where they update. Collective."""
@@ -224,7 +222,7 @@ class RuntimeByName:
     def zero_grad(self) -> None:
         """Drops the window, and all that is gathered: after a skipped step or an exception, on all ranks."""
         self._parts.executor.zero_grad()
-        self._parts.gathers.drop()
+        self._parts.gathers.reset()
 
     # ------------------------------------------------------------------ gathered parameters
     def shape_of(self, graph_id: int, ds_id: int) -> tuple[int, ...]:
@@ -308,7 +306,7 @@ class RuntimeByName:
         self._end_profiling()
         registry, executor, gathers = self._real
         executor.zero_grad()
-        gathers.drop()
+        gathers.reset()
         self.reset()
         registry.parameters.clear()
         self._real = None
