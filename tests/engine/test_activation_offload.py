@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from tests.support.marks import slow
 from tests.support.twins import MODES, WIDTH, Block
-from zeroweave.runtime.transfers import Lane
+from zeroweave.runtime.transfers import CopyStream
 from zeroweave.schedule import Free, Offload, Release, Reload
 
 pytestmark = pytest.mark.oldest
@@ -159,7 +159,7 @@ def test_what_the_program_holds_stays_and_keeps_its_values(mode: str) -> None:
     assert stats.offloaded_activations == 6 * BYTES and not stats.on_demand_reloads
 
 
-class Late(Lane):
+class Late(CopyStream):
     """Copies as late as a stream of its own may make them: not before somebody waits. Until then there is no value."""
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ def test_every_copy_is_waited_for(mode: str) -> None:
     def course(engine: Any) -> list[Tensor]:
         late = None
         if (offloading := engine._runtime.activations.offloading) is not None:
-            late = offloading._lane = Late()
+            late = offloading._copies = Late()
         losses = [train(engine, index) for index in (2, 3)]
         if late is not None:
             assert late.issued == 4 * (2 * (BLOCKS - 2) - 1)  # out and back, in two steps

@@ -11,7 +11,7 @@ from tests.optim.test_step import one_group, two_groups
 from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.state_offload import moments_of
-from zeroweave.runtime.transfers import Download, Lanes, Upload
+from zeroweave.runtime.transfers import Download, Transfers, Upload
 
 STEPS = 4
 
@@ -83,7 +83,7 @@ def test_at_rest_states_are_views_of_one_host_tensor_for_each_kind() -> None:
     assert one.sharded.offload.host_nbytes() == sum(v.nbytes for s in states(one) for v in s.values() if v.dim())
 
 
-class Noting(Lanes):
+class Noting(Transfers):
     """Notes the copies in `log`: sizes of what goes up, with the sign of the direction."""
 
     def __init__(self) -> None:
@@ -101,12 +101,12 @@ class Noting(Lanes):
 
 
 def noted(make: MakeOptimizer) -> tuple[Rank, Noting]:
-    rank, lanes = Rank(build_net(), make, 0, 1, torch.float32, "optimizer"), Noting()
+    rank, transfers = Rank(build_net(), make, 0, 1, torch.float32, "optimizer"), Noting()
     offload = rank.sharded.offload
-    offload._lanes = lanes
+    offload._transfers = transfers
     for moments in offload._moments.values():
-        moments._lanes = lanes
-    return rank, lanes
+        moments._transfers = transfers
+    return rank, transfers
 
 
 def step(rank: Rank, seed: int, without: frozenset[int] = frozenset()) -> None:
@@ -122,25 +122,25 @@ def step(rank: Rank, seed: int, without: frozenset[int] = frozenset()) -> None:
 
 
 def test_each_bucket_comes_one_turn_ahead_and_goes_after_it() -> None:
-    rank, lanes = noted(KINDS["momentum"])
+    rank, transfers = noted(KINDS["momentum"])
     step(rank, 0)
-    lanes.log.clear()
+    transfers.log.clear()
     step(rank, 1)
     sizes = [rank.sharded.offload.nbytes(b) for b in sorted(rank.views, reverse=True) if rank.views[b].layout.trainable]
     assert len(sizes) >= 3
-    directions = [direction for direction, _ in lanes.log]
+    directions = [direction for direction, _ in transfers.log]
     assert directions == ["up", *["up", "down"] * (len(sizes) - 1), "down"]
-    assert len([each for each in lanes.log if each[0] == "down"]) == len(sizes)
+    assert len([each for each in transfers.log if each[0] == "down"]) == len(sizes)
 
 
 def test_a_bucket_without_gradient_is_not_written() -> None:
-    rank, lanes = noted(KINDS["momentum"])
+    rank, transfers = noted(KINDS["momentum"])
     step(rank, 0)
-    lanes.log.clear()
+    transfers.log.clear()
     skipped = next(bucket for bucket, view in rank.views.items() if view.layout.trainable)
     before = rank.views[skipped].shard.clone()
     step(rank, 1, frozenset({skipped}))
-    ups, downs = ([d for d, _ in lanes.log].count(direction) for direction in ("up", "down"))
+    ups, downs = ([d for d, _ in transfers.log].count(direction) for direction in ("up", "down"))
     assert ups - downs <= 1 and torch.equal(before, rank.views[skipped].shard)
     assert not rank.sharded.offload._lifted
     step(rank, 2)
@@ -242,9 +242,9 @@ def test_adaptive_with_no_room_moves_nothing() -> None:
 
 
 def test_copies_in_host_memory() -> None:
-    lanes = Lanes(torch.device("cpu"))
-    host = lanes.zeros(4, torch.float32)
-    lanes.download([Download(torch.ones(2), host, 1), Download(torch.full((1,), 7.0), host)])
-    (copy,) = lanes.upload([host]).wait()
+    transfers = Transfers(torch.device("cpu"))
+    host = transfers.zeros(4, torch.float32)
+    transfers.download([Download(torch.ones(2), host, 1), Download(torch.full((1,), 7.0), host)])
+    (copy,) = transfers.upload([host]).wait()
     assert copy.tolist() == [7, 1, 1, 0] and copy.data_ptr() != host.tensor.data_ptr()
-    lanes.sweep(), lanes.finish()
+    transfers.sweep(), transfers.finish()

@@ -14,7 +14,7 @@ from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.states import describe, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.shard import Shard
-from zeroweave.runtime.transfers import Lanes
+from zeroweave.runtime.transfers import Transfers
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -78,18 +78,18 @@ class Rank:
         named = dict(self.model.named_parameters())
         self.views: dict[int, View] = {}
         slot_of: dict[int, tuple[int, int]] = {}
-        lanes, transport = Lanes(torch.device("cpu")), LocalTransport(torch.device("cpu"))
+        transfers, transport = Transfers(torch.device("cpu")), LocalTransport(torch.device("cpu"))
         off = bool(offload), offload == "params"
         for layout in layouts_of(model, world, dtype):
             full = flat_of(layout, {name: p.detach() for name, p in named.items()})
             start, stop = layout.shard_range(rank)
-            home = Shard(layout, dtype, transport, lanes, *off)
+            home = Shard(layout, dtype, transport, transfers, *off)
             home.put(full[start:stop].clone())
             self.views[layout.id] = View(layout, rank, home)
             slot_of.update({id(named[slot.name]): (layout.id, i) for i, slot in enumerate(layout.slots)})
         views, device = list(self.views.values()), torch.device("cpu")
         states = take(self.optimizer, views, named, [describe(self.optimizer, named)], transport, device, device)
-        self.sharded = ShardedOptimizer(self.optimizer, views, slot_of, lanes, states, bool(offload))
+        self.sharded = ShardedOptimizer(self.optimizer, views, slot_of, transfers, states, bool(offload))
 
 
 class World:

@@ -68,21 +68,22 @@ class Player:
         for index, event in enumerate(record):
             match event:
                 case Entered(call, uses):
-                    replay.reducing = call.phase == "backward"
+                    replay.backward_began(call.phase == "backward")
                     replay.entered(call, uses)
                     self.clock.now += next(seconds, 0.0)
                 case Left(call):
                     replay.left(call)
                     self.clock.now += next(seconds, 0.0) if index in marked else 0.0
                 case Ready(bucket):
-                    replay.reducing = reduces = True
+                    reduces = True
+                    replay.backward_began(reduces)
                     self.deliver(bucket)
                     self.clock.now += next(seconds, 0.0)
                 case Micro():
-                    replay.reducing = reduces
+                    replay.backward_began(reduces)
                     replay.backward_ended(reduces)
                     runtime.gradients.end_backward()
-                    replay.reducing = reduces = False
+                    reduces = False
         replay.finish(self._update, frozenset())
         followed = schedule is not None and not replay.departed
         return timeline.step(schedule) if schedule is not None and followed else None
@@ -91,7 +92,8 @@ class Player:
         """The gradient of a bucket is complete, and nothing that uses it is to come."""
         real = self.runtime.buckets[bucket].real[0]
         self.runtime.gradients.announce([(bucket, 0)])
-        self.runtime.gradients.deliver([(bucket, 0)], [(bucket, 0, torch.zeros(real.shape))])
+        if self.runtime.gradients.deliver([(bucket, 0)], [(bucket, 0, torch.zeros(real.shape))]):
+            self.runtime.replay.ready()
         self.runtime.replay.turn(bucket)
 
     def _update(self, bucket: int) -> None:

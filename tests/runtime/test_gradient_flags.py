@@ -10,7 +10,7 @@ from zeroweave.layout import ParameterSpec, build_layout
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.shard import Shard
-from zeroweave.runtime.transfers import Lanes
+from zeroweave.runtime.transfers import Transfers
 
 SPECS = [
     ParameterSpec("dense", (4,), "float32", 4, True, None),
@@ -24,7 +24,7 @@ def gradients(rank: int, had: dict[int, int]) -> Gradients:
     transport = RecordingTransport(rank, world=4)
     layouts = build_layout(SPECS, 4, 1 << 20, groups={"experts": 2})
     device = torch.device("cpu")
-    homes = [Shard(layout, torch.float32, transport, Lanes(device)) for layout in layouts]
+    homes = [Shard(layout, torch.float32, transport, Transfers(device)) for layout in layouts]
     buckets = [
         Bucket(layout, torch.float32, transport, Gauge(), home, device)
         for layout, home in zip(layouts, homes, strict=True)
@@ -35,7 +35,6 @@ def gradients(rank: int, had: dict[int, int]) -> Gradients:
         op="average",
         reduce_dtype=None,
         accumulate_dtype=torch.float32,
-        ready=lambda bucket: None,
     )
     for bucket, slot in had.items():
         result.deliver((), [(bucket, slot, torch.ones(4))])

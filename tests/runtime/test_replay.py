@@ -43,7 +43,7 @@ def following(record: tuple[Event, ...]) -> Player:
     """In the middle of a backward that follows the schedule of `record`."""
     player = Player(facts(), FREE)
     player.runtime.next_window(compile_schedule(record, player.facts))
-    player.runtime.replay.reducing = True
+    player.runtime.replay.backward_began(True)
     return player
 
 
@@ -149,7 +149,7 @@ def test_a_settle_comes_with_the_next_event() -> None:
     player = Player(Facts(facts().buckets, frozenset(), 1, 0, False), FREE)
     player.runtime.next_window(compile_schedule(record, player.facts))
     replay = player.runtime.replay
-    replay.reducing = True
+    replay.backward_began(True)
     replay.entered(X, (0,))
     player.deliver(0)
     replay.left(X)
@@ -186,7 +186,7 @@ def test_any_departure_reduces_every_gradient_once_and_leaves_nothing_behind(
     record = (Entered(X, (0,)), Left(X), Entered(Y, (1,)), Left(Y), Ready(1), Ready(0), Micro())
     player = Player(facts(prefetch=prefetch), FREE)
     player.runtime.next_window(compile_schedule(record, player.facts))
-    player.runtime.replay.reducing = True
+    player.runtime.replay.backward_began(True)
     calls(player)
     player.deliver(0)
     player.deliver(1)

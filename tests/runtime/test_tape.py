@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.runtime.playing import Player
 from tests.runtime.test_replay import FREE, facts
-from zeroweave.runtime.tape import Frame, Step, Tape
+from zeroweave.runtime.tape import Frame, StepBack, Tape
 from zeroweave.schedule import Call
 
 
@@ -29,7 +29,7 @@ def run(tape: Tape, *marks: Frame) -> None:
             tape.entered(frame, silent=False)
 
 
-def spelled(steps: list[Step]) -> str:
+def spelled(steps: list[StepBack]) -> str:
     names = [("begin " if s.begins else "end ") + s.frame.call.name + "".join(f" {b}!" for b in s.over) for s in steps]
     return " · ".join(names)
 

@@ -128,7 +128,7 @@ class Shown:
         self._count = 0
         self._views: dict[str, nn.Parameter] | None = None
         for bucket in access.buckets:
-            bucket.retire = self._retire
+            bucket.attach(self._retire)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
         self.hide()
 

@@ -60,8 +60,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             if slot >= 0:
                 return _Parameter(bucket, slot, version(bucket.real[slot]))
             return Saved(tensor.detach(), version(tensor))
-        frame.handles += 1
-        frame.saves = True
+        frame.handed_out()
         return _Handle(
             bucket, bucket.generation, frame, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )

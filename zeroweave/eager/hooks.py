@@ -72,7 +72,7 @@ class ModuleCall:
             if self.compiled is not None and self._runs_compiled:
                 result = self._run_compiled(self.compiled, *args, **kwargs)
             else:
-                runtime.counts.eager_calls += 1
+                runtime.ran_eagerly()
                 result = self.module._call_impl(*args, **kwargs)
             return own_outputs(result, runtime)
         finally:
@@ -81,15 +81,14 @@ class ModuleCall:
             runtime.leave(frame)
 
     def _run_compiled(self, compiled: Compiled, *args: Any, **kwargs: Any) -> Any:
-        counts = self._runtime.counts
-        before = counts.compiled_calls
+        before = self._runtime.compiled_calls
         self._access.unwatch(self._inner)
         try:
             result = compiled(self.module, *args, **kwargs)
         finally:
             self._access.watch(self._inner)
-        if counts.compiled_calls == before:  # Dynamo ran the module as it is
-            counts.eager_calls += 1
+        if self._runtime.compiled_calls == before:  # Dynamo ran the module as it is
+            self._runtime.ran_eagerly()
             self.gave_up(self)
         return result
 

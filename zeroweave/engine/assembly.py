@@ -325,10 +325,10 @@ def _assemble(
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     transport = Skipping(Paired(timed, control, ledger) if ways_differ else timed, device)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
-    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering, trains=optimizer is not None)
-    runtime.lanes.issuing = timed.issuing
+    trains = optimizer is not None
+    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering, timed.issuing, trains)
     _fill(runtime, parameters)
-    runtime.lanes.finish()
+    runtime.transfers.finish()
     _share_buffers(model, device, runtime)
     buckets, moments_off, states = list(runtime.buckets.values()), settings.offload.optimizer != "none", States()
     if optimizer is not None:
@@ -343,7 +343,7 @@ def _assemble(
     places = rest(model, status, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
-        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.lanes, states, moments_off)
+        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off)
         states.clear()
     return Engine(
         Parts(

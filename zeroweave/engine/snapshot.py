@@ -28,7 +28,7 @@ class Snapshot:
         self._lists: list[tuple[list[Any], list[Any]]] = []
         self._attributes: list[tuple[object, str, Any]] = []
         self._seen: set[int] = set()
-        self._runtime.lanes.finish()  # what lies in host memory is read there
+        self._runtime.transfers.finish()  # what lies in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
         for bucket in self._trained:
             self._keep(bucket.shard)
@@ -38,7 +38,7 @@ class Snapshot:
             self._keep(parts.optimizer.optimizer)
         if hasattr(lr_scheduler, "__dict__"):
             self._keep(vars(lr_scheduler))
-        self.attributes(self._runtime.counts, "compiled_calls", "eager_calls")
+        self.attributes(self._runtime, "compiled_calls", "eager_calls")
         self.attributes(self._runtime.replay, "departures", "on_demand")
         self._random = torch.get_rng_state()
         self._device_random = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
@@ -80,7 +80,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Everything is as it was. To be called between windows, with nothing gathered; local."""
-        self._runtime.lanes.finish()
+        self._runtime.transfers.finish()
         for owner, name, value in self._attributes:
             setattr(owner, name, value)
         for table, entries in self._dicts:

@@ -108,8 +108,8 @@ class Stats:
         offloading = runtime.activations.offloading
         compiled = {} if calls.templates is None else calls.templates.phases.seconds
         return cls(
-            compiled_calls=runtime.counts.compiled_calls,
-            eager_calls=runtime.counts.eager_calls,
+            compiled_calls=runtime.compiled_calls,
+            eager_calls=runtime.eager_calls,
             on_demand_unshards=runtime.replay.on_demand,
             departures=runtime.replay.departures,
             regions=calls.regions,

@@ -19,7 +19,7 @@ import torch
 
 from zeroweave._torch import storage_key
 from zeroweave.optim.fragments import Fragments, ShardView
-from zeroweave.runtime.transfers import Download, Host, Lanes, Upload
+from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
 
 State = MutableMapping[Any, dict[str, Any]]
 _Kind = tuple[str, torch.dtype]
@@ -64,9 +64,9 @@ class HostedMoments:
     At rest the optimizer's state holds views of those. What somebody else puts there is taken in by the next `lift`.
     """
 
-    def __init__(self, lanes: Lanes, fragments: Fragments, state: State) -> None:
-        self._lanes, self._fragments, self._state = lanes, fragments, state
-        self._hosts: dict[_Kind, Host] = {}
+    def __init__(self, transfers: Transfers, fragments: Fragments, state: State) -> None:
+        self._transfers, self._fragments, self._state = transfers, fragments, state
+        self._hosts: dict[_Kind, HostTensor] = {}
         self._views: dict[tuple[int, _Kind], torch.Tensor] = {}
         self._coming: tuple[list[_Kind], Upload] | None = None
         self._device: dict[_Kind, torch.Tensor] = {}
@@ -79,9 +79,9 @@ class HostedMoments:
 
     def lift(self) -> None:
         """Starts the uploads."""
-        self._lanes.download(self.lower())
+        self._transfers.download(self.lower())
         kinds = list(dict.fromkeys(moment.kind for moment in self._moments()))
-        self._coming = kinds, self._lanes.upload([self._hosts[kind] for kind in kinds])
+        self._coming = kinds, self._transfers.upload([self._hosts[kind] for kind in kinds])
 
     def drop(self) -> None:
         """Lets go of what was lifted and is not needed."""
@@ -106,7 +106,7 @@ class HostedMoments:
             if view is value:
                 continue
             if kind not in self._hosts:
-                self._hosts[kind] = self._lanes.zeros(self._fragments.numel, value.dtype)
+                self._hosts[kind] = self._transfers.zeros(self._fragments.numel, value.dtype)
             host = self._hosts[kind]
             landed = self._device.get(kind)
             if landed is None or storage_key(value) != storage_key(landed):  # the optimizer has just made it
@@ -126,20 +126,20 @@ class Offload:
 
     def __init__(
         self,
-        lanes: Lanes,
+        transfers: Transfers,
         buckets: Mapping[int, ShardView],
         fragments: Mapping[int, Fragments],
         state: State,
         hosted: Iterable[int],
     ) -> None:
-        self._lanes, self._buckets, self._fragments, self._state = lanes, buckets, fragments, state
-        self._moments = {bucket: HostedMoments(lanes, fragments[bucket], state) for bucket in hosted}
+        self._transfers, self._buckets, self._fragments, self._state = transfers, buckets, fragments, state
+        self._moments = {bucket: HostedMoments(transfers, fragments[bucket], state) for bucket in hosted}
         self._lifted: dict[int, Upload | None] = {}
         """bucket -> its master on the way, if that lives in host memory"""
         self._after: dict[int, int] = {}
         """bucket -> the one that is updated next"""
         for moments in self._moments.values():
-            lanes.download(moments.lower())
+            transfers.download(moments.lower())
 
     # ------------------------------------------------------------------ the course of an optimizer step
     def expect(self, order: Sequence[int]) -> None:
@@ -154,7 +154,7 @@ class Offload:
         home = self._buckets[bucket].home
         if bucket in self._lifted or not (bucket in self._moments or home.on_host):
             return
-        self._lanes.retire(1)
+        self._transfers.retire(1)
         self._lifted[bucket] = home.lift() if home.on_host else None
         if bucket in self._moments:
             self._moments[bucket].lift()
@@ -196,7 +196,7 @@ class Offload:
             copies = self._buckets[bucket].home.lower(master)
         if bucket in self._moments:
             copies += self._moments[bucket].lower()
-        self._lanes.download(copies)
+        self._transfers.download(copies)
 
     # ------------------------------------------------------------------ where they live
     def on_host(self, moments: bool = True) -> tuple[int, ...]:
@@ -218,8 +218,8 @@ class Offload:
         if on_host == (bucket in self._moments):
             return
         if on_host:
-            moments = self._moments[bucket] = HostedMoments(self._lanes, self._fragments[bucket], self._state)
-            self._lanes.download(moments.lower())
+            moments = self._moments[bucket] = HostedMoments(self._transfers, self._fragments[bucket], self._state)
+            self._transfers.download(moments.lower())
         else:
             moments = self._moments.pop(bucket)
             moments.lift()
@@ -231,4 +231,4 @@ class Offload:
 
     def finish(self) -> None:
         """The host may read and write states from here on; before, copies may be under way."""
-        self._lanes.finish()
+        self._transfers.finish()

@@ -23,7 +23,7 @@ from zeroweave.optim.room import Room
 from zeroweave.optim.state_offload import Offload
 from zeroweave.optim.states import Gathered, States, gather
 from zeroweave.ranks.control import Control
-from zeroweave.runtime.transfers import Lanes
+from zeroweave.runtime.transfers import Transfers
 
 __all__ = ["ShardedOptimizer", "check_optimizer"]
 
@@ -35,7 +35,7 @@ class ShardedOptimizer:
     `check_optimizer` must have passed. `states` replaces what the optimizer holds of trainable parameters: what it is
     to hold of this rank's fragments. What it holds of others (frozen ones, ones without elements) stays as it is.
     Trainable parameters in no group are never updated. Memory: the optimizer's own state, over the fragments; with
-    `moments_off` it lives in host memory, by way of `lanes`.
+    `moments_off` it lives in host memory, by way of `transfers`.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class ShardedOptimizer:
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[ShardView],
         slot_of: Mapping[int, tuple[int, int]],
-        lanes: Lanes,
+        transfers: Transfers,
         states: States,
         moments_off: bool = False,
     ) -> None:
-        self.optimizer, self._device = optimizer, lanes.device
+        self.optimizer, self._device = optimizer, transfers.device
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
         self._fragments = {b.layout.id: Fragments(b) for b in trainable}
         self._users: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
@@ -70,7 +70,7 @@ class ShardedOptimizer:
                 if (bucket, slot) in states:
                     optimizer.state[fragment] = states[bucket, slot]
         self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in self._parts}
-        self.offload = Offload(lanes, views, self._fragments, optimizer.state, sorted(views) if moments_off else ())
+        self.offload = Offload(transfers, views, self._fragments, optimizer.state, sorted(views) if moments_off else ())
         self._handles = [
             optimizer.register_state_dict_pre_hook(_refuse_save),
             optimizer.register_load_state_dict_pre_hook(_refuse_load),

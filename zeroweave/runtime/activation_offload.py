@@ -25,25 +25,20 @@ from zeroweave.comm.gauge import Gauge
 from zeroweave.runtime.saved import Group, Home, HostCopy, Saved
 from zeroweave.runtime.storages import free_storages, unshared
 from zeroweave.runtime.timeline import Timeline
-from zeroweave.runtime.transfers import Lane
-from zeroweave.schedule import Call, Instruction, Offload, Release, Reload
+from zeroweave.runtime.transfers import CopyStream
+from zeroweave.schedule import Call, Instruction, Needed, Offload, Release, Reload
 
 
 class Offloading:
     """Moves storages of `threshold` bytes and more between `device` and host memory.
 
     A call's activations are what is saved from the end of the call before it up to its own end: the input that a
-    checkpoint around the call saves, too.
+    checkpoint around the call saves, too. `note` hears of what a backward asks for, for the first time each.
     """
 
-    @classmethod
-    def asked_for(cls, threshold: int | None, device: torch.device) -> Offloading | None:
-        """None: nothing is to be moved."""
-        return None if threshold is None else cls(threshold, device)
-
-    def __init__(self, threshold: int, device: torch.device) -> None:
-        self._threshold, self._device = threshold, device
-        self._lane = Lane(device)
+    def __init__(self, threshold: int, device: torch.device, note: Callable[[Needed], object]) -> None:
+        self._threshold, self._device, self._note = threshold, device, note
+        self._copies = CopyStream(device)
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
         self._fresh: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._groups: dict[tuple[Call, int], Group] = {}
@@ -52,8 +47,6 @@ class Offloading:
         # Storages are kept while they are copied: one that is freed could be used again at once.
         self._leaving: dict[Group, tuple[list[tuple[Home, torch.UntypedStorage]], Any]] = {}
         self._arriving: dict[Home, torch.UntypedStorage] = {}
-        self.needed: Callable[[Call, int, int], None] = lambda call, number, nbytes: None
-        """called when a backward asks for a call's activations for the first time; see `Needed`"""
         self.host = Gauge()
         """bytes in host memory"""
         self.moved = self.moved_before = 0
@@ -76,8 +69,7 @@ class Offloading:
         home = self._homes.get(key)
         if home is None:
             home = self._homes[key] = Home(storage.nbytes())
-        saved.home = home
-        home.saved.add(saved)
+        saved.lies_in(home)
         self._fresh.add(saved)
 
     def begin_forward(self) -> None:
@@ -90,9 +82,7 @@ class Offloading:
             return
         group = self._groups[call, number] = Group(call, number, self._fresh)
         for saved in group.saved:
-            saved.group = group
-        for home in group.homes():
-            home.group = group
+            saved.belongs_to(group)
         self._fresh = weakref.WeakSet()
 
     def use(self, saved: Saved) -> None:
@@ -105,16 +95,16 @@ class Offloading:
         if home.away:
             self.on_demand += 1
             self._bring_back([home], nullcontext())
-        home.host = None  # if it is leaving, it stays after all
+        home.stays()  # if it is leaving
         if home in self._arriving:
-            self._lane.wait(home.mark)
+            self._copies.wait(home.mark)
             del self._arriving[home]
 
     def _note_needed(self, group: Group) -> None:
         nbytes = sum(h.nbytes for h in group.homes() if h.group is group and (h.host or self._is_free(h)))
-        group.needed, group.out = True, False
+        group.ask_for()
         if self._groups.get((group.call, group.number)) is group:  # not of an earlier window
-            self.needed(group.call, group.number, nbytes)
+            self._note(Needed(group.call, group.number, nbytes))
 
     @staticmethod
     def _is_free(home: Home) -> bool:
@@ -132,7 +122,7 @@ class Offloading:
             return
         match instruction:
             case Offload():
-                group.out = not group.needed
+                group.send_out()
                 self._held.update(group.homes())
                 homes = [home for home in self._held if home.host is None and self._is_wanted_out(home)]
                 homes = [home for home in homes if self._is_free(home)]
@@ -140,7 +130,7 @@ class Offloading:
             case Release():
                 self._release(group)
             case Reload():
-                group.out = False
+                group.bring_back()
                 homes = [home for home in group.homes() if home.away]
                 self._bring_back(homes, self._timed(instruction, homes, timeline))
 
@@ -158,25 +148,26 @@ class Offloading:
         self, homes: list[Home], timing: AbstractContextManager[None]
     ) -> tuple[list[tuple[Home, torch.UntypedStorage]], Any]:
         leaving: list[tuple[Home, torch.UntypedStorage]] = []
-        with self._lane.issue(), timing:
+        with self._copies.issue(), timing:
             for home in homes:
                 self._held.discard(home)
-                home.host = HostCopy(self._lane.empty(home.nbytes), self.host)
-                self._lane.copy(home.host.content, _bytes(home.storage))
+                copy = HostCopy(self._copies.empty(home.nbytes), self.host)
+                home.leaves(copy)
+                self._copies.copy(copy.content, _bytes(home.storage))
                 leaving.append((home, home.storage))
-        return leaving, self._lane.mark()
+        return leaving, self._copies.mark()
 
     def _release(self, group: Group) -> None:
         leaving, mark = self._leaving.pop(group, ([], None))
-        self._lane.wait(mark)
+        self._copies.wait(mark)
         homes = [home for home, _ in leaving if home.host is not None]
         del leaving  # which holds the storages as well
         for home in homes:
             if self._is_wanted_out(home) and free_storages(home.tensors(), threshold=0, held=1):
-                home.away = True
+                home.gone()
                 self.moved += home.nbytes
             else:  # nobody keeps it any more, or somebody has got hold of it, or it is to come back already
-                home.host = None
+                home.stays()
 
     def _bring_back(self, homes: list[Home], timing: AbstractContextManager[None]) -> None:
         coming = []
@@ -184,28 +175,28 @@ class Offloading:
             storage = home.storage
             storage.resize_(home.nbytes)
             coming.append((home, storage))
-        with self._lane.issue(), timing:
+        with self._copies.issue(), timing:
             for home, storage in coming:
                 assert home.host is not None
-                self._lane.copy(_bytes(storage), home.host.content)
-        mark = self._lane.mark()
+                self._copies.copy(_bytes(storage), home.host.content)
+        mark = self._copies.mark()
         for home, storage in coming:
-            home.away, home.host, home.mark = False, None, mark
+            home.returns(mark)
             self._arriving[home] = storage
 
     def arrive(self) -> None:
         """Whatever is on its way back is there for everything that is computed from now on."""
         for home in self._arriving:
-            self._lane.wait(home.mark)
+            self._copies.wait(home.mark)
         self._arriving.clear()
 
     def settle(self) -> None:
         """Nothing is under way any more: what is leaving stays."""
         self.arrive()
         for leaving, mark in self._leaving.values():
-            self._lane.wait(mark)
+            self._copies.wait(mark)
             for home, _ in leaving:
-                home.host = None
+                home.stays()
         self._leaving.clear()
         self._held.clear()
 

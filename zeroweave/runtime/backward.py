@@ -8,7 +8,7 @@ import torch
 
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.replay import Replay
-from zeroweave.runtime.tape import Frame, Step, Tape
+from zeroweave.runtime.tape import Frame, StepBack, Tape
 from zeroweave.schedule import Call
 
 
@@ -24,6 +24,8 @@ class WayBack:
         self.tape = Tape()
         self.active = False
         """does a backward run that goes back over the tape? One inside a forward, or for other gradients, does not"""
+        self._open: dict[Frame, Frame] = {}
+        """a forward's frame -> its backward, which holds its buckets"""
         self._beside: dict[int, list[Frame]] = {}
         """bucket -> backwards of eager code that are no step of the way: of code outside of calls, of inner graphs"""
 
@@ -46,6 +48,7 @@ class WayBack:
         """Forgets everything: after the step, or an exception."""
         self.active = False
         self.tape.clear()
+        self._open.clear()
         self._beside.clear()
 
     # ------------------------------------------------------------------ what the program tells
@@ -66,8 +69,7 @@ class WayBack:
         """That code has run. Where a schedule says what comes next, the call is over with the last of its parts."""
         origin = frame.origin
         assert origin is not None
-        origin.over += 1
-        if origin.over == origin.parts and not origin.handles and self._replay.may_end(frame.call):
+        if origin.part_over() and not origin.handles and self._replay.may_end(frame.call):
             for step in self.tape.past(origin):
                 self._take(step)
 
@@ -75,7 +77,7 @@ class WayBack:
         """A node needs a tensor that the eager code of the call `origin` saved."""
         if self.active and self.tape.knows(origin) and not self._reach(origin, frozenset((bucket.id,))):
             return
-        origin.unpacked += 1
+        origin.asked()
         frames = self._beside.setdefault(bucket.id, [])
         if any(frame.origin is origin for frame in frames):
             return
@@ -94,8 +96,8 @@ class WayBack:
             return
         for step in self.tape.to_recomputation(origin):
             self._take(step)
-        if origin.backward is not None and set(frame.uses) <= set(origin.backward.uses):
-            frame.covered, frame.origin = True, origin
+        if (held := self._open.get(origin)) is not None and set(frame.uses) <= set(held.uses):
+            frame.runs_again(origin)
 
     def leave_finished(self, everything: bool = False) -> None:
         """Leaves what stands beside the way and was asked for all that it had saved: its nodes have run."""
@@ -105,7 +107,7 @@ class WayBack:
                 assert origin is not None
                 if everything or origin.unpacked >= origin.handles:
                     frames.remove(frame)
-                    origin.unpacked = 0
+                    origin.asked_for_all()
                     self._leave(frame)
 
     # ------------------------------------------------------------------ steps
@@ -113,16 +115,15 @@ class WayBack:
         """The backward has come to a call and needs these buckets; returns those that it does not hold by that."""
         for step in self.tape.to(origin):
             self._take(step, needed if step.frame is origin else frozenset())
-        return needed - frozenset(() if origin.backward is None else origin.backward.uses)
+        return needed.difference(held.uses) if (held := self._open.get(origin)) is not None else needed
 
-    def _take(self, step: Step, needed: frozenset[int] = frozenset()) -> None:
+    def _take(self, step: StepBack, needed: frozenset[int] = frozenset()) -> None:
         """`needed`: the buckets that the program asks for where the step leads to."""
         self.leave_finished()
         if step.begins:
             self._begin(step.frame, needed)
             return
-        ended, step.frame.backward = step.frame.backward, None
-        if ended is not None:
+        if (ended := self._open.pop(step.frame, None)) is not None:
             self._leave(ended)
         for bucket in step.over:
             self._replay.turn(bucket)
@@ -134,7 +135,9 @@ class WayBack:
         """
         if frame.is_read or frame.silent:
             return  # the code that reads it lies anywhere behind it; what runs again announces itself
-        call, frame.over = Call(frame.call.name, "backward"), 0
+        frame.backward_begins()
+        call = Call(frame.call.name, "backward")
         if frame.uses and (needed or self._replay.plans(call)):
-            frame.backward = Frame(call, frame.uses, self._replay, saves=bool(frame.saves or needed))
-            self._acquire(frame.backward)
+            backward = Frame(call, frame.uses, self._replay, saves=bool(frame.saves or needed))
+            self._open[frame] = backward
+            self._acquire(backward)

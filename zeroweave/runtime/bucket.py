@@ -66,8 +66,7 @@ class Bucket(Flat):
         self._references = storage_use_count(self.storage)
         self._shown = False
         self._own: dict[bool, list[int]] = {}
-        self.retire: Callable[[str, nn.Parameter], nn.Parameter] = lambda name, parameter: parameter
-        """makes all references to a real parameter refuse; returns the Parameter that takes its place"""
+        self._retire: Callable[[str, nn.Parameter], nn.Parameter] = lambda name, parameter: parameter
 
     @property
     def id(self) -> int:
@@ -93,6 +92,13 @@ class Bucket(Flat):
         """Moves the shard into the other memory; see `Shard.move`."""
         self.home.move(on_host)
         self.shard = self.home.master
+
+    def attach(self, retire: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+        """Called once, by whoever shows the real parameters.
+
+        `retire(name, parameter)` makes all references to one refuse, and returns the Parameter that takes its place.
+        """
+        self._retire = retire
 
     def note_shown(self, shown: bool) -> None:
         """The modules show the real parameters from now on, or do not.
@@ -154,7 +160,7 @@ class Bucket(Flat):
     def renew(self) -> None:
         """The shard has new values: whatever was saved for a backward before, or kept, is out of date."""
         for index in self.referenced():
-            self.real[index] = self.retire(self.layout.slots[index].name, self.real[index])
+            self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
         for parameter in self.real:
             increment_version(parameter)
         self.generation += 1

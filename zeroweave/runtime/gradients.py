@@ -1,63 +1,30 @@
 """The accounting of gradients: every contribution enters exactly one reduction.
 
-The life of a gradient: a forward *announces* that its backward will deliver it; the backward *delivers* it
-as a part (slot, tensor); when nothing announced is missing the bucket is *ready*; in its turn the bucket is
-*issued* (reduce-scattered) or, in a backward that does not reduce, *folded* into a local sum; *settling*
-makes the result usable and copies or adds it into the gradient shard, which the optimizer step *takes*.
+The life of a gradient: a forward *announces* that its backward will deliver it. The backward *delivers* it as a part
+(slot, tensor). When nothing announced is missing the bucket is *complete*. In its turn the bucket is *issued*
+(reduce-scattered) or, in a backward that does not reduce, *folded* into a local sum. *Settling* makes the result usable
+and copies or adds it into the gradient shard, which the optimizer step *takes*.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 
-from zeroweave._torch import foreach_add_
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.process_group import lay_out
-from zeroweave.comm.transport import Parts, ReduceOp, Transport
-from zeroweave.errors import EngineError, ZeroweaveError
+from zeroweave.comm.transport import ReduceOp, Transport
+from zeroweave.runtime.account import Account
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.reductions import Reductions
-
-
-@dataclass(slots=True)
-class _Account:
-    """What is known about one bucket's gradients in the open window."""
-
-    bucket: Bucket
-    announced: dict[int, int] = field(default_factory=dict)
-    """slot -> contributions of compiled backwards still to come"""
-    expected: set[int] = field(default_factory=set)
-    """slots whose eager gradient is still to come"""
-    armed: bool = False
-    """was anything announced? A backward without a word before it is complete only at its end"""
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)
-    """contributions of this backward that have entered no reduction yet"""
-    local: torch.Tensor | None = None
-    """[numel] the sum of backwards that did not reduce, in the accumulation dtype, laid out like the flat"""
-    sums: list[torch.Tensor] = field(default_factory=list)
-    """its slots"""
-    shard: torch.Tensor | None = None
-    """[numel / world] the reduced gradient of the window"""
-    had_gradient: set[int] = field(default_factory=set)
-    reported: bool = False
-    """was the bucket said to be ready in the present backward?"""
-    issued: bool = False
-    """was it reduced in the present backward?"""
-
-    @property
-    def complete(self) -> bool:
-        return self.armed and not self.announced and not self.expected and bool(self.parts)
 
 
 class Gradients:
     """Accounts of all trainable buckets, and the order of their reductions.
 
-    `ready(bucket_id)` is called once per bucket and backward when its announced gradients are complete;
-    whoever is told decides when to `issue`. `order` is the order that all ranks have agreed on.
+    `deliver` tells which buckets are complete. Under a schedule that is when a bucket is issued, if it has its turn;
+    without one the turn alone decides. `order` is the order that all ranks have agreed on.
     """
 
     def __init__(
@@ -68,18 +35,15 @@ class Gradients:
         op: ReduceOp,
         reduce_dtype: torch.dtype | None,
         accumulate_dtype: torch.dtype,
-        ready: Callable[[int], None],
         keep_targets: bool = False,
     ) -> None:
-        self._accounts = {b.id: _Account(b) for b in buckets if b.layout.trainable}
+        self._accounts = {b.id: Account(b, accumulate_dtype) for b in buckets if b.layout.trainable}
         self._targets: dict[int, torch.Tensor] = {}
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:
             for bucket_id, account in self._accounts.items():
                 bucket, dtype = account.bucket, reduce_dtype or account.bucket.dtype
                 self._targets[bucket_id] = torch.empty(bucket.shard.numel(), dtype=dtype, device=bucket.device)
-        self._accumulate_dtype = accumulate_dtype
-        self._ready = ready
         self.staging = Gauge()
         """bytes of the gradient flats in flight at once"""
         self.reductions = Reductions(transport, op, reduce_dtype, self.staging)
@@ -109,78 +73,48 @@ class Gradients:
     def announce(self, parts: Iterable[tuple[int, int]]) -> None:
         """A compiled backward will deliver these (bucket id, slot index)."""
         for bucket_id, slot in parts:
-            account = self._accounts[bucket_id]
-            account.armed = True
-            account.announced[slot] = account.announced.get(slot, 0) + 1
+            self._accounts[bucket_id].announce(slot)
 
     def expect(self, parts: Iterable[tuple[int, int]]) -> None:
         """The eager gradients of these (bucket id, slot index) are likely to come."""
         for bucket_id, slot in parts:
-            account = self._accounts[bucket_id]
-            account.armed = True
-            account.expected.add(slot)
+            self._accounts[bucket_id].expect(slot)
 
     def deliver(
         self, announced: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int, torch.Tensor | None]]
-    ) -> None:
+    ) -> list[int]:
         """Contributions of the present backward: (bucket id, slot index, gradient or None).
 
-        `announced` are the (bucket id, slot index) that a compiled forward had announced for them.
+        `announced` are the (bucket id, slot index) that a compiled forward had announced for them. Returns the buckets
+        that are complete now and were not before, by what was announced.
         """
-        touched: dict[int, _Account] = {}
+        touched: dict[int, Account] = {}
         for bucket_id, slot in announced:
             account = touched[bucket_id] = self._accounts[bucket_id]
-            left = account.announced.get(slot, 0) - 1
-            if left > 0:
-                account.announced[slot] = left
-            else:
-                account.announced.pop(slot, None)
+            account.came(slot)
         for bucket_id, slot, gradient in parts:
             account = touched[bucket_id] = self._accounts[bucket_id]
             if gradient is not None:
-                account.had_gradient.add(slot)
-                earlier = account.parts.get(slot)
-                # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
-                account.parts[slot] = gradient if earlier is None else earlier + gradient
-        # told apart from being asked: telling of one bucket may issue others that are complete as well
-        done = [b for b, account in touched.items() if account.complete and not account.reported]
-        for bucket_id in done:
-            self._accounts[bucket_id].reported = True
-        for bucket_id in done:
-            self._ready(bucket_id)
+                account.add(slot, gradient)
+        return [bucket_id for bucket_id, account in touched.items() if account.newly_complete()]
 
-    def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
-        """One contribution of the eager autograd engine."""
-        self._accounts[bucket_id].expected.discard(slot)
-        self.deliver((), ((bucket_id, slot, gradient),))
+    def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> list[int]:
+        """One contribution of the eager autograd engine; see `deliver`."""
+        self._accounts[bucket_id].came_eagerly(slot)
+        return self.deliver((), ((bucket_id, slot, gradient),))
 
     # ------------------------------------------------------------------ reductions
-    def _accumulates_in(self, bucket: Bucket) -> torch.dtype:
-        """Never narrower than the gradients themselves."""
-        return torch.promote_types(self._accumulate_dtype, bucket.dtype)
-
+    @torch.no_grad()
     def fold(self, bucket_id: int) -> None:
         """Adds the parts of a backward that does not reduce to the local sum.
 
         A backward that runs further ones inside completes the bucket once more for each: all are added there.
         """
         account = self._accounts[bucket_id]
-        self._add_up(account)
-        account.reported = False
-
-    @torch.no_grad()
-    def _add_up(self, account: _Account) -> None:
-        if not account.parts:
-            return
-        bucket, parts = account.bucket, account.parts
-        if account.local is None:
-            account.local = torch.empty(bucket.layout.numel, dtype=self._accumulates_in(bucket), device=bucket.device)
+        first = account.local is None
+        account.fold()
+        if first:
             self.local_peak = max(self.local_peak, self._local_bytes())
-            account.sums = bucket.views(account.local)
-            lay_out(account.local, parts, bucket.layout)
-        else:
-            foreach_add_([account.sums[slot] for slot in parts], list(parts.values()))
-        parts.clear()
 
     @torch.no_grad()
     def issue(self, bucket_id: int) -> None:
@@ -192,24 +126,14 @@ class Gradients:
         """
         account = self._accounts[bucket_id]
         bucket, like = account.bucket, account.bucket.flat
-        parts: Parts = account.parts
         out = self._targets.get(bucket_id) if account.shard is None else None
         if self.unreduced:
-            like, out = torch.empty(0, dtype=self._accumulates_in(bucket), device=bucket.device), None
-        if account.local is not None:
-            self._add_up(account)
-            parts = account.local  # which is a flat already: nothing is copied
-        self.reductions.start(bucket_id, parts, bucket.layout, like, partial(self._settled, account), out=out)
-        account.parts, account.local, account.sums, account.issued = {}, None, [], True
+            like, out = torch.empty(0, dtype=account.dtype, device=bucket.device), None
+        self.reductions.start(bucket_id, account.issue(), bucket.layout, like, partial(self._settled, account), out=out)
 
     @torch.no_grad()
-    def _settled(self, account: _Account, result: torch.Tensor) -> None:
-        """The window's first result is its gradient; later ones are added."""
-        if account.shard is None:
-            account.shard = result
-        else:
-            account.shard = account.shard.to(self._accumulates_in(account.bucket))
-            account.shard.add_(result)
+    def _settled(self, account: Account, result: torch.Tensor) -> None:
+        account.settle(result)
         self.shards_peak = max(self.shards_peak, sum(s.nbytes for s in self.shards()))
 
     # ------------------------------------------------------------------ backward and window
@@ -248,11 +172,7 @@ class Gradients:
         """
         self.unreduced = not reduced
         for account in self._accounts.values():
-            if account.parts and not account.issued:
-                raise ZeroweaveError(f"bucket {account.bucket.layout.name!r}: a gradient entered no reduction")
-            account.announced.clear()
-            account.expected.clear()
-            account.issued = account.reported = account.armed = False
+            account.end_backward()
 
     @property
     def pending(self) -> bool:
@@ -269,32 +189,22 @@ class Gradients:
 
     def take(self, bucket_id: int) -> torch.Tensor | None:
         """Hands the settled gradient over and forgets it, so that its memory goes with the caller's use."""
-        account = self._accounts[bucket_id]
-        shard, account.shard = account.shard, None
-        return shard
+        return self._accounts[bucket_id].take()
 
     def drop(self, bucket_id: int) -> None:
         """Forgets the settled gradient."""
-        self._accounts[bucket_id].shard = None
+        self._accounts[bucket_id].take()
 
     @torch.no_grad()
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiplies all settled gradients by a 0-dim tensor, in the accumulation dtype."""
         for account in self._accounts.values():
-            if account.shard is not None:
-                account.shard = account.shard.to(self._accumulates_in(account.bucket)).mul_(factor)
+            account.multiply(factor)
 
     @torch.no_grad()
     def write(self, bucket_id: int, slot: int, value: torch.Tensor) -> None:
         """Replaces this rank's fragment of one settled gradient by `value` [numel of the fragment]."""
-        account = self._accounts[bucket_id]
-        layout = account.bucket.layout
-        if account.shard is None:
-            raise EngineError(f"there is no gradient of {layout.slots[slot].name!r} to be replaced")
-        place = layout.fragment(slot, account.bucket.rank)
-        account.shard = account.shard.to(self._accumulates_in(account.bucket))
-        account.shard[place.start : place.start + place.numel].copy_(value)
-        account.had_gradient.add(slot)
+        self._accounts[bucket_id].write(slot, value)
 
     def had_gradient(self) -> bytes:
         """A byte per parameter of the trainable buckets, by bucket id: 1 where this rank's window had a gradient.
@@ -323,5 +233,5 @@ class Gradients:
         """Forgets the window: after the step, `zero_grad` or an exception. Waits for what is under way."""
         self.unreduced = False
         self.reductions.drop()
-        for bucket_id, account in self._accounts.items():
-            self._accounts[bucket_id] = _Account(account.bucket)
+        for account in self._accounts.values():
+            account.reset()

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.record import Record
 from zeroweave.runtime.replay import Replay
 from zeroweave.schedule import BucketFacts, Event, Facts, compile_schedule
 
@@ -25,7 +26,7 @@ class Inference(Replay):
         depth: int,
         together: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        super().__init__(buckets, gradients, keep, depth, together)
+        super().__init__(buckets, gradients, keep, depth, together, Record())
         layouts = [bucket.layout for bucket in buckets.values()]
         self._facts = Facts(
             tuple(BucketFacts(b.id, b.name, b.nbytes, trainable=False) for b in layouts),

@@ -28,7 +28,6 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Left,
     Micro,
-    Needed,
     Offload,
     Ready,
     Reduce,
@@ -68,11 +67,13 @@ class Replay:
         keep: frozenset[int],
         depth: int,
         together: Callable[[], AbstractContextManager[None]],
+        record: Record,
         free: Callable[[], None] | None = None,
         offloading: Offloading | None = None,
     ) -> None:
         self._buckets, self._gradients, self._depth = buckets, gradients, depth
         self.keep, self._together, self._free, self._offloading = keep, together, free, offloading
+        self.record = record
         self.timeline: Timeline | None = None
         """where the times of instructions are noted"""
         self.schedule: Schedule | None = None
@@ -84,7 +85,7 @@ class Replay:
         self._begin()
 
     def _begin(self) -> None:
-        self.record = Record()
+        self.record.clear()
         self.executed: list[Instruction] = []
         self.departed = False
         self.reducing = False
@@ -144,8 +145,12 @@ class Replay:
                     self._execute(Reshard(bucket))
         self.lingering.sweep()
 
-    def ready(self, bucket: int) -> None:
-        """A bucket's gradients of this backward are complete: reduced now, if the schedule has it next."""
+    def backward_began(self, reducing: bool) -> None:
+        """A backward that accumulates gradients runs; `reducing`: and they are reduced."""
+        self.reducing = reducing
+
+    def ready(self) -> None:
+        """Some bucket's gradients of this backward are complete: reduced now, if the schedule has it next."""
         self._reduce_due()
 
     def turn(self, bucket: int) -> None:
@@ -163,10 +168,6 @@ class Replay:
             self.record.add(Ready(bucket))
             self._issue_in_turn()
 
-    def needed(self, call: Call, number: int, nbytes: int) -> None:
-        """A backward asks for what a call has saved; see `Needed`."""
-        self.record.add(Needed(call, number, nbytes))
-
     def forward_ended(self) -> None:
         """The outermost forward is over: every kept bucket has been gathered, used here or not."""
         if not self.following:
@@ -182,6 +183,7 @@ class Replay:
         if self._offloading is not None:
             self._offloading.arrive()
         self.record.add(Micro())
+        self.reducing = False
 
     def _flush(self, bucket: int) -> None:
         """Reduces a bucket, and what is reduced with it, although gradients that were announced may be missing."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -28,19 +28,12 @@ from zeroweave.runtime.bucket import Bucket, Directory
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
 from zeroweave.runtime.policy import Policy
+from zeroweave.runtime.record import Record
 from zeroweave.runtime.replay import Replay
 from zeroweave.runtime.shard import Shard
 from zeroweave.runtime.tape import Frame
-from zeroweave.runtime.transfers import Lanes
+from zeroweave.runtime.transfers import Transfers
 from zeroweave.schedule import Call, Schedule
-
-
-@dataclass(slots=True)
-class Counts:
-    """What the runtime counts over its life."""
-
-    compiled_calls: int = 0
-    eager_calls: int = 0
 
 
 class Observer:
@@ -61,7 +54,8 @@ class Runtime:
     """Buckets, gradients and replay of one engine.
 
     `entering(name, back)` hears of each call before anything is gathered for it; `back`: inside a backward?
-    `trains`: does a forward in grad mode belong to a window? An engine without an optimizer has none.
+    `issuing`: the scope of what is to count as a part of a gather. `trains`: does a forward in grad mode belong to a
+    window? An engine without an optimizer has none.
     """
 
     def __init__(
@@ -71,6 +65,7 @@ class Runtime:
         transport: Transport,
         policy: Policy,
         entering: Callable[[str, bool], None] = lambda name, back: None,
+        issuing: Callable[[], AbstractContextManager[None]] = nullcontext,
         trains: bool = True,
     ) -> None:
         self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
@@ -78,9 +73,9 @@ class Runtime:
         self.flats = Gauge()
         """bytes of all flats that are unsharded"""
         device = transport.empty(0, torch.uint8).device
-        self.lanes = Lanes(device)
+        self.transfers = Transfers(device, issuing)
         off = policy.masters_off, policy.params_off
-        homes = {b.id: Shard(b, dtypes[b.dtype], transport, self.lanes, *off) for b in layouts}
+        homes = {b.id: Shard(b, dtypes[b.dtype], transport, self.transfers, *off) for b in layouts}
         self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport, self.flats, homes[b.id], device) for b in layouts}
         self.directory = Directory(self.buckets.values())
         self.gradients = Gradients(
@@ -89,18 +84,20 @@ class Runtime:
             op=policy.op,
             reduce_dtype=policy.reduce_dtype,
             accumulate_dtype=policy.accumulate_dtype,
-            ready=self._ready,
             keep_targets=policy.keep_gradient_targets,
         )
-        self.activations = Activations(policy.free_threshold, Offloading.asked_for(policy.offload_threshold, device))
+        record, threshold = Record(), policy.offload_threshold
+        offloading = None if threshold is None else Offloading(threshold, device, record.add)
+        self.activations = Activations(policy.free_threshold, offloading)
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         free = None if policy.free_threshold is None else self.activations.free
-        together, offloading = partial(self.lanes.together, transport), self.activations.offloading
-        self.replay = Replay(self.buckets, self.gradients, policy.keep, policy.depth, together, free, offloading)
-        if offloading is not None:
-            offloading.needed = self.replay.needed
+        together = partial(self.transfers.together, transport)
+        self.replay = Replay(
+            self.buckets, self.gradients, policy.keep, policy.depth, together, record, free, offloading
+        )
         self._inference = Inference(self.buckets, self.gradients, policy.keep, policy.depth, together)
-        self.counts = Counts()
+        self.compiled_calls = self.eager_calls = 0
+        """over the engine's life"""
         self._frame: Frame | None = None
         self._training = True
         self._backward: int | None = None
@@ -170,7 +167,7 @@ class Runtime:
 
     def enter(self, name: str, phase: str, uses: tuple[int, ...], trains: bool = False) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left. `trains`: see `Frame`."""
-        self.lanes.sweep()
+        self.transfers.sweep()
         if phase == "backward":
             self.note_backward()
         self._entering(name, self.in_backward)
@@ -196,7 +193,7 @@ class Runtime:
 
     def _acquire(self, frame: Frame) -> None:
         supposed = frame.saves if frame.call.phase == "backward" else None
-        frame.number = frame.replay.entered(frame.call, frame.uses, supposed)
+        frame.numbered(frame.replay.entered(frame.call, frame.uses, supposed))
         self._in_use.update(frame.uses)
 
     def leave(self, frame: Frame) -> None:
@@ -236,7 +233,7 @@ class Runtime:
             reads = self._backward_reads
         else:
             raise EngineError(f"a parameter of bucket {bucket.layout.name!r} is read outside of a call")
-        self.lanes.sweep()
+        self.transfers.sweep()
         call = Call(f"{bucket.layout.name} (read)", "forward")
         reads.append(self._enter_forward(Frame(call, (bucket.id,), self._forwards, self._frame, is_read=True)))
 
@@ -244,8 +241,7 @@ class Runtime:
     def saved(self, tensors: Iterable[torch.Tensor], read: bool) -> None:
         """A compiled forward saves these views of flats; its backward will bind them itself, and read some or none."""
         if self._frame is not None and not self._frame.covered:
-            self._frame.parts += 1
-            self._frame.saves = self._frame.saves or read
+            self._frame.ran_compiled(read)
         for tensor in tensors:
             if (place := self.find(tensor)) is not None:
                 self._saved[_saved_key(tensor, place)] += 1
@@ -261,7 +257,7 @@ class Runtime:
     def use_in_backward(self, bucket: Bucket, origin: Frame) -> None:
         """A node of the backward needs a tensor that the eager code of the call `origin` saved."""
         self.note_backward()
-        self.lanes.sweep()
+        self.transfers.sweep()
         self._back.use(bucket, origin)
 
     # ------------------------------------------------------------------ gradients
@@ -286,22 +282,27 @@ class Runtime:
         if not announced:
             return
         self.note_backward()
-        self.gradients.deliver(announced, parts)
+        self._complete(self.gradients.deliver(announced, parts))
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the eager autograd engine."""
         self.note_backward()
-        self.gradients.deliver_eager(bucket_id, slot, gradient)
+        self._complete(self.gradients.deliver_eager(bucket_id, slot, gradient))
+
+    def _complete(self, buckets: list[int]) -> None:
+        if not self.replay.reducing:
+            for bucket_id in buckets:
+                self.gradients.fold(bucket_id)
+        elif buckets:
+            self.replay.ready()
 
     def template_ran(self) -> None:
         """Counts one execution of compiled code."""
-        self.counts.compiled_calls += 1
+        self.compiled_calls += 1
 
-    def _ready(self, bucket_id: int) -> None:
-        if self.replay.reducing:
-            self.replay.ready(bucket_id)
-        else:
-            self.gradients.fold(bucket_id)
+    def ran_eagerly(self) -> None:
+        """Counts one call that did not run compiled code."""
+        self.eager_calls += 1
 
     # ------------------------------------------------------------------ backward
     def note_backward(self, trains: bool = False) -> None:
@@ -330,7 +331,7 @@ class Runtime:
         self._examined = task
         if trains or any(accumulates(p) for b in self._trained for p in b.real):
             self._accumulating = True
-            self.replay.reducing = self._observer.reduces()
+            self.replay.backward_began(self._observer.reduces())
             if not self.in_session:
                 self._back.begin()
 
@@ -338,12 +339,12 @@ class Runtime:
         self._leave_reads(self._backward_reads)
         self._back.finish()
         if self._accumulating:
-            if not self.replay.reducing:
+            reducing = self.replay.reducing
+            if not reducing:
                 for bucket_id in self.gradients.unissued():
                     self.gradients.fold(bucket_id)
-            self.replay.backward_ended(self.replay.reducing)
-            self.gradients.end_backward(self.replay.reducing)
-        self.replay.reducing = False
+            self.replay.backward_ended(reducing)
+            self.gradients.end_backward(reducing)
         self._backward = None
         self.replay.lingering.sweep()
         self._observer.backward_ended(self._accumulating)

@@ -34,6 +34,17 @@ class Saved:
             )
         return self._tensor
 
+    def lies_in(self, home: Home) -> None:
+        """Its storage may be moved."""
+        self.home = home
+        home.saved.add(self)
+
+    def belongs_to(self, group: Group) -> None:
+        """A call has ended since it was saved."""
+        self.group = group
+        if self.home is not None:
+            self.home.saved_for(group)
+
     def take(self) -> torch.Tensor:
         """The tensor, which is gone from here."""
         tensor, self._tensor = self.tensor, None
@@ -58,7 +69,27 @@ class Home:
         self.away = False
         """is its content in host memory only?"""
         self.mark: Any = None
-        """where its way back ends, see `Copies.mark`"""
+        """where its way back ends, see `CopyStream.mark`"""
+
+    def saved_for(self, group: Group) -> None:
+        """A call has saved it."""
+        self.group = group
+
+    def leaves(self, copy: HostCopy) -> None:
+        """Its content is on the way to host memory."""
+        self.host = copy
+
+    def stays(self) -> None:
+        """It does not leave, or not any more."""
+        self.host = None
+
+    def gone(self) -> None:
+        """Its content is in host memory only."""
+        self.away = True
+
+    def returns(self, mark: Any) -> None:
+        """Its content is on the way back, and there at `mark`."""
+        self.away, self.host, self.mark = False, None, mark
 
     def tensors(self) -> list[torch.Tensor]:
         return [saved.tensor for saved in self.saved]
@@ -79,6 +110,18 @@ class Group:
         """does the schedule want it to be in host memory now?"""
         self.needed = False
         """has a backward asked for it?"""
+
+    def send_out(self) -> None:
+        """The schedule wants it in host memory, unless a backward has asked for it."""
+        self.out = not self.needed
+
+    def bring_back(self) -> None:
+        """The schedule wants it on the device again."""
+        self.out = False
+
+    def ask_for(self) -> None:
+        """A backward asks for it."""
+        self.needed, self.out = True, False
 
     def homes(self) -> list[Home]:
         """The storages, each once."""

@@ -12,7 +12,7 @@ import torch
 
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.transfers import Download, Host, Lanes, Upload
+from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
 
 
 class Shard:
@@ -27,29 +27,29 @@ class Shard:
         layout: BucketLayout,
         dtype: torch.dtype,
         transport: Transport,
-        lanes: Lanes,
+        transfers: Transfers,
         master_off: bool = False,
         source_off: bool = False,
     ) -> None:
         self.wider = wider = layout.trainable and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
         """is the master rounded to be gathered?"""
-        self._dtype, self._transport, self._lanes = dtype, transport, lanes
+        self._dtype, self._transport, self._transfers = dtype, transport, transfers
         self._numel = layout.shard_numel
-        self._host: Host | None = None
+        self._host: HostTensor | None = None
         """the master's, where it lives in host memory"""
-        self._host_source: Host | None = None
+        self._host_source: HostTensor | None = None
         self.movable = wider and master_off and not source_off
         """can the master live in either memory?"""
         kind = torch.float32 if wider else dtype
         if source_off or self.movable:
-            self._host = lanes.zeros(self._numel, kind)
+            self._host = transfers.zeros(self._numel, kind)
             self.master = self._host.tensor
         else:
             self.master = transport.empty(self._numel, kind)
         self.source = self.master
         """in host memory or on the device"""
         if source_off:
-            self._host_source = lanes.zeros(self._numel, dtype) if wider else self._host
+            self._host_source = transfers.zeros(self._numel, dtype) if wider else self._host
             assert self._host_source is not None
             self.source = self._host_source.tensor
         elif self.movable:
@@ -72,7 +72,7 @@ class Shard:
     def lift(self) -> Upload:
         """Starts to copy the master, which lives in host memory, to the device: one tensor."""
         assert self._host is not None
-        return self._lanes.upload([self._host])
+        return self._transfers.upload([self._host])
 
     def values(self) -> torch.Tensor:
         """The master on the device: itself, or a copy."""
@@ -82,7 +82,7 @@ class Shard:
     def put(self, values: torch.Tensor) -> None:
         """Overwrites the master, and with it the source, by values on the device, which nobody writes any more."""
         if self._host is not None:
-            self._lanes.download(self.lower(values.detach().to(self.master.dtype)))
+            self._transfers.download(self.lower(values.detach().to(self.master.dtype)))
         elif values is not self.master:
             self.master.copy_(values)
 
@@ -106,7 +106,7 @@ class Shard:
         if on_host == self.on_host:
             return
         if on_host:
-            values, self._host = self.master, self._lanes.zeros(self._numel, self.master.dtype)
+            values, self._host = self.master, self._transfers.zeros(self._numel, self.master.dtype)
             self.master, self.source = self._host.tensor, self._transport.empty(self._numel, self._dtype)
             self.put(values)
         else:
@@ -117,4 +117,4 @@ class Shard:
         """Starts the all-gather of all ranks' sources into `flat` [numel]."""
         if self._host_source is None:
             return self._transport.all_gather(flat, self.source, layout)
-        return self._lanes.gather(self._transport, flat, self._host_source, layout)
+        return self._transfers.gather(self._transport, flat, self._host_source, layout)

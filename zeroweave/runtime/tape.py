@@ -21,10 +21,9 @@ class Frame:
     the window's equal calls, from 0. `is_read`: eager code reads a parameter that no call announced. `covered`: another
     frame holds its buckets.
 
-    On the tape, `backward` is the open backward of a forward frame; `saves`: its graph keeps values of parameters,
-    which a backward that comes to it reads; `trains`: it does wherever its input has a gradient, and has one itself;
-    `silent`: it keeps no graph, because it runs again in the backward, or has none. `segment`: see
-    `_torch.checkpoint_segment`.
+    On the tape: `saves`: its graph keeps values of parameters, which a backward that comes to it reads; `trains`: it
+    does wherever its input has a gradient, and has one itself; `silent`: it keeps no graph, because it runs again in
+    the backward, or has none. `segment`: see `_torch.checkpoint_segment`.
     """
 
     call: Call
@@ -41,16 +40,54 @@ class Frame:
     over: int = 0
     is_read: bool = False
     covered: bool = False
-    backward: Frame | None = None
     saves: bool = False
     trains: bool = False
     silent: bool = False
     segment: object = None
     on_tape: bool = False
 
+    def numbered(self, number: int) -> None:
+        """The replay has begun the call."""
+        self.number = number
+
+    def runs_again(self, origin: Frame) -> None:
+        """It is a recomputation of `origin`, whose backward holds its buckets."""
+        self.covered, self.origin = True, origin
+
+    def put_on_tape(self, segment: object, saves: bool, silent: bool) -> None:
+        """A backward may come to it."""
+        self.on_tape, self.segment, self.saves, self.silent = True, segment, saves, silent
+
+    def ran_compiled(self, reads: bool) -> None:
+        """A compiled forward ran in it; does its backward read what it saved of parameters?"""
+        self.parts += 1
+        self.saves = self.saves or reads
+
+    def handed_out(self) -> None:
+        """Its eager code has saved a view of a flat."""
+        self.handles += 1
+        self.saves = True
+
+    def asked(self) -> None:
+        """A backward beside the tape has asked for such a view."""
+        self.unpacked += 1
+
+    def asked_for_all(self) -> None:
+        """That backward is over; another one asks anew."""
+        self.unpacked = 0
+
+    def backward_begins(self) -> None:
+        """None of its compiled parts has run backward so far."""
+        self.over = 0
+
+    def part_over(self) -> bool:
+        """One more of them has. Was it the last?"""
+        self.over += 1
+        return self.over == self.parts
+
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepBack:
     """A step of the way back: the backward of `frame` begins, or ends.
 
     `over`: the buckets that no call further back has used, so that no gradient of theirs is to come.
@@ -89,10 +126,11 @@ class Tape:
 
     def entered(self, frame: Frame, silent: bool) -> None:
         """A forward call begins; `silent`: see `Frame`."""
-        frame.segment, frame.on_tape, frame.silent = checkpoint_segment(), True, silent
+        segment = checkpoint_segment()
         # A checkpoint keeps nothing itself; what it runs again does. And which calls lead back to trained parameters
         # may differ between steps, on some ranks only: where that can be, it is so.
-        frame.saves = frame.segment is not None or (frame.trains and self._trains)
+        saves = segment is not None or (frame.trains and self._trains)
+        frame.put_on_tape(segment, saves, silent)
         self._trains = self._trains or frame.trains
         self._marks.append((frame, False))
         self._uses.update(frame.uses)
@@ -123,12 +161,12 @@ class Tape:
                 return frame
         return next((f for f, is_end in reversed(self._marks) if is_end and f.call.name == name), None)
 
-    def to(self, frame: Frame) -> Iterator[Step]:
+    def to(self, frame: Frame) -> Iterator[StepBack]:
         """The way back up to the beginning of the backward of `frame`; none if it has begun."""
         while frame in self._ahead:
             yield self._step()
 
-    def to_recomputation(self, frame: Frame) -> Iterator[Step]:
+    def to_recomputation(self, frame: Frame) -> Iterator[StepBack]:
         """The way back up to where a call is run forward again: to its backward, which then holds its buckets.
 
         A checkpoint over several calls runs all of them forward before the backward of the last: it leads up to its
@@ -147,27 +185,28 @@ class Tape:
         """Is there no other call in its checkpoint?"""
         return frame.segment is None or sum(is_end and f.segment is frame.segment for f, is_end in self._marks) == 1
 
-    def past(self, frame: Frame) -> Iterator[Step]:
+    def past(self, frame: Frame) -> Iterator[StepBack]:
         """The step that ends the backward of `frame`, if it is the next one."""
         if self._marks and self._marks[-1] == (frame, False):
             yield self._step()
 
-    def rest(self) -> Iterator[Step]:
+    def rest(self) -> Iterator[StepBack]:
         """The way back up to the beginning."""
         while self._marks:
             yield self._step()
         self._trains = False
 
-    def _step(self) -> Step:
+    def _step(self) -> StepBack:
         frame, is_end = self._marks.pop()
         if is_end:
             self._ahead.discard(frame)
             self._open.append(frame)
-            return Step(frame, begins=True)
+            return StepBack(frame, begins=True)
         if frame in self._open:  # else the forward of the frame did not end
             self._open.remove(frame)
         self._uses.subtract(frame.uses)
-        return Step(frame, begins=False, over=tuple(b for b in sorted(frame.uses, reverse=True) if not self._uses[b]))
+        over = tuple(bucket for bucket in sorted(frame.uses, reverse=True) if not self._uses[bucket])
+        return StepBack(frame, begins=False, over=over)
 
     def clear(self) -> None:
         """Nothing can be differentiated any more."""

@@ -3,10 +3,10 @@
     upload     host → device, on a stream of its own; whoever needs the copy waits for it on the device
     download   device → host, on another one, behind what the current stream has been given so far
 
-No copy makes the host wait. A tensor in host memory (`Host`) remembers the last copy from or to it, and the next one
-waits for that on its stream; code of the host itself calls `finish` before it reads or writes one. Device copies are
-allocated on the stream that asks for them, and are referred to until that stream has waited for all that reads or
-writes them, so that their memory is the computation's own, before and after.
+No copy makes the host wait. A tensor in host memory (`HostTensor`) remembers the last copy from or to it, and the
+next one waits for that on its stream. Code of the host itself calls `finish` before it reads or writes one. Device
+copies are allocated on the stream that asks for them, and are referred to until that stream has waited for all that
+reads or writes them. So their memory is the computation's own, before and after.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroweave.comm.transport import Pending, Transport
 from zeroweave.layout import BucketLayout
 
 
-class Lane:
+class CopyStream:
     """Copies from and to one device, which run in the order of their issue.
 
     Device memory on either side of a copy must stay until the compute stream has waited for it (`wait`); pinned memory
@@ -76,7 +76,7 @@ _CALLS: Final = 8
 """So many calls of the next forward may begin before the compute stream waits for the last downloads of a step."""
 
 
-class Host:
+class HostTensor:
     """A 1-D tensor in host memory, pinned where the device is a GPU."""
 
     __slots__ = ("copied", "tensor")
@@ -85,6 +85,10 @@ class Host:
         self.tensor = tensor
         self.copied: torch.cuda.Event | None = None
         """the end of the last copy from or to it"""
+
+    def busy_until(self, mark: torch.cuda.Event | None) -> None:
+        """It is copied from or to; the copy is over at `mark`."""
+        self.copied = mark
 
 
 class Upload:
@@ -107,7 +111,7 @@ class Download(NamedTuple):
     """What is to be copied to host memory: a tensor [n], to the elements from `start` on."""
 
     tensor: torch.Tensor
-    host: Host
+    host: HostTensor
     start: int = 0
 
 
@@ -143,28 +147,27 @@ class _Gathering:
         return self._inner.over(clock)
 
 
-class Lanes:
+class Transfers:
     """The copies of one engine. `staged` counts the bytes of parameters that are on the device to be gathered.
 
     `issuing` is the scope of what is to count as a part of a gather.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, issuing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self.device, self._issuing = device, issuing
         self.staged = Gauge()
-        self.issuing: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._up, self._down = Lane(device), Lane(device)
+        self._up, self._down = CopyStream(device), CopyStream(device)
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
         self._together = False
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Host:
+    def zeros(self, numel: int, dtype: torch.dtype) -> HostTensor:
         """A new tensor [numel] in host memory."""
-        return Host(self._up.zeros(numel, dtype))
+        return HostTensor(self._up.zeros(numel, dtype))
 
     # ------------------------------------------------------------------ copies
     @torch.no_grad()
-    def upload(self, hosts: Sequence[Host]) -> Upload:
+    def upload(self, hosts: Sequence[HostTensor]) -> Upload:
         """Starts to copy tensors to the device."""
         copies = tuple(torch.empty(h.tensor.shape, dtype=h.tensor.dtype, device=self.device) for h in hosts)
         with self._up.issue():  # behind whatever may still use the memory of what was freed
@@ -173,7 +176,7 @@ class Lanes:
                 self._up.copy(copy, host.tensor)
             mark = self._up.mark()
         for host in hosts:
-            host.copied = mark
+            host.busy_until(mark)
         return Upload(copies, mark)
 
     @torch.no_grad()
@@ -187,7 +190,7 @@ class Lanes:
                 self._down.copy(host.tensor[start : start + tensor.numel()], tensor)
             mark = self._down.mark()
         for _, host, _ in copies:
-            host.copied = mark
+            host.busy_until(mark)
         if mark is None:  # the copies are over
             return
         current = torch.cuda.current_stream(self.device)
@@ -229,13 +232,13 @@ class Lanes:
             finally:
                 self._together = False
 
-    def gather(self, transport: Transport, flat: torch.Tensor, shard: Host, layout: BucketLayout) -> Pending:
+    def gather(self, transport: Transport, flat: torch.Tensor, shard: HostTensor, layout: BucketLayout) -> Pending:
         """Uploads this rank's shard and starts the all-gather behind that; see `Transport.all_gather`.
 
         The copy on the device goes when the gather has been waited for.
         """
         event = None
-        with self.issuing():
+        with self._issuing():
             upload = self.upload([shard])
             if (stream := self._up.stream) is None or self._together:
                 (staged,) = upload.wait()

@@ -1,0 +1,140 @@
+"""One bucket's gradients in the open window: what is still to come, what has come, and what was reduced."""
+
+from __future__ import annotations
+
+import torch
+
+from zeroweave._torch import foreach_add_
+from zeroweave.comm.process_group import lay_out
+from zeroweave.comm.transport import Parts
+from zeroweave.errors import EngineError, ZeroweaveError
+from zeroweave.runtime.bucket import Bucket
+
+
+class Account:
+    """The account of `bucket`, whose gradients add up in `accumulate_dtype` or a wider one of their own."""
+
+    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype) -> None:
+        self.bucket = bucket
+        self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
+        """in which gradients add up: never narrower than they are themselves"""
+        self.reset()
+
+    def reset(self) -> None:
+        """A window begins."""
+        self._announced: dict[int, int] = {}
+        """slot -> contributions of compiled backwards still to come"""
+        self._expected: set[int] = set()
+        """slots whose eager gradient is still to come"""
+        self._armed = False
+        """was anything announced? A backward without a word before it is complete only at its end"""
+        self.parts: dict[int, torch.Tensor] = {}
+        """contributions of this backward that have entered no reduction yet"""
+        self.local: torch.Tensor | None = None
+        """[numel] the sum of backwards that did not reduce, laid out like the flat"""
+        self._sums: list[torch.Tensor] = []
+        """its slots"""
+        self.shard: torch.Tensor | None = None
+        """[numel / world] the reduced gradient of the window"""
+        self.had_gradient: set[int] = set()
+        """slots"""
+        self.reported = False
+        """was the bucket said to be complete in the present backward?"""
+        self.issued = False
+        """was it reduced in the present backward?"""
+
+    # ------------------------------------------------------------------ contributions
+    def announce(self, slot: int) -> None:
+        """A compiled backward will contribute to the slot."""
+        self._armed = True
+        self._announced[slot] = self._announced.get(slot, 0) + 1
+
+    def expect(self, slot: int) -> None:
+        """The slot's eager gradient is likely to come."""
+        self._armed = True
+        self._expected.add(slot)
+
+    def came(self, slot: int) -> None:
+        """One announced contribution is there."""
+        left = self._announced.get(slot, 0) - 1
+        if left > 0:
+            self._announced[slot] = left
+        else:
+            self._announced.pop(slot, None)
+
+    def came_eagerly(self, slot: int) -> None:
+        """The expected gradient is there."""
+        self._expected.discard(slot)
+
+    def add(self, slot: int, gradient: torch.Tensor) -> None:
+        """A contribution."""
+        self.had_gradient.add(slot)
+        earlier = self.parts.get(slot)
+        # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
+        self.parts[slot] = gradient if earlier is None else earlier + gradient
+
+    def newly_complete(self) -> bool:
+        """Has nothing announced been missing since this contribution? Says so once until it is added up."""
+        if self.reported or not (self._armed and not self._announced and not self._expected and self.parts):
+            return False
+        self.reported = True
+        return True
+
+    # ------------------------------------------------------------------ reductions
+    def fold(self) -> None:
+        """Adds the parts of a backward that does not reduce to the local sum."""
+        self.add_up()
+        self.reported = False
+
+    def add_up(self) -> None:
+        """Adds the parts to the local sum."""
+        if not self.parts:
+            return
+        if self.local is None:
+            self.local = torch.empty(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
+            self._sums = self.bucket.views(self.local)
+            lay_out(self.local, self.parts, self.bucket.layout)
+        else:
+            foreach_add_([self._sums[slot] for slot in self.parts], list(self.parts.values()))
+        self.parts.clear()
+
+    def issue(self) -> Parts:
+        """Hands over what the bucket has, to be reduced: its parts, or the local sum where it has one."""
+        parts: Parts = self.parts
+        if self.local is not None:
+            self.add_up()
+            parts = self.local  # which is a flat already: nothing is copied
+        self.parts, self.local, self._sums, self.issued = {}, None, [], True
+        return parts
+
+    def settle(self, result: torch.Tensor) -> None:
+        """The window's first result is its gradient; later ones are added."""
+        self.shard = result if self.shard is None else self.shard.to(self.dtype).add_(result)
+
+    def end_backward(self) -> None:
+        """Announced gradients that did not come count as zeros; the next backward reduces anew."""
+        if self.parts and not self.issued:
+            raise ZeroweaveError(f"bucket {self.bucket.layout.name!r}: a gradient entered no reduction")
+        self._announced.clear()
+        self._expected.clear()
+        self.issued = self.reported = self._armed = False
+
+    # ------------------------------------------------------------------ the settled gradient
+    def take(self) -> torch.Tensor | None:
+        """Hands the settled gradient over and forgets it."""
+        shard, self.shard = self.shard, None
+        return shard
+
+    def multiply(self, factor: torch.Tensor) -> None:
+        """Multiplies the settled gradient by a 0-dim tensor."""
+        if self.shard is not None:
+            self.shard = self.shard.to(self.dtype).mul_(factor)
+
+    def write(self, slot: int, value: torch.Tensor) -> None:
+        """Replaces this rank's fragment of the slot by `value` [numel of the fragment]."""
+        layout = self.bucket.layout
+        if self.shard is None:
+            raise EngineError(f"there is no gradient of {layout.slots[slot].name!r} to be replaced")
+        self.shard = self.shard.to(self.dtype)
+        self.bucket.fragment(self.shard, slot).copy_(value)
+        self.had_gradient.add(slot)
