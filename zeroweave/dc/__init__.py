@@ -5,15 +5,11 @@ other groups can be made beside it; a graph id belongs to one Runtime, and the o
 find it by that id.
 """
 
+from zeroweave.config import RuntimeConfig
 from zeroweave.dc.functions import (
-    GradientPartition,
-    Runtime,
-    RuntimeConfig,
     add_free_tensors,
-    allgather_param,
     cleanup,
     enable_profiling,
-    end_backward,
     end_forward,
     free_tensors,
     inductor_options,
@@ -21,23 +17,28 @@ from zeroweave.dc.functions import (
     install_ops,
     is_profiling,
     lazy_init_symm_memory,
-    prefetch_params_fused,
-    reduce_grad,
     register_graph_z1,
     register_graph_z2,
     register_graph_z3,
     register_param,
     register_z3_param,
-    release_param,
     reset,
-    runtime_of,
     start_backward,
     start_forward,
     take_gradients,
     update_param_grad_buffer,
-    wait_allgather,
     zero_grad,
 )
+from zeroweave.dc.operators import (
+    allgather_param,
+    end_backward,
+    prefetch_params_fused,
+    reduce_grad,
+    release_param,
+    wait_allgather,
+)
+from zeroweave.dc.runtime import Runtime, runtime_of
+from zeroweave.dc.targets import GradientPartition
 
 __all__ = [
     "GradientPartition",

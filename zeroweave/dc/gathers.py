@@ -25,7 +25,7 @@ class Gathers:
         """how many of its users have released a parameter"""
 
     def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """Takes a hold on a sharded parameter and starts its gather; returns it full, to be waited for."""
+        """See `Runtime.allgather_param`."""
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = _flat(parameter)
         _check_partition(parameter, flat, ds_tensor)
@@ -36,7 +36,7 @@ class Gathers:
         return flat.flat[: parameter.numel].view(parameter.shape)  # one tensor more that views the flat, not two
 
     def wait_allgather(self, gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """Makes what `allgather_param` returned usable on the current stream; returns it."""
+        """See `Runtime.wait_allgather`."""
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = _flat(parameter)
         if not flat.holds:
@@ -45,10 +45,7 @@ class Gathers:
         return gathered
 
     def release_param(self, gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
-        """Drops the hold at the last of `n_users` calls. With the last hold the storage goes, in stream order.
-
-        While any tensor but `gathered` still views it, it stays; `gathered` itself must not be read any more.
-        """
+        """See `Runtime.release_param`."""
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = _flat(parameter)
         self._releases[ds_id] += 1
@@ -60,10 +57,7 @@ class Gathers:
         flat.reshard(handed_in=1)
 
     def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
-        """Starts the gathers that the next `allgather_param` of these parameters will ask for, in one launch.
-
-        Nothing is started where one of them is refused.
-        """
+        """See `Runtime.prefetch_params_fused`."""
         wanted: dict[int, tuple[Parameter, Flat]] = {}
         for ds_tensor, ds_id in zip(ds_tensors, ds_ids, strict=True):
             _, parameter = self._registry.of(graph_id, ds_id)

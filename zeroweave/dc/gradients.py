@@ -73,10 +73,7 @@ class Executor:
         """has a forward of the next window begun?"""
 
     def start_backward(self, update: bool) -> None:
-        """A backward begins; `update`: its end is the end of the window.
-
-        EngineError where an earlier backward did not finish; `zero_grad()` gives it up.
-        """
+        """See `Runtime.start_backward`."""
         self.check_finished()
         if self._update and not self._ended:
             raise EngineError("start_backward: the updating backward was not ended; call end_backward or zero_grad()")
@@ -109,11 +106,7 @@ class Executor:
             raise EngineError("an earlier backward did not finish; call zero_grad() and start the window anew")
 
     def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """A gradient of the present backward, of the parameter's shape, any floating dtype. Returns an empty tensor.
-
-        It is not copied before its bucket is reduced: nobody may write it. Every rank hands in the same
-        gradients in the same order.
-        """
+        """See `Runtime.reduce_grad`."""
         graph, parameter = self._registry.of(graph_id, ds_id)
         self._check_begun(f"reduce_grad of {parameter.name}")
         if tuple(grad.shape) != parameter.shape:
@@ -173,12 +166,7 @@ class Executor:
         self._check_reductions()
 
     def end_backward(self, graph_id: int, release_reduce_buckets: bool | None = None) -> None:
-        """The graph's part of the backward is over; may be left out of backwards that do not update.
-
-        Reductions are settled and their buckets released when the whole backward is over, whichever graphs had
-        gradients: inside a backward of autograd at its end, else at once, with the local sums of all graphs, as none
-        of them may have more to come. True settles now, False leaves it to a later call.
-        """
+        """See `Runtime.end_backward`."""
         self._registry.graph(graph_id)
         self._check_begun("end_backward")
         if release_reduce_buckets is False:
@@ -293,10 +281,7 @@ class Executor:
         return new
 
     def take_gradients(self) -> GradientPartition:
-        """The window's gradients of all parameters without a buffer; the runtime keeps no reference.
-
-        To be called once after the updating backward. Whoever takes them calls `release()` when done.
-        """
+        """See `Runtime.take_gradients`."""
         if not (self._update and self._ended):
             raise EngineError("take_gradients: call it once, after the end of the updating backward")
         taken = self._step_partition()

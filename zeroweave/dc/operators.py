@@ -18,17 +18,15 @@ The mark cannot say that communication reads and writes memory later than the op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 
 from zeroweave import _torch
-from zeroweave.dc.runtime import RuntimeByName
+from zeroweave.dc.runtime import runtime_of
 from zeroweave.errors import EngineError
 from zeroweave.runtime.storages import free_storages, owners_beside
-
-RuntimeOf = Callable[[int], RuntimeByName]
 
 SCHEMAS = {
     "reduce_grad": "(Tensor(a!) grad, int graph_id, int ds_id) -> Tensor",
@@ -42,10 +40,10 @@ SCHEMAS = {
 }
 
 
-def install(namespace: str, runtime_of: RuntimeOf, threshold: Callable[[], int]) -> torch.library.Library:
+def install(namespace: str, threshold: Callable[[], int]) -> torch.library.Library:
     """Defines `torch.ops.<namespace>.*`; they live as long as what is returned.
 
-    `runtime_of(graph_id)` finds the runtime of a graph, `threshold()` is that of `free_tensors`, in elements.
+    `threshold()` is that of `free_tensors`, in elements.
     EngineError, and nothing is defined, where the namespace has an operator of one of the names.
     """
     taken = [name for name in SCHEMAS if hasattr(getattr(torch.ops, namespace), name)]
@@ -58,64 +56,78 @@ def install(namespace: str, runtime_of: RuntimeOf, threshold: Callable[[], int])
         held = _owners_of_a_variable(getattr(torch.ops, namespace)._owners.default)
         free_storages(tensors, threshold(), held)
 
-    kernels = _kernels(runtime_of, free)
+    kernels = {
+        "reduce_grad": reduce_grad,
+        "allgather_param": allgather_param,
+        "wait_allgather": _wait_allgather,
+        "release_param": release_param,
+        "prefetch_params_fused": prefetch_params_fused,
+        "free_tensors": free,
+        "end_backward": _end_backward,
+        "_owners": owners_beside,
+    }
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
         library.impl(name, kernels[name], "CompositeExplicitAutograd")
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         if name != "_owners":
-            torch.library.register_fake(f"{namespace}::{name}", _fakes(runtime_of)[name], lib=library)
+            torch.library.register_fake(f"{namespace}::{name}", _FAKES.get(name, _nothing), lib=library)
     return library
 
 
-def _kernels(runtime_of: RuntimeOf, free: Callable[[Sequence[torch.Tensor]], None]) -> dict[str, Callable[..., Any]]:
-    def reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        return runtime_of(graph_id).reduce_grad(grad, graph_id, ds_id)
-
-    def allgather_param(ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        return runtime_of(graph_id).allgather_param(ds_tensor, graph_id, ds_id)
-
-    def wait_allgather(gathered: torch.Tensor, graph_id: int, ds_id: int) -> None:
-        runtime_of(graph_id).wait_allgather(gathered, graph_id, ds_id)
-
-    def release_param(gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
-        runtime_of(graph_id).release_param(gathered, graph_id, ds_id, n_users)
-
-    def prefetch_params_fused(graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
-        runtime_of(graph_id).prefetch_params_fused(graph_id, ds_tensors, ds_ids)
-
-    def free_tensors(tensors: Sequence[torch.Tensor]) -> None:
-        free(tensors)
-
-    def end_backward(deps: Sequence[torch.Tensor], graph_id: int, release_reduce_buckets: bool | None = None) -> None:
-        runtime_of(graph_id).end_backward(graph_id, release_reduce_buckets)
-
-    return {
-        "reduce_grad": reduce_grad,
-        "allgather_param": allgather_param,
-        "wait_allgather": wait_allgather,
-        "release_param": release_param,
-        "prefetch_params_fused": prefetch_params_fused,
-        "free_tensors": free_tensors,
-        "end_backward": end_backward,
-        "_owners": owners_beside,
-    }
+# ---------------------------------------------------------------------- calls of the runtime that a graph belongs to
+def reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+    """`Runtime.reduce_grad` of the runtime that the graph belongs to."""
+    return runtime_of(graph_id).reduce_grad(grad, graph_id, ds_id)
 
 
-def _fakes(runtime_of: RuntimeOf) -> dict[str, Callable[..., Any]]:
-    """Shapes without values: what tracing and compilers run."""
+def end_backward(graph_id: int, release_reduce_buckets: bool | None = None) -> None:
+    """`Runtime.end_backward` of the runtime that the graph belongs to."""
+    runtime_of(graph_id).end_backward(graph_id, release_reduce_buckets)
 
-    def reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        return grad.new_empty(0)
 
-    def allgather_param(ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        return ds_tensor.new_empty(runtime_of(graph_id).shape_of(graph_id, ds_id))
+def _end_backward(deps: Sequence[torch.Tensor], graph_id: int, release_reduce_buckets: bool | None = None) -> None:
+    runtime_of(graph_id).end_backward(graph_id, release_reduce_buckets)
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
-        return None
 
-    fakes = dict.fromkeys(SCHEMAS, nothing)
-    return {**fakes, "reduce_grad": reduce_grad, "allgather_param": allgather_param}
+def allgather_param(ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+    """`Runtime.allgather_param` of the runtime that the graph belongs to."""
+    return runtime_of(graph_id).allgather_param(ds_tensor, graph_id, ds_id)
+
+
+def wait_allgather(gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+    """`Runtime.wait_allgather` of the runtime that the graph belongs to."""
+    return runtime_of(graph_id).wait_allgather(gathered, graph_id, ds_id)
+
+
+def _wait_allgather(gathered: torch.Tensor, graph_id: int, ds_id: int) -> None:
+    runtime_of(graph_id).wait_allgather(gathered, graph_id, ds_id)
+
+
+def release_param(gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
+    """`Runtime.release_param` of the runtime that the graph belongs to."""
+    runtime_of(graph_id).release_param(gathered, graph_id, ds_id, n_users)
+
+
+def prefetch_params_fused(graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
+    """`Runtime.prefetch_params_fused` of the runtime that the graph belongs to."""
+    runtime_of(graph_id).prefetch_params_fused(graph_id, ds_tensors, ds_ids)
+
+
+# ---------------------------------------------------------------------- shapes without values: what compilers run
+def _empty(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+    return grad.new_empty(0)
+
+
+def _full(ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+    return ds_tensor.new_empty(runtime_of(graph_id).shape_of(graph_id, ds_id))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+_FAKES: Final = {"reduce_grad": _empty, "allgather_param": _full}
 
 
 def _owners_of_a_variable(count: Callable[[list[torch.Tensor]], list[int]]) -> int:

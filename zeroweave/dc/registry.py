@@ -68,13 +68,7 @@ class Registry:
         grad_buffer: torch.Tensor | None = None,
         offset: int = 0,
     ) -> None:
-        """A parameter that every rank holds whole (ZeRO-1 and 2).
-
-        `grad_buffer`: this rank's place for the reduced gradient, written in its dtype. If it has as many elements
-        as the parameter it holds the whole gradient, and `offset` is the caller's affair; if fewer, it holds
-        elements `offset` to `offset + numel` of the parameter's flat gradient. None: each rank gets an equal share,
-        step by step, from `take_gradients`. Nothing is allocated here.
-        """
+        """See `Runtime.register_param`."""
         parameter = self._new(ds_id, ds_shape, grad_buffer, offset)
         self.check_tensor(parameter, "ds_tensor", ds_tensor)
         if tuple(ds_tensor.shape) != parameter.shape:
@@ -95,12 +89,7 @@ class Registry:
         grad_buffer: torch.Tensor | None = None,
         persistent: bool = False,
     ) -> None:
-        """A parameter of which `ds_tensor` [c] is this rank's partition: elements rank * c to (rank + 1) * c.
-
-        c is at least numel / world, rounded up, and equal on all ranks; what lies beyond the parameter is padding.
-        `grad_buffer` [c]: the same part of the gradient, as above. `persistent`: once gathered it stays so
-        until the forward after the next update.
-        """
+        """See `Runtime.register_z3_param`."""
         parameter = self._new(ds_id, ds_shape, grad_buffer, 0)
         self.check_tensor(parameter, "ds_tensor", ds_tensor)
         size = ds_tensor.numel()

@@ -1,10 +1,11 @@
-"""One runtime of the low-level API: what `zeroweave.dc` gives names to, put together."""
+"""The runtime of the low-level API: what `zeroweave.dc` gives names to, put together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from zeroweave.runtime.flat import Flat
 from zeroweave.runtime.reductions import Reductions
 from zeroweave.runtime.storages import free_storages
 
+_GRAPHS: Final[WeakValueDictionary[int, Runtime]] = WeakValueDictionary()
+
 
 class _Parts(NamedTuple):
     """A registry, and whatever carries out the steps of its parameters and graphs."""
@@ -35,8 +38,10 @@ class _Parts(NamedTuple):
     gathers: Gathers
 
 
-class RuntimeByName:
+class Runtime:
     """Parameters, graphs and communication over the ranks of `process_group` (None: all).
+
+    Graph ids are unique in this process: operators find their Runtime by them.
 
     `config`: a `RuntimeConfig`, a mapping, or an object with attributes of those names. `initial_reduce_bucket_size`
     is in elements; both are the same on all ranks, else ConfigError. Making one is collective, and so are registering
@@ -132,7 +137,13 @@ class RuntimeByName:
         grad_buffer: torch.Tensor | None = None,
         offset: int = 0,
     ) -> None:
-        """See `Registry.register_param`."""
+        """A parameter that every rank holds whole (ZeRO-1 and 2).
+
+        `grad_buffer`: this rank's place for the reduced gradient, written in its dtype. If it has as many elements
+        as the parameter it holds the whole gradient, and `offset` is the caller's affair; if fewer, it holds
+        elements `offset` to `offset + numel` of the parameter's flat gradient. None: each rank gets an equal share,
+        step by step, from `take_gradients`. Nothing is allocated here.
+        """
         self._parts.registry.register_param(ds_id, ds_shape, ds_tensor, grad_buffer, offset)
 
     def register_z3_param(
@@ -143,11 +154,19 @@ class RuntimeByName:
         grad_buffer: torch.Tensor | None = None,
         persistent: bool = False,
     ) -> None:
-        """See `Registry.register_z3_param`."""
+        """A parameter of which `ds_tensor` [c] is this rank's partition: elements rank * c to (rank + 1) * c.
+
+        c is at least numel / world, rounded up, and equal on all ranks; what lies beyond the parameter is padding.
+        `grad_buffer` [c]: the same part of the gradient, as above. `persistent`: once gathered it stays so
+        until the forward after the next update.
+        """
         self._parts.registry.register_z3_param(ds_id, ds_shape, ds_tensor, grad_buffer, persistent)
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
-        """See `Registry.update_param_grad_buffer`."""
+        """Another buffer for the same elements, from the next reduction that is settled on.
+
+        What the window has added up so far is copied into it.
+        """
         self._parts.executor.update_param_grad_buffer(ds_id, grad_buffer)
 
     def register_graph_z1(self, graph_id: int, ds_ids: Iterable[int]) -> None:
@@ -164,9 +183,11 @@ class RuntimeByName:
 
     def _register(self, graph_id: int, ds_ids: Iterable[int], sharded: bool, reduces_always: bool) -> None:
         self._parts.registry.register_graph(graph_id, ds_ids, sharded, reduces_always, self._check_graph)
+        _GRAPHS[graph_id] = self
 
     def _check_graph(self, graph_id: int) -> None:
-        """May refuse a graph id, on this rank."""
+        if _GRAPHS.get(graph_id, self) is not self:
+            raise EngineError(f"graph_id {graph_id} belongs to another runtime of this process")
 
     # ------------------------------------------------------------------ forward and backward
     def start_forward(self) -> None:
@@ -197,11 +218,19 @@ class RuntimeByName:
         self._parts.gathers.sweep()
 
     def start_backward(self, update: bool) -> None:
-        """See `Executor.start_backward`."""
+        """A backward begins; `update`: its end is the end of the window.
+
+        EngineError where an earlier backward did not finish; `zero_grad()` aborts it.
+        """
         self._parts.executor.start_backward(update)
 
     def end_backward(self, graph_id: int, release_reduce_buckets: bool | None = None) -> None:
-        """See `Executor.end_backward`."""
+        """The graph's part of the backward is over; may be left out of backwards that do not update.
+
+        Reductions are settled and their buckets released when the whole backward is over, whichever graphs had
+        gradients: inside a backward of autograd at its end, else at once, with the local sums of all graphs, as none
+        of them may have more to come. True settles now, False leaves it to a later call.
+        """
         self._parts.executor.end_backward(graph_id, release_reduce_buckets)
         self._parts.gathers.sweep()
 
@@ -212,11 +241,18 @@ class RuntimeByName:
             self._control.agree(Agreement(self._checks, count, digest, b""))
 
     def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """See `Executor.reduce_grad`."""
+        """A gradient of the present backward, of the parameter's shape, any floating dtype. Returns an empty tensor.
+
+        It is not copied before its bucket is reduced: nobody may write it. Every rank hands in the same
+        gradients in the same order.
+        """
         return self._parts.executor.reduce_grad(grad, graph_id, ds_id)
 
     def take_gradients(self) -> GradientPartition:
-        """See `Executor.take_gradients`."""
+        """The window's gradients of all parameters without a buffer; the runtime keeps no reference.
+
+        To be called once after the updating backward. Whoever takes them calls `release()` when done.
+        """
         return self._parts.executor.take_gradients()
 
     def zero_grad(self) -> None:
@@ -230,19 +266,25 @@ class RuntimeByName:
         return self._parts.registry.of(graph_id, ds_id)[1].shape
 
     def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """See `Gathers.allgather_param`."""
+        """Takes a hold on a sharded parameter and starts its gather; returns it full, to be waited for."""
         return self._parts.gathers.allgather_param(ds_tensor, graph_id, ds_id)
 
     def wait_allgather(self, gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """See `Gathers.wait_allgather`."""
+        """Makes what `allgather_param` returned usable on the current stream; returns it."""
         return self._parts.gathers.wait_allgather(gathered, graph_id, ds_id)
 
     def release_param(self, gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
-        """See `Gathers.release_param`."""
+        """Drops the hold at the last of `n_users` calls. With the last hold the storage goes, in stream order.
+
+        While any tensor but `gathered` still views it, it stays; `gathered` itself must not be read any more.
+        """
         self._parts.gathers.release_param(gathered, graph_id, ds_id, n_users)
 
     def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
-        """See `Gathers.prefetch_params_fused`."""
+        """Starts the gathers that the next `allgather_param` of these parameters will ask for, in one launch.
+
+        Nothing is started where one of them is refused.
+        """
         self._parts.gathers.prefetch_params_fused(graph_id, ds_tensors, ds_ids)
 
     # ------------------------------------------------------------------ activations
@@ -297,6 +339,8 @@ class RuntimeByName:
         """Forgets the graphs, for instance before a new compilation. Parameters, and what the window has, stay."""
         if self.is_profiling():
             raise EngineError("reset() while profiling: call enable_profiling(False) first")
+        for graph_id in self.graph_ids:
+            _GRAPHS.pop(graph_id, None)
         self._parts.registry.graphs.clear()
 
     def cleanup(self) -> None:
@@ -315,3 +359,11 @@ class RuntimeByName:
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._control.close()
+
+
+def runtime_of(graph_id: int) -> Runtime:
+    """The Runtime that `graph_id` was registered with; EngineError if none."""
+    runtime = _GRAPHS.get(graph_id)
+    if runtime is None:
+        raise EngineError(f"no graph with graph_id {graph_id} is registered")
+    return runtime
