@@ -60,7 +60,8 @@ class Player:
         runtime, replay = self.runtime, self.runtime.replay
         runtime.next_window(schedule)
         timeline = Timeline(self.clock)
-        replay.timeline, self.timed.log = timeline, timeline.collectives
+        replay.executor.note_times(timeline)
+        self.timed.log = timeline.collectives
         seconds = iter(self.costs.compute)
         record = tuple(record)
         marked = ends(record)

@@ -148,6 +148,8 @@ class Scheduler:
         """steps in a row that followed one schedule"""
         self._steps: list[Step] = []
         self._recordings: list[Recording] = []
+        self._timeline: Timeline | None = None
+        """of the open window, while it is timed"""
         self.seconds = 0.0
         """spent on making schedules"""
 
@@ -246,18 +248,18 @@ class Scheduler:
 
     # ------------------------------------------------------------------ recording
     def _time(self, on: bool) -> None:
-        timeline = Timeline(self._transport.clock) if on else None
-        self._runtime.replay.timeline = timeline
+        timeline = self._timeline = Timeline(self._transport.clock) if on else None
+        self._runtime.replay.executor.note_times(timeline)
         self._transport.log = None if timeline is None else timeline.collectives
 
     def abandon(self) -> None:
         """What was timed of the open window is no step."""
-        self._time(self._runtime.replay.timeline is not None)
+        self._time(self._timeline is not None)
 
     def _take_step(self) -> Step | None:
         """The step that has just been timed; None if there is none, or it did not follow its schedule."""
         replay = self._runtime.replay
-        timeline, schedule = replay.timeline, replay.schedule
+        timeline, schedule = self._timeline, replay.schedule
         if timeline is None or schedule is None or replay.departed:
             return None
         try:
@@ -273,7 +275,7 @@ class Scheduler:
         """Times the steps inside."""
         recording = Recording()
         self._recordings.append(recording)
-        if self._runtime.replay.timeline is None:
+        if self._timeline is None:
             self._time(True)
         try:
             yield recording

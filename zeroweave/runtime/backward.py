@@ -15,12 +15,11 @@ from zeroweave.schedule import Call
 class WayBack:
     """The backwards of forward calls: which of them are open, and when the turns of buckets come.
 
-    `acquire(frame)` makes the buckets of a frame usable, `leave(frame)` ends it. `tape` is noted by whoever runs
-    forward calls.
+    `leave(frame)` ends a backward that was acquired here. `tape` is noted by whoever runs forward calls.
     """
 
-    def __init__(self, replay: Replay, acquire: Callable[[Frame], None], leave: Callable[[Frame], None]) -> None:
-        self._replay, self._acquire, self._leave = replay, acquire, leave
+    def __init__(self, replay: Replay, leave: Callable[[Frame], None]) -> None:
+        self._replay, self._leave = replay, leave
         self.tape = Tape()
         self.active = False
         """does a backward run that goes back over the tape? One inside a forward, or for other gradients, does not"""
@@ -62,7 +61,7 @@ class WayBack:
                 return Frame(call, uses, self._replay, origin=origin, covered=True)
             uses = tuple(sorted(missing))
         frame = Frame(call, uses, self._replay, saves=True)
-        self._acquire(frame)
+        frame.acquire()
         return frame
 
     def left(self, frame: Frame) -> None:
@@ -83,7 +82,7 @@ class WayBack:
             return
         self.leave_finished()
         frame = Frame(Call(bucket.layout.name, "backward"), (bucket.id,), self._replay, origin=origin, saves=True)
-        self._acquire(frame)
+        frame.acquire()
         frames.append(frame)
 
     def recompute(self, frame: Frame, again: bool) -> None:
@@ -140,4 +139,4 @@ class WayBack:
         if frame.uses and (needed or self._replay.plans(call)):
             backward = Frame(call, frame.uses, self._replay, saves=bool(frame.saves or needed))
             self._open[frame] = backward
-            self._acquire(backward)
+            backward.acquire()

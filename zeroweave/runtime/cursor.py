@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Unshard, Update
@@ -18,20 +18,6 @@ class Cursor:
     def __init__(self, instructions: Sequence[Instruction] = ()) -> None:
         self._instructions = instructions
         self.index = 0
-
-    @property
-    def at_end(self) -> bool:
-        return self.index == len(self._instructions)
-
-    @property
-    def at_once(self) -> bool:
-        """Is there a next instruction, and does it wait for nothing?"""
-        if self.at_end:
-            return False
-        instruction = self._instructions[self.index]
-        if isinstance(instruction, Fuse):
-            instruction = self._instructions[self.index + 1]
-        return isinstance(instruction, _AT_ONCE)
 
     @property
     def next(self) -> int:
@@ -64,7 +50,31 @@ class Cursor:
         """Is the instruction still to come?"""
         return instruction in self._instructions[self.index :]
 
-    def take(self) -> Instruction:
-        """The next instruction, which the cursor is then past."""
-        self.index += 1
-        return self._instructions[self.index - 1]
+    def to_event(self) -> Iterator[Instruction]:
+        """Takes all up to and including the next event or update, one by one; of a launch, all that belong to it."""
+        return self._take(self.next + 1)
+
+    def rest(self) -> Iterator[Instruction]:
+        """Takes all that are left, one by one."""
+        return self._take(len(self._instructions))
+
+    def _take(self, end: int) -> Iterator[Instruction]:
+        while self.index < end:
+            instruction = self._instructions[self.index]
+            self.index += 1
+            if isinstance(instruction, Fuse):
+                end = max(end, self.index + instruction.count)
+            yield instruction
+
+    def trail(self) -> Iterator[Instruction]:
+        """Takes what follows and waits for nothing, one by one: all up to the next wait or event.
+
+        A `Settle` waits for its reduction, so it comes when the next event does.
+        """
+        while self.index < len(self._instructions) and self._waits_for_nothing(self.index):
+            self.index += 1
+            yield self._instructions[self.index - 1]
+
+    def _waits_for_nothing(self, index: int) -> bool:
+        first = self._instructions[index]
+        return isinstance(self._instructions[index + 1] if isinstance(first, Fuse) else first, _AT_ONCE)

@@ -2,22 +2,22 @@
 
 The program's events (a call is entered or left, a bucket's gradients are ready) move the cursor through the
 schedule; the instructions that it passes are executed. Without a schedule, or once a step departs from it,
-each event generates the instructions that it needs at that moment, and they go through the same `execute`.
+each event generates the instructions that it needs at that moment, and they go through the same `Executor`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from zeroweave.runtime.activation_offload import Offloading
-from zeroweave.runtime.bucket import Bucket, Lingering
+from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.cursor import Cursor
+from zeroweave.runtime.executor import Executor
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.record import Record
-from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import (
     Call,
@@ -28,11 +28,8 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Left,
     Micro,
-    Offload,
     Ready,
     Reduce,
-    Release,
-    Reload,
     Reshard,
     Run,
     Settle,
@@ -71,22 +68,19 @@ class Replay:
         free: Callable[[], None] | None = None,
         offloading: Offloading | None = None,
     ) -> None:
-        self._buckets, self._gradients, self._depth = buckets, gradients, depth
-        self.keep, self._together, self._free, self._offloading = keep, together, free, offloading
+        self._gradients, self.keep, self._depth = gradients, keep, depth
+        self._frees, self._offloading = free is not None, offloading
+        self.executor = Executor(buckets, gradients, together, free, offloading)
+        self.lingering = self.executor.lingering
         self.record = record
-        self.timeline: Timeline | None = None
-        """where the times of instructions are noted"""
         self.schedule: Schedule | None = None
         self.departures = 0
         self.on_demand = 0
         """unshards that no schedule ordered although there was one"""
-        self.lingering = Lingering(buckets)
-        self._update: Callable[[int], None] | None = None
         self._begin()
 
     def _begin(self) -> None:
         self.record.clear()
-        self.executed: list[Instruction] = []
         self.departed = False
         self.reducing = False
         """does a backward run whose gradients are reduced?"""
@@ -96,7 +90,15 @@ class Replay:
         self._calls: Counter[Call] = Counter()
         """how often each call was entered"""
         self._open: list[_OpenCall] = []
-        self._holds: Counter[int] = Counter()
+
+    @property
+    def executed(self) -> list[Instruction]:
+        """The instructions of the window so far."""
+        return self.executor.executed
+
+    def is_used(self, bucket: int) -> bool:
+        """Does an open call of the program need the bucket's values? The schedule may hold more."""
+        return any(bucket in each.uses for each in self._open)
 
     # ------------------------------------------------------------------ events
     def entered(self, call: Call, uses: tuple[int, ...], supposed: bool | None = None) -> int:
@@ -105,17 +107,19 @@ class Replay:
         `supposed`: it is recorded only if it is true on some rank; None: in any case. See `Record.suppose`.
         """
         self.lingering.sweep()
-        self._reduce_overdue(Run(call, uses))
+        run = Run(call, uses)
+        self._reduce_overdue(run)
         index = self.record.add(Entered(call, uses))
         lasts = False
-        if self._advance(Run(call, uses)):
+        if self._comes_next(run):
+            self.executor.execute(self._cursor.to_event())
             assert self.schedule is not None
             lasts = self._cursor.index - 1 in self.schedule.lasting
         else:
             self._depart()
             for bucket in uses:
                 self._acquire(bucket)
-            self.executed.append(Run(call, uses))
+            self._execute(run)
         self._open.append(_OpenCall(call, uses, lasts, index, supposed))
         self._calls[call] += 1
         self._reduce_due()
@@ -134,15 +138,15 @@ class Replay:
             self.record.suppose(ended.entered, place, ended.supposed or unused)
         del self._open[index]
         if self.following:
-            if ended.lasts and not self._advance(End(call)):
+            if ended.lasts and not self._comes_next(End(call)):
                 self._depart()
             else:
-                self._trail()
+                if ended.lasts:
+                    self.executor.execute(self._cursor.to_event())
+                self.executor.execute(self._cursor.trail())
                 self._reduce_due()
         else:
-            for bucket in ended.uses:
-                if bucket not in self.keep:
-                    self._execute(Reshard(bucket))
+            self._execute(*(Reshard(bucket) for bucket in ended.uses if bucket not in self.keep))
         self.lingering.sweep()
 
     def backward_began(self, reducing: bool) -> None:
@@ -190,13 +194,13 @@ class Replay:
         if (due := self._next_reductions())[:1] == (bucket,):
             for each in due:
                 self.record.add(Ready(each))
-            self._advance(Reduce(bucket))
-            self._trail()
+            self.executor.execute(self._cursor.to_event())
+            self.executor.execute(self._cursor.trail())
             return
         self._depart()
         if not self._gradients.is_unissued(bucket):
             return  # it had its turn by that
-        launch = self._launch(bucket)
+        launch = self._reduced_with(bucket)
         for each in launch:
             if each not in self._passed:
                 self.record.add(Ready(each))
@@ -224,29 +228,24 @@ class Replay:
 
     def finish(self, update: Callable[[int], None], updates: frozenset[int]) -> None:
         """The optimizer step: settles, updates (`update(bucket id)`), and drops the kept buckets."""
-        self._update = update
         if self.arrive():
-            while not self._cursor.at_end:
-                self._execute_next()
+            self.executor.execute(self._cursor.rest(), update)
         else:
-            if self._free is not None:
+            if self._frees:
                 self._execute(Free())
             order = self.update_order(updates)
-            for bucket in self._gradients.reductions.in_flight:  # the first update allocates
-                self._execute(Settle(bucket))
-            for bucket in order:
-                self._execute(Update(bucket))
-            self._drop_holds()
-        self._update = None
+            self._execute(*map(Settle, self._gradients.reductions.in_flight))  # the first update allocates
+            self.executor.execute(map(Update, order), update)
+            self.executor.drop_holds()
 
     def forget(self) -> None:
         """Forgets what was recorded and executed; the holds of kept buckets stay."""
         self.record.clear()
-        self.executed.clear()
+        self.executor.forget()
 
     def next_window(self, schedule: Schedule | None) -> None:
         """Starts a window that follows `schedule` (None: on demand, in the default order)."""
-        self._drop_holds()
+        self.executor.next_window()
         if self._offloading is not None:
             self._offloading.next_window()
         self._begin()
@@ -295,30 +294,9 @@ class Replay:
         while self.reducing and (bucket := self._next_reduction()) is not None and self._ahead(event):
             self._flush(bucket)
 
-    def _advance(self, event: Instruction) -> bool:
-        """Executes up to and including `event` if it is the schedule's next event."""
-        if not self.following or self._outlasted or self._cursor.event != event:
-            return False
-        behind = self._cursor.next + 1
-        while self._cursor.index < behind:
-            self._execute_next()
-        return True
-
-    def _trail(self) -> None:
-        """Executes what follows at once, because it waits for nothing: everything up to the next wait or event.
-
-        A `Settle` waits for its reduction, so it comes when the next event does.
-        """
-        while self._cursor.at_once:
-            self._execute_next()
-
-    def _execute_next(self) -> None:
-        """Executes the next instruction; of a `Fuse`, all that belong to it."""
-        instruction = self._cursor.take()
-        if isinstance(instruction, Fuse):
-            self._execute_together([self._cursor.take() for _ in range(instruction.count)])
-        else:
-            self._execute(instruction)
+    def _comes_next(self, event: Instruction) -> bool:
+        """Is it the schedule's next event?"""
+        return self.following and not self._outlasted and self._cursor.event == event
 
     def _depart(self) -> None:
         """Leaves the schedule for the rest of the window; drops what it gathered ahead."""
@@ -329,13 +307,10 @@ class Replay:
         if self._offloading is not None:
             self._offloading.settle()
         needed = Counter(b for each in self._open for b in each.uses)
-        for bucket, held in list(self._holds.items()):
-            if bucket in self.keep:
-                continue
-            for _ in range(held - needed[bucket]):
-                self._execute(Reshard(bucket))
-            for _ in range(needed[bucket] - held):
-                self._execute(Unshard(bucket))
+        for bucket, held in list(self.executor.holds.items()):
+            if bucket not in self.keep:
+                self._execute(*[Reshard(bucket)] * (held - needed[bucket]))
+                self._execute(*[Unshard(bucket)] * (needed[bucket] - held))
         for bucket in self._passed:
             if self._gradients.is_unissued(bucket):
                 self.record.add(Ready(bucket))
@@ -362,9 +337,9 @@ class Replay:
     def _gather_kept(self, until: int | None = None) -> None:
         """Gathers kept buckets in the order and the launches that all ranks agreed on, used on this rank or not."""
         for launch in self._keep_order():
-            missing = [bucket for bucket in launch if not self._holds[bucket]]
+            missing = [bucket for bucket in launch if not self.executor.holds[bucket]]
             self.on_demand += len(missing) if self.schedule is not None else 0
-            self._execute_together([Unshard(bucket) for bucket in missing])
+            self._launch(list(map(Unshard, missing)))
             if until in launch:
                 break
 
@@ -374,7 +349,7 @@ class Replay:
         launches = self.schedule.launches
         return [[i.bucket for i in launch if isinstance(i, Unshard) and i.bucket in self.keep] for launch in launches]
 
-    def _launch(self, bucket: int) -> tuple[int, ...]:
+    def _reduced_with(self, bucket: int) -> tuple[int, ...]:
         """What is reduced in one launch with a bucket, also here: NCCL hangs where ranks launch unequally."""
         if self.schedule is None or not self._gradients.is_unissued(bucket):  # what comes late comes alone
             return (bucket,)
@@ -383,7 +358,7 @@ class Replay:
     def _issue_in_turn(self) -> None:
         # Kept buckets have one order whatever a rank computes, as nothing is gathered between their reductions.
         for bucket in self._gradients.unissued() if self.keep else tuple(self._passed):
-            launch = self._launch(bucket)
+            launch = self._reduced_with(bucket)
             if all(each in self._passed for each in launch):
                 if self._gradients.is_unissued(bucket):
                     self._issue(launch)
@@ -396,60 +371,18 @@ class Replay:
 
         while (flying := self._gradients.reductions.in_flight) and full(flying):
             self._execute(Settle(flying[0]))
-        self._execute_together([Reduce(bucket) for bucket in launch])
+        self._launch(list(map(Reduce, launch)))
 
-    # ------------------------------------------------------------------ instructions
-    def _execute_together(self, launch: Sequence[Instruction]) -> None:
+    def _launch(self, instructions: Sequence[Instruction]) -> None:
         """Executes gathers, or reductions, as one launch."""
-        if len(launch) > 1:
-            self._execute(Fuse(len(launch)))
-        with self._together() if len(launch) > 1 else nullcontext():
-            for instruction in launch:
-                self._execute(instruction)
+        self._execute(*[Fuse(len(instructions))] * (len(instructions) > 1), *instructions)
 
-    def _execute(self, instruction: Instruction) -> None:
-        self.executed.append(instruction)
-        if self.timeline is None:
-            self._do(instruction)
-        else:
-            before = self.timeline.mark()
-            self._do(instruction)
-            self.timeline.add(instruction, before)
-
-    def _do(self, instruction: Instruction) -> None:
-        match instruction:
-            case Unshard(bucket):
-                self._buckets[bucket].unshard()
-                self._holds[bucket] += 1
-            case Wait(bucket):
-                self._buckets[bucket].wait()
-            case Reshard(bucket):
-                self._holds[bucket] -= 1
-                self.lingering.reshard(bucket)
-            case Reduce(bucket):
-                self._gradients.issue(bucket)
-            case Settle(bucket):
-                self._gradients.reductions.settle(bucket)
-            case Update(bucket):
-                assert self._update is not None
-                self._update(bucket)
-            case Free():
-                assert self._free is not None
-                self._free()
-            case Offload() | Release() | Reload():
-                assert self._offloading is not None
-                self._offloading.move(instruction, self.timeline)
-            case Run() | End() | Fuse():
-                pass
-
-    def _drop_holds(self) -> None:
-        for bucket, held in sorted(self._holds.items()):
-            for _ in range(held):
-                self._execute(Reshard(bucket))
+    def _execute(self, *instructions: Instruction) -> None:
+        self.executor.execute(iter(instructions))
 
     def abort(self) -> None:
         """Drops every hold, whatever was going on: after an exception."""
         self.departed = True
         self._open.clear()
-        self._drop_holds()
+        self.executor.drop_holds()
         self.lingering.sweep()

@@ -106,15 +106,13 @@ class Runtime:
         """the graph task that was last found to accumulate or not"""
         self._whole = -1
         """the graph task that is known to accumulate into every parameter that it reaches"""
-        self._back = WayBack(self.replay, self._acquire, self.leave)
+        self._back = WayBack(self.replay, self.leave)
         self._session_reads: list[Frame] | None = None
         self._session: Frame | None = None
         self._backward_reads: list[Frame] = []
         self._saved: Counter[tuple[int, int]] = Counter()
         self.writable = False
         """may the user write parameters now? Then nobody minds that they change"""
-        self._in_use: Counter[int] = Counter()
-        """bucket -> open calls that need its values"""
 
     def attach(self, observer: Observer) -> None:
         """`observer` hears of all backwards from now on. Once: what it consists of needs a runtime first."""
@@ -174,27 +172,22 @@ class Runtime:
         if phase == "backward":
             return self._back.enter(name, uses)
         frame = Frame(Call(name, "forward"), uses, self._forwards, self._frame, trains=trains)
-        self._frame = self._enter_forward(frame)
-        return self._frame
+        self._note_forward(frame)
+        if not frame.covered:
+            frame.acquire()
+        self._frame = frame
+        return frame
 
     @property
     def _forwards(self) -> Replay:
         """What executes the forward calls of now."""
         return self.replay if self._training else self._inference
 
-    def _enter_forward(self, frame: Frame) -> Frame:
+    def _note_forward(self, frame: Frame) -> None:
         again = recomputing()
         self._back.recompute(frame, again)
         if self._training and not again:
             self._back.tape.entered(frame, silent=not torch.is_grad_enabled())
-        if not frame.covered:
-            self._acquire(frame)
-        return frame
-
-    def _acquire(self, frame: Frame) -> None:
-        supposed = frame.saves if frame.call.phase == "backward" else None
-        frame.numbered(frame.replay.entered(frame.call, frame.uses, supposed))
-        self._in_use.update(frame.uses)
 
     def leave(self, frame: Frame) -> None:
         """A call ends, and with it the reads of parameters that happened inside."""
@@ -213,7 +206,6 @@ class Runtime:
             self._back.left(frame)
 
     def _release(self, frame: Frame) -> None:
-        self._in_use.subtract(frame.uses)
         self._back.tape.left(frame)
         frame.replay.left(frame.call)
 
@@ -223,7 +215,7 @@ class Runtime:
 
     def read(self, bucket: Bucket) -> None:
         """Eager code reads a parameter: its bucket is usable until the innermost call is left."""
-        if self._in_use[bucket.id]:  # by the program, not by the schedule, which may hold more
+        if self.replay.is_used(bucket.id) or self._inference.is_used(bucket.id):
             return
         if self._frame is not None:
             reads = self._frame.reads
@@ -235,7 +227,11 @@ class Runtime:
             raise EngineError(f"a parameter of bucket {bucket.layout.name!r} is read outside of a call")
         self.transfers.sweep()
         call = Call(f"{bucket.layout.name} (read)", "forward")
-        reads.append(self._enter_forward(Frame(call, (bucket.id,), self._forwards, self._frame, is_read=True)))
+        frame = Frame(call, (bucket.id,), self._forwards, self._frame, is_read=True)
+        self._note_forward(frame)
+        if not frame.covered:
+            frame.acquire()
+        reads.append(frame)
 
     # ------------------------------------------------------------------ saved tensors
     def saved(self, tensors: Iterable[torch.Tensor], read: bool) -> None:
@@ -390,7 +386,6 @@ class Runtime:
         self._back.clear()
         self._backward_reads.clear()
         self._saved.clear()
-        self._in_use.clear()
         self.gradients.reset()
         self.replay.abort()
         self._inference.abandon()

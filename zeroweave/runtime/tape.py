@@ -46,9 +46,10 @@ class Frame:
     segment: object = None
     on_tape: bool = False
 
-    def numbered(self, number: int) -> None:
-        """The replay has begun the call."""
-        self.number = number
+    def acquire(self) -> None:
+        """The call begins: the values of its buckets are usable until it is left."""
+        supposed = self.saves if self.call.phase == "backward" else None
+        self.number = self.replay.entered(self.call, self.uses, supposed)
 
     def runs_again(self, origin: Frame) -> None:
         """It is a recomputation of `origin`, whose backward holds its buckets."""

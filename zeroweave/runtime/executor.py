@@ -1,0 +1,103 @@
+"""What instructions do: the one place from which a window gathers, frees, reduces, updates and moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from itertools import islice
+
+from zeroweave.runtime.activation_offload import Offloading
+from zeroweave.runtime.bucket import Bucket, Lingering
+from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.timeline import Timeline
+from zeroweave.schedule.instructions import (
+    Free,
+    Fuse,
+    Instruction,
+    Offload,
+    Reduce,
+    Release,
+    Reload,
+    Reshard,
+    Settle,
+    Unshard,
+    Update,
+    Wait,
+)
+
+
+class Executor:
+    """Executes instructions, and knows the holds that they have taken.
+
+    `together`: the scope in which gathers, or reductions, are issued in one launch. `free`: what `Free` does; None:
+    there is none. `offloading`: what moves activations; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        buckets: Mapping[int, Bucket],
+        gradients: Gradients,
+        together: Callable[[], AbstractContextManager[None]],
+        free: Callable[[], None] | None,
+        offloading: Offloading | None,
+    ) -> None:
+        self._buckets, self._gradients = buckets, gradients
+        self._together, self._free, self._offloading = together, free, offloading
+        self.lingering = Lingering(buckets)
+        self.holds: Counter[int] = Counter()
+        self.executed: list[Instruction] = []
+        """of this window, in order"""
+        self._timeline: Timeline | None = None
+
+    def note_times(self, timeline: Timeline | None) -> None:
+        """Notes the times of instructions there from now on."""
+        self._timeline = timeline
+
+    def execute(self, instructions: Iterator[Instruction], update: Callable[[int], None] | None = None) -> None:
+        """Executes them in order; what a `Fuse` counts, in one launch. `update(bucket id)` is what `Update` does."""
+        timeline = self._timeline
+        for instruction in instructions:
+            self.executed.append(instruction)
+            before = None if timeline is None else timeline.mark()
+            match instruction:
+                case Unshard(bucket):
+                    self._buckets[bucket].unshard()
+                    self.holds[bucket] += 1
+                case Wait(bucket):
+                    self._buckets[bucket].wait()
+                case Reshard(bucket):
+                    self.holds[bucket] -= 1
+                    self.lingering.reshard(bucket)
+                case Reduce(bucket):
+                    self._gradients.issue(bucket)
+                case Settle(bucket):
+                    self._gradients.reductions.settle(bucket)
+                case Update(bucket):
+                    assert update is not None
+                    update(bucket)
+                case Free():
+                    assert self._free is not None
+                    self._free()
+                case Offload() | Release() | Reload():
+                    assert self._offloading is not None
+                    self._offloading.move(instruction, timeline)
+            if timeline is not None:
+                timeline.add(instruction, before)
+            if isinstance(instruction, Fuse):
+                with self._together():
+                    self.execute(islice(instructions, instruction.count))
+
+    def drop_holds(self) -> None:
+        """Drops every hold."""
+        for bucket, held in sorted(self.holds.items()):
+            self.execute(iter([Reshard(bucket)] * held))
+
+    def forget(self) -> None:
+        """Forgets what was executed."""
+        self.executed.clear()
+
+    def next_window(self) -> None:
+        """Drops every hold and forgets what was executed."""
+        self.drop_holds()
+        self.holds, self.executed = Counter(), []
