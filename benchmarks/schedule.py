@@ -169,8 +169,7 @@ def predict(blocks: int, delay: float, compute: float, steps: int) -> list[dict[
     """Predicted and measured seconds of a step, and of waiting in it, for each prefetch."""
     rows = []
     with training(stack(blocks, compute), enabled=False, prefetch=0, keep="none", fuse=False) as (engine, step):
-        timed = engine._parts.timed
-        timed.inner = Delayed(timed.inner, delay)
+        engine._parts.transport.wrap(lambda inner: Delayed(inner, delay))
         for _ in range(2):
             step()
         with engine.record() as recorded:

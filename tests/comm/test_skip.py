@@ -1,4 +1,4 @@
-"""The transport that issues nothing while it is told to skip."""
+"""The wire while it skips: nothing is issued."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 from tests.comm.recording import RecordingTransport, layout
 from zeroweave.comm.ledger import Traffic
 from zeroweave.comm.process_group import LocalTransport
-from zeroweave.comm.skip import Skipping
+from zeroweave.comm.wire import Wire
 
 CPU = torch.device("cpu")
 LAYOUT = layout(world=2, numel=6)
 SHARD = torch.tensor([1.0, 2.0, 3.0])
 
 
-def skipping() -> tuple[Skipping, RecordingTransport]:
+def skipping() -> tuple[Wire, RecordingTransport]:
     inner = RecordingTransport(rank=1, world=2)
-    transport = Skipping(inner, CPU)
+    transport = Wire(inner, CPU)
     transport.skip(True)
     return transport, inner
 
@@ -37,7 +37,7 @@ KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_reduce_
 
 def test_off_everything_is_handed_on() -> None:
     inner = RecordingTransport(rank=1, world=2)
-    transport = Skipping(inner, CPU)
+    transport = Wire(inner, CPU)
     for call in CALLS:
         call(transport)
     assert [kind for kind, _ in inner.calls] == KINDS
@@ -98,7 +98,7 @@ def test_planned_is_what_would_have_been_sent() -> None:
 
 
 def test_a_world_of_one_plans_nothing() -> None:
-    transport = Skipping(LocalTransport(CPU), CPU)
+    transport = Wire(LocalTransport(CPU), CPU)
     transport.skip(True)
     flat = torch.empty(3)
     transport.all_gather(flat, SHARD, layout(world=1, numel=3)).wait()

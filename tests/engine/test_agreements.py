@@ -10,7 +10,7 @@ import torch
 from tests.support.schedules import stack, stack_facts
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import LocalTransport
-from zeroweave.comm.skip import Skipping
+from zeroweave.comm.wire import Wire
 from zeroweave.engine.guard import Agreements, Progress
 from zeroweave.errors import AgreementError
 from zeroweave.ranks.alarm import Alarm
@@ -37,9 +37,9 @@ class Others:
         self.told.append(("counts", step, count))
 
 
-def agreements() -> tuple[Agreements, Others, Skipping, Ledger]:
+def agreements() -> tuple[Agreements, Others, Wire, Ledger]:
     others, ledger, device = Others(), Ledger(2, 0), torch.device("cpu")
-    transport = Skipping(LocalTransport(device), device)
+    transport = Wire(LocalTransport(device), device)
     made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4))
     return made, others, transport, ledger
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from tests.comm.virtual import VirtualTransport
-from zeroweave.comm.timed import Timed
+from zeroweave.comm.wire import Wire
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.runtime import Runtime
@@ -43,7 +43,7 @@ class Player:
         self.facts, self.costs = facts, costs
         self.transport = VirtualTransport(costs)
         self.clock = self.transport.clock
-        self.timed = Timed(self.transport, self.clock)
+        self.wire = Wire(self.transport, torch.device("cpu"), self.clock)
         policy = Policy(
             keep=facts.keep,
             depth=facts.depth,
@@ -52,7 +52,7 @@ class Player:
             accumulate_dtype=torch.float32,
             free_threshold=0 if facts.free else None,
         )
-        self.runtime = Runtime(layouts(facts), {"float32": torch.float32}, self.timed, policy)
+        self.runtime = Runtime(layouts(facts), {"float32": torch.float32}, self.wire, policy)
         self.updated: list[int] = []
 
     def play(self, record: Iterable[Event], schedule: Schedule | None) -> Step | None:
@@ -61,7 +61,7 @@ class Player:
         runtime.next_window(schedule)
         timeline = Timeline(self.clock)
         replay.executor.note_times(timeline)
-        self.timed.log = timeline.collectives
+        self.wire.time(timeline.collectives)
         seconds = iter(self.costs.compute)
         record = tuple(record)
         marked = ends(record)

@@ -1,4 +1,4 @@
-"""Communication that can be switched off: what does a step cost without it, and what would it have sent?"""
+"""Communication that is switched off: what does a step cost without it, and what would it have sent?"""
 
 from __future__ import annotations
 
@@ -35,60 +35,41 @@ class _Filled:
 
 
 class Skipping:
-    """A transport that hands everything on to `inner`, or, while it `skips`, issues nothing at all.
+    """A transport in the place of `inner` that issues nothing at all.
 
     Skipped gathers fill the flat with copies of this rank's shard: real numbers, because processors draw less power
     on zeros, and are slow on denormals. Skipped reductions give zeros; a skipped broadcast or `all_reduce_sum`
-    leaves its tensor as it is. All are asynchronous as real ones are. `planned` counts what would have been sent
-    since the last switch to skipping; nothing in a world of 1.
+    leaves its tensor as it is. All are asynchronous as real ones are. `planned` counts what would have been sent;
+    nothing in a world of 1.
     """
 
-    def __init__(self, inner: Transport, device: torch.device) -> None:
-        self._inner = inner
+    def __init__(self, inner: Transport, device: torch.device, planned: Ledger) -> None:
+        self._inner, self._device, self._planned = inner, device, planned
         self.rank, self.world = inner.rank, inner.world
-        self.skips = False
-        self.planned = Ledger(self.world, self.rank)
-        self._device = device
         self._stream: torch.cuda.Stream | None = None
-
-    def skip(self, on: bool) -> None:
-        """Skips from now on, with a new `planned`, or no more. Equally on all ranks, while nothing is under way."""
-        if on:
-            self.planned = Ledger(self.world, self.rank)
-        self.skips = on
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
 
     def together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.skips else self._inner.together()
+        return nullcontext()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        if not self.skips:
-            return self._inner.all_gather(flat, shard, layout)
         self._plan("all_gather", flat.dtype, flat.numel(), layout)
         with self._beside():
             flat.view(layout.world, -1).copy_(shard)
         return self._filled(flat, shard)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        if not self.skips:
-            return self._inner.reduce_scatter(out, parts, layout, op)
         return self._zeros("reduce_scatter", out, layout)
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        if not self.skips:
-            return self._inner.all_reduce(out, parts, layout, op)
         return self._zeros("all_reduce", out, layout)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
-        if not self.skips:
-            return self._inner.broadcast(tensor, source, group)
         self._plan("broadcast", tensor.dtype, tensor.numel())
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        if not self.skips:
-            return self._inner.all_reduce_sum(tensor)
         self._plan("all_reduce", tensor.dtype, tensor.numel())
 
     def _zeros(self, kind: str, out: torch.Tensor, layout: Spread) -> Pending:
@@ -101,9 +82,9 @@ class Skipping:
         """`layout`: of a bucket; None: the tensor belongs to all ranks."""
         name, nbytes = str(dtype).removeprefix("torch."), numel * dtype.itemsize
         if layout is None and self.world > 1:
-            self.planned.record(kind, -1, name, nbytes)
+            self._planned.record(kind, -1, name, nbytes)
         elif layout is not None and layout.world > 1:
-            self.planned.record(kind, layout.id, name, nbytes, layout.group, layout.world)
+            self._planned.record(kind, layout.id, name, nbytes, layout.group, layout.world)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:

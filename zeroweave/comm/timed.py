@@ -1,4 +1,4 @@
-"""Collectives whose times are taken, while somebody records."""
+"""Collectives whose times are taken; around the transport while somebody records."""
 
 from __future__ import annotations
 
@@ -24,47 +24,38 @@ class Timing:
 
 
 class Timed:
-    """A transport that hands everything on to `inner` and notes gathers and reduce-scatters in `log`, if any.
+    """A transport that hands everything on to `inner` and notes gathers and reduce-scatters in `log`, as they come."""
 
-    `inner` may be wrapped, to try out another speed.
-    """
-
-    def __init__(self, inner: Transport, clock: Clock) -> None:
-        self.inner = inner
+    def __init__(self, inner: Transport, clock: Clock, log: list[Timing]) -> None:
+        self._inner, self._clock, self._log = inner, clock, log
         self.rank, self.world = inner.rank, inner.world
-        self.clock = clock
-        self.log: list[Timing] | None = None
-        """where collectives are noted, in the order of their issue"""
         self._asked: list[tuple[str, int, Mark, Pending]] | None = None
         self._begun: Mark | None = None
 
     def _note(self, kind: str, bucket: int, issued: Mark, pending: Pending) -> Pending:
         if self._asked is not None:
             self._asked.append((kind, bucket, issued, pending))
-        elif self.log is not None:
-            self.log.append(Timing(kind, bucket, issued, pending.over(self.clock)))
+        else:
+            self._log.append(Timing(kind, bucket, issued, pending.over(self._clock)))
         return pending
-
-    def _mark(self) -> Mark:
-        return None if self.log is None else self.clock.mark()
 
     @contextmanager
     def issuing(self) -> Iterator[None]:
         """A gather issued inside counts from the beginning: an upload that precedes it there is a part of it."""
-        self._begun = self._mark()
+        self._begun = self._clock.mark()
         try:
             yield
         finally:
             self._begun = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.inner.empty(numel, dtype)
+        return self._inner.empty(numel, dtype)
 
     @contextmanager
     def together(self) -> Iterator[None]:
         asked = self._asked = []
         try:
-            with self.inner.together():
+            with self._inner.together():
                 yield
         finally:
             self._asked = None
@@ -72,18 +63,18 @@ class Timed:
             self._note(*each)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        issued = self._mark() if self._begun is None else self._begun
-        return self._note("all_gather", layout.id, issued, self.inner.all_gather(flat, shard, layout))
+        issued = self._clock.mark() if self._begun is None else self._begun
+        return self._note("all_gather", layout.id, issued, self._inner.all_gather(flat, shard, layout))
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        issued = self._mark()
-        return self._note("reduce_scatter", layout.id, issued, self.inner.reduce_scatter(out, parts, layout, op))
+        issued = self._clock.mark()
+        return self._note("reduce_scatter", layout.id, issued, self._inner.reduce_scatter(out, parts, layout, op))
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        return self.inner.all_reduce(out, parts, layout, op)
+        return self._inner.all_reduce(out, parts, layout, op)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
-        self.inner.broadcast(tensor, source, group)
+        self._inner.broadcast(tensor, source, group)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        self.inner.all_reduce_sum(tensor)
+        self._inner.all_reduce_sum(tensor)

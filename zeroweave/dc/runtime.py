@@ -13,8 +13,8 @@ import torch.distributed as dist
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import device_of, make_transport, own_group
-from zeroweave.comm.skip import Skipping
 from zeroweave.comm.symmetric import SymmetricGathers, check_symmetric_memory
+from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.dry_run import Rehearsal
 from zeroweave.dc.gathers import Gathers
@@ -73,12 +73,12 @@ class Runtime:
         self._symmetric: SymmetricGathers | None = None
         if self.config.symmetric_memory and self._group is not None:
             transport = self._symmetric = SymmetricGathers(transport, self._group, self.device, self.ledger)
-        self.transport = skipping = Skipping(fenced(transport, self.device, self.config), self.device)
+        self.transport = wire = Wire(fenced(transport, self.device, self.config), self.device)
         flats = self.ledger.gauge("flats")
         registry = Registry(
             self._control,
             self.device,
-            lambda layout, shard: Flat(layout, shard, shard.dtype, skipping, flats),
+            lambda layout, shard: Flat(layout, shard, shard.dtype, wire, flats),
         )
         self._bucket_size = initial_reduce_bucket_size
         self._real: _Parts | None = self._parts_of(registry)
@@ -114,7 +114,8 @@ class Runtime:
             self.device,
             self._check,
         )
-        return _Parts(registry, executor, Gathers(registry, self.transport.together))
+        wire = self.transport  # whose way may change
+        return _Parts(registry, executor, Gathers(registry, lambda: wire.together()))
 
     @property
     def _parts(self) -> _Parts:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeroweave.comm.clock import clock_of
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
 from zeroweave.comm.process_group import device_of, make_transport, own_group
-from zeroweave.comm.skip import Skipping
-from zeroweave.comm.timed import Timed
 from zeroweave.comm.transport import Transport
+from zeroweave.comm.wire import Wire
 from zeroweave.compile.regions import find_units
 from zeroweave.config import Config
 from zeroweave.engine import Engine
@@ -321,12 +320,13 @@ def _assemble(
         raise ConfigError(f"compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)
     meeting = _transport(group, control, device, ledger, groups, common.ends)
-    timed = Timed(fenced(meeting, device, settings.debug), clock_of(device))
+    meeting = fenced(meeting, device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
-    transport = Skipping(Paired(timed, control, ledger) if ways_differ else timed, device)
+    paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
+    transport = Wire(meeting, device, paired=paired)
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
     trains = optimizer is not None
-    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering, timed.issuing, trains)
+    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering, transport.issuing, trains)
     _fill(runtime, parameters)
     runtime.transfers.finish()
     _share_buffers(model, device, runtime)
@@ -352,7 +352,6 @@ def _assemble(
             runtime=runtime,
             ledger=ledger,
             transport=transport,
-            timed=timed,
             control=control,
             alarm=common.alarm,
             progress=common.progress,

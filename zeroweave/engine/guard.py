@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.skip import Skipping
+from zeroweave.comm.wire import Wire
 from zeroweave.errors import AgreementError, EngineError, RankFailure
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.compare import compare, first_difference
@@ -55,7 +55,7 @@ class Agreements:
     While `transport` skips communication, each decides as if the others had said what it says.
     """
 
-    def __init__(self, control: Control, transport: Skipping, alarm: Alarm, progress: Progress) -> None:
+    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress) -> None:
         self._control, self._transport = control, transport
         self._alarm, self._progress = alarm, progress
         self._backwards = self._changes = self._agreed = 0

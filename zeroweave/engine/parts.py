@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.skip import Skipping
-from zeroweave.comm.timed import Timed
+from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.eager.access import Shown
 from zeroweave.eager.hooks import delivery
@@ -34,10 +33,7 @@ class Parts:
     config: Config
     runtime: Runtime
     ledger: Ledger
-    transport: Skipping
-    """the runtime's"""
-    timed: Timed
-    """what it hands on to"""
+    transport: Wire
     control: Control
     alarm: Alarm
     progress: Progress
@@ -57,7 +53,7 @@ def adaptive_of(parts: Parts) -> Adaptive | None:
     budget = parts.config.offload.memory_budget
     if budget is None or parts.optimizer is None:
         return None
-    clock = parts.timed.clock
+    clock = parts.transport.clock
     return Adaptive(parts.optimizer.offload, budget, clock.peak, clock.restart_peak)
 
 

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from zeroweave.comm.skip import Skipping
-from zeroweave.comm.timed import Timed
+from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.guard import Agreements
 from zeroweave.engine.parts import Parts
@@ -128,8 +127,7 @@ class Scheduler:
     def __init__(
         self,
         runtime: Runtime,
-        transport: Timed,
-        skipping: Skipping,
+        transport: Wire,
         agreements: Agreements,
         base: Facts,
         settings: Settings,
@@ -137,7 +135,6 @@ class Scheduler:
         record_steps: int,
     ) -> None:
         self._runtime, self._transport, self._agreements = runtime, transport, agreements
-        self._skipping = skipping
         self._base, self.settings = base, settings
         self.passes: list[Pass] = [*PASSES, *passes]
         self._record_steps = record_steps
@@ -202,7 +199,7 @@ class Scheduler:
 
         A step that was not `applied` says nothing about the time that steps take.
         """
-        if self._skipping.skips:  # nothing that is tried out decides anything
+        if self._transport.skips:  # nothing that is tried out decides anything
             self.abandon()
             return self.schedule
         step = self._take_step() if applied else None
@@ -250,7 +247,7 @@ class Scheduler:
     def _time(self, on: bool) -> None:
         timeline = self._timeline = Timeline(self._transport.clock) if on else None
         self._runtime.replay.executor.note_times(timeline)
-        self._transport.log = None if timeline is None else timeline.collectives
+        self._transport.time(None if timeline is None else timeline.collectives)
 
     def abandon(self) -> None:
         """What was timed of the open window is no step."""
@@ -337,9 +334,7 @@ def scheduler_of(parts: Parts, agreements: Agreements) -> Scheduler:
         passes_of(parts.config),
         parts.config.compile.record_steps,
     )
-    return Scheduler(
-        parts.runtime, parts.timed, parts.transport, agreements, parts.facts, settings, passes, record_steps
-    )
+    return Scheduler(parts.runtime, parts.transport, agreements, parts.facts, settings, passes, record_steps)
 
 
 def _import(name: str) -> Pass:

@@ -21,13 +21,13 @@ _LOG: Final = logging.getLogger("zeroweave")
 
 def scaler_of(parts: Parts) -> Scaler:
     """The scaler that an engine's config asks for."""
-    runtime = parts.runtime
+    runtime, transport = parts.runtime, parts.transport
     layouts = [b.layout for b in runtime.buckets.values()]
     return Scaler(
         runtime.gradients,
         loss_scale_of(parts.config, layouts),
         checks(parts.config, layouts),
-        parts.transport.all_reduce_sum,
+        lambda tensor: transport.all_reduce_sum(tensor),  # whose way there may change
         parts.device,
     )
 
