@@ -23,10 +23,11 @@ import torch.distributed as dist
 
 from tests.support.harness import Outcome, Pool
 from tests.support.patience import patient
+from zeroweave.comm.ledger import Ledger
 from zeroweave.ranks import watcher
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.board import Board
-from zeroweave.ranks.control import Agreement, Control, Gathers
+from zeroweave.ranks.control import Agreement, Control
 
 Pools = Callable[[int], Pool]
 
@@ -37,8 +38,8 @@ class Engine:
     def __init__(self, deadline: float = 60.0) -> None:
         self.control = Control.over(None, deadline)
         self.step = self.count = 0
-        self.alarm = Alarm(self.control, lambda: (self.step, self.count))
         self.rank = self.control.rank
+        self.alarm = Alarm(self.control, Ledger(self.control.world, self.rank), lambda: (self.step, self.count))
 
     def collective(self) -> None:
         self.count += 1
@@ -138,9 +139,9 @@ def alarms(world: int) -> list[tuple[Alarm, list[str]]]:
     store, made = dist.HashStore(), []
     boards = [Board(rank, world, lambda: store) for rank in range(world)]
     for rank, board in enumerate(boards):
-        control = Control(cast(Gathers, object()), rank, world, 3.0, board)
+        control = Control(cast(dist.ProcessGroup, object()), rank, world, 3.0, board)
         ends: list[str] = []
-        made.append((Alarm(control, end=ends.append), ends))
+        made.append((Alarm(control, Ledger(world, rank), lambda: (0, 0), ends.append), ends))
     return made
 
 
@@ -335,7 +336,7 @@ def test_a_forked_child_does_not_speak_for_its_rank(pools: Pools) -> None:
 
 
 def test_a_world_of_one() -> None:
-    alarm = Alarm(Control(None, 0, 1))
+    alarm = Alarm(Control(None, 0, 1), Ledger(1, 0), lambda: (0, 0))
     assert alarm.failed("forward", 0, ValueError()) and alarm.fatal is None
     alarm.post_counts(0, 1)
     alarm.close()
@@ -344,12 +345,13 @@ def test_a_world_of_one() -> None:
 
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist
+from zeroweave.comm.ledger import Ledger
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control
 dist.init_process_group("gloo")
 rank, count = dist.get_rank(), 0
 control = Control.over(None, 60.0)
-alarm = Alarm(control, lambda: (0, count))
+alarm = Alarm(control, Ledger(2, rank), lambda: (0, count))
 control.agree(Agreement(0, 0, 0, b""))
 {body}
 """

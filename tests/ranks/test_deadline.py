@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from zeroweave.comm.ledger import Ledger
 from zeroweave.ranks.board import Board
-from zeroweave.ranks.watcher import LOOK_SECONDS, SILENCE, Line, Watcher
+from zeroweave.ranks.watcher import LOOK_SECONDS, SILENCE, StatusLine, Watcher
 
 DEADLINE = 20.0
 
@@ -16,8 +16,10 @@ class Rank:
     """A rank with a ledger: `issues` collectives, `waits` for the last of them."""
 
     def __init__(self, board: Board) -> None:
-        self.rank, self.line, self.ledger = board.rank, Line(board), Ledger(board.world, board.rank)
-        self.watcher = Watcher(self.line, lambda: (0, self.ledger.count), lambda _: None, self.ledger, DEADLINE)
+        self.rank, self.line, self.ledger = board.rank, StatusLine(board), Ledger(board.world, board.rank)
+        self.watcher = Watcher(
+            self.line, lambda: (0, self.ledger.count), lambda _: None, self.ledger, DEADLINE, lambda: 0
+        )
 
     def issues(self, times: int = 1) -> None:
         for _ in range(times):

@@ -7,14 +7,15 @@ import threading
 import pytest
 import torch.distributed as dist
 
+from zeroweave.comm.ledger import Ledger
 from zeroweave.ranks.board import Board
 from zeroweave.ranks.watcher import (
     ALIKE_SECONDS,
     LOST_SECONDS,
     POLL_SECONDS,
     Failure,
-    Line,
-    Status,
+    RankStatus,
+    StatusLine,
     Watcher,
     question_of,
 )
@@ -26,11 +27,12 @@ class Rank:
     """A rank of a pretended world: its line, its watcher and how far it is."""
 
     def __init__(self, board: Board) -> None:
-        self.board, self.line = board, Line(board)
+        self.board, self.line = board, StatusLine(board)
         self.at, self.operations = (0, 0), 0
         self.ends: list[str] = []
+        self.ledger = Ledger(board.world, board.rank)
         self.watcher = Watcher(
-            self.line, lambda: self.at, self.ends.append, None, DEADLINE, operations=lambda: self.operations
+            self.line, lambda: self.at, self.ends.append, self.ledger, DEADLINE, lambda: self.operations
         )
 
     def says(self, now: float) -> str | None:
@@ -56,9 +58,10 @@ def failure(**changes: object) -> Failure:
 
 @pytest.mark.oldest
 def test_a_status_survives_the_board() -> None:
-    status = Status(beat=4, step=2, count=9, left="it closed", failure=failure(error='a "quoted"\nline', final=True))
-    assert Status.parse(status.dump()) == status
-    assert Status.parse("") == Status()
+    error = failure(error='a "quoted"\nline', final=True)
+    status = RankStatus(beat=4, step=2, count=9, left="it closed", failure=error)
+    assert RankStatus.parse(status.dump()) == status
+    assert RankStatus.parse("") == RankStatus()
 
 
 @pytest.mark.oldest

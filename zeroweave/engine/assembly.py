@@ -151,7 +151,7 @@ class _Common:
     def __init__(self, control: Control, ledger: Ledger, ends: ExitStack) -> None:
         self.control, self.ledger, self.ends = control, ledger, ends
         self.progress = Progress(ledger)
-        self.alarm = Alarm(control, self.progress, trail=ledger)
+        self.alarm = Alarm(control, ledger, self.progress)
         self.ends.callback(self.alarm.close)
         self.guard = Guard(self.alarm, self.progress)
 

@@ -41,7 +41,7 @@ from zeroweave.ranks.watcher import (
     ALIKE_SECONDS,
     LOOK_SECONDS,
     Failure,
-    Line,
+    StatusLine,
     Trail,
     Watcher,
     describe,
@@ -71,19 +71,19 @@ class Alarm:
     def __init__(
         self,
         control: Control,
-        progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        trail: Trail,
+        progress: Callable[[], tuple[int, int]],
         end: Callable[[str], None] = end_process,
-        trail: Trail | None = None,
     ) -> None:
         self.rank, self.world = control.rank, control.world
         self.fatal: str | None = None
         self._control, self._progress, self._trail = control, progress, trail
         self._shared: str | None = None  # the last error that all ranks had
         self._process = os.getpid()
-        self._line: Line | None = None
+        self._line: StatusLine | None = None
         if control.board is None:
             return
-        self._line = Line(control.board.connect())
+        self._line = StatusLine(control.board.connect())
         self._line.post()
         self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds, lambda: control.operations)
         self._stop = threading.Event()
@@ -122,7 +122,7 @@ class Alarm:
             alike, known = False, [*self._watcher.heard(), str(lost)]
         if alike:
             self._shared = mine.error
-            line.epoch += 1
+            line.survive()
             return True
         known = known or ["no other rank failed alike"]
         self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}{self._latest()}", *known])
@@ -132,7 +132,7 @@ class Alarm:
 
     def _latest(self) -> str:
         """The last collective of this rank, in words: another rank may have issued something else with it."""
-        text = "" if self._trail is None else self._trail.text_at(self._trail.mark[0])
+        text = self._trail.text_at(self._trail.mark[0])
         return f" behind its '{text}'" if text else ""
 
     def post_counts(self, step: int, count: int) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -77,14 +77,6 @@ class Diverged(AgreementError):
         self.rank = rank
 
 
-class Gathers(Protocol):
-    """What is needed of a gloo group."""
-
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], /) -> dist.Work: ...
-
-    def shutdown(self) -> None: ...
-
-
 class Control:
     """Agreement between the ranks of one engine. All methods but `close` are collective, from one thread.
 
@@ -95,7 +87,7 @@ class Control:
 
     def __init__(
         self,
-        group: Gathers | None,
+        group: dist.ProcessGroup | None,
         rank: int,
         world: int,
         deadline_seconds: float = 600.0,
@@ -127,7 +119,8 @@ class Control:
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         board = Board.open(process_group, deadline_seconds)
         group = dist.ProcessGroupGloo(board.part("gloo"), rank, world, timedelta(seconds=deadline_seconds))
-        control = cls(cast(Gathers, group), rank, world, deadline_seconds, board)
+        # a backend without its process group, which has the same methods
+        control = cls(cast(dist.ProcessGroup, group), rank, world, deadline_seconds, board)
         control.barrier("the start of the engine")
         return control
 

@@ -1,6 +1,6 @@
 """What a rank tells the others about itself, and the watcher that reads what they tell.
 
-`Status` is a rank's line on the board, `Line` this rank's own; `Watcher` decides when this process must end.
+`RankStatus` is a rank's line on the board, `StatusLine` this rank's own; `Watcher` decides when this process must end.
 The rules are in `alarm`.
 """
 
@@ -59,7 +59,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Status:
+class RankStatus:
     """A rank's line on the board.
 
     `issued`, `trail`, `latest`: how many collectives it had issued when it last showed that it lives, their hash,
@@ -88,23 +88,27 @@ class Status:
         return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, text: str) -> Status:
+    def parse(cls, text: str) -> RankStatus:
         fields = json.loads(text) if text else {}
         failure = fields.pop("failure", None)
         return cls(**fields, failure=Failure(**failure) if failure else None)
 
 
-class Line:
+class StatusLine:
     """This rank's line, written by both threads. `epoch`: failures that all ranks have survived together."""
 
     def __init__(self, board: Board) -> None:
-        self.board, self.epoch, self.status = board, 0, Status()
+        self.board, self.epoch, self.status = board, 0, RankStatus()
         self._lock = threading.Lock()
 
     def post(self, **changes: Any) -> None:
         with self._lock:
             self.status = replace(self.status, **changes)
             self.board.post("status", self.status.dump())
+
+    def survive(self) -> None:
+        """All ranks have failed alike, and go on."""
+        self.epoch += 1
 
     @property
     def failing(self) -> bool:
@@ -133,17 +137,17 @@ class Watcher:
 
     def __init__(
         self,
-        line: Line,
+        line: StatusLine,
         progress: Callable[[], tuple[int, int]],
         end: Callable[[str], None],
-        trail: Trail | None = None,
-        deadline_seconds: float = 600.0,
-        operations: Callable[[], int] = lambda: 0,
+        trail: Trail,
+        deadline_seconds: float,
+        operations: Callable[[], int],
     ) -> None:
         self._operations = operations
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
         self._trail, self._deadline = trail, deadline_seconds
-        self._statuses: list[Status] = []
+        self._statuses: list[RankStatus] = []
         self._rung = -1
         self._looked = self._read_at = float("-inf")
         self._lost_since: float | None = None
@@ -202,8 +206,6 @@ class Watcher:
 
     def _differs(self) -> str | None:
         """Has another rank issued other collectives?"""
-        if self._trail is None:
-            return None
         for rank, status in self._others():
             ours = None if status.trail is None else self._trail.hash_at(status.issued)
             if ours is not None and ours != status.trail:
@@ -213,7 +215,6 @@ class Watcher:
         return None
 
     def _first_difference(self, rank: int) -> str:
-        assert self._trail is not None
         try:
             self._tell_marks()
             self._line.post(asks=True)
@@ -226,7 +227,7 @@ class Watcher:
         return explain(self._board.rank, self._trail.marks, rank, parse(answer), self._trail.gathers_on_entry)
 
     def _tell_marks(self) -> None:
-        if self._trail is not None and not self._remembered:
+        if not self._remembered:
             self._remembered = True
             self._board.post("marks", dump(self._trail.marks))
 
@@ -236,7 +237,7 @@ class Watcher:
         mine = self._line.status  # read after the progress: an agreement may have been reached between
         for rank, status in self._others():
             here = f"this rank has issued {count} and is in step {step}"
-            if self._trail is not None and self._trail.call:
+            if self._trail.call:
                 here = f"{here}, {self._trail.call}: {ADVICE}"
             if status.left and count > status.count:
                 return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
@@ -253,9 +254,9 @@ class Watcher:
         what they have said after the deadline counts, or that they have said nothing for `SILENCE` looks. A rank that
         nobody waits for may be silent for as long as it likes.
         """
-        waiting = None if self._trail is None else self._trail.waiting
+        waiting = self._trail.waiting
         behind = {} if waiting is None else {r: s for r, s in self._others() if not s.left and s.issued < waiting[0]}
-        if self._trail is None or waiting is None or not behind:
+        if waiting is None or not behind:
             self._overdue = None
             return None
         least = min(status.issued for status in behind.values())
@@ -286,17 +287,16 @@ class Watcher:
             return "the process of rank 0 has gone without a word"
         return None
 
-    def _others(self) -> list[tuple[int, Status]]:
+    def _others(self) -> list[tuple[int, RankStatus]]:
         return [(rank, status) for rank, status in enumerate(self._statuses) if rank != self._board.rank]
 
     def _read(self, now: float) -> None:
         rung, timed = self._board.rung(), now - self._looked >= LOOK_SECONDS
         if timed:
             self._looked = now
-            issued, trail = (0, None) if self._trail is None else self._trail.mark
-            latest = "" if self._trail is None else self._trail.text_at(issued)
-            call = "" if self._trail is None else self._trail.call
-            self._line.post(beat=self._line.status.beat + 1, issued=issued, trail=trail, latest=latest, call=call)
+            issued, trail = self._trail.mark
+            beat, latest = self._line.status.beat + 1, self._trail.text_at(issued)
+            self._line.post(beat=beat, issued=issued, trail=trail, latest=latest, call=self._trail.call)
         if timed or rung != self._rung:
             self._rung = rung
             self._statuses, self._read_at = read(self._board), now
@@ -344,9 +344,9 @@ class Watcher:
             pass
 
 
-def read(board: Board) -> list[Status]:
+def read(board: Board) -> list[RankStatus]:
     """Every rank's status, in rank order."""
-    return [Status.parse(text) for text in board.read("status")]
+    return [RankStatus.parse(text) for text in board.read("status")]
 
 
 def question_of(failure: Failure) -> str:
