@@ -2,7 +2,7 @@
 
     python -m benchmarks.compile_cost
 
-Trains the demo's Llama (`examples/llama.py`) for a few steps under Inductor, in fresh processes, with 8, 16 and 32
+Trains the demo's Llama (`zeroweave.demo`) for a few steps under Inductor, in fresh processes, with 8, 16 and 32
 blocks and an empty cache, with the cache that was left, and on two gloo ranks that share an empty cache; beside it
 `torch.compile(model)` whole, in the same run. Prints compilations, the time of the first step and that of each phase.
 Exit code 1 if `--check` is given and something does not hold that must.
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import launch
-from examples.llama import Llama, LlamaConfig
+from zeroweave.demo import Llama, LlamaConfig
 
 MOST_COMPILATIONS = 16
 MOST_GROWTH = 1.3

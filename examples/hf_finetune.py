@@ -9,10 +9,10 @@ To start from weights, replace `build` by `AutoModelForCausalLM.from_pretrained(
 import argparse
 
 import torch
-from text import Text
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import zeroweave as zw
+from zeroweave.demo import Text
 
 KINDS = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 

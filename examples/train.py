@@ -7,10 +7,9 @@ On one:            python examples/train.py
 import argparse
 
 import torch
-from llama import Llama
-from text import Text
 
 import zeroweave as zw
+from zeroweave.demo import Llama, Text
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--stage", type=int, default=3)

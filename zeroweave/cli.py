@@ -69,20 +69,7 @@ def demo(
     options += ["--eager"] if eager else []
     options += ["--profile"] if profile else []
     options += ["--json", str(json)] if json else []
-    raise typer.Exit(launch(["--nproc-per-node", str(ranks), str(demo_script()), *options]))
-
-
-def demo_script() -> Path:
-    """The demo's program in the checkout: an example, and examples are not installed with the package."""
-    script = Path(__file__).resolve().parent.parent / "examples" / "demo.py"
-    if not script.is_file():
-        print(
-            f"zeroweave: the demo is part of the repository's examples, and {script} does not exist; "
-            "clone the repository and install it with pip install -e . (or type make demo)",
-            file=sys.stderr,
-        )
-        raise typer.Exit(2)
-    return script
+    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo", *options]))
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import typer
 from typer.testing import CliRunner
 
 import zeroweave
@@ -25,17 +22,6 @@ def test_wrong_values_are_refused_before_anything_starts(arguments: list[str]) -
     result = CliRunner().invoke(cli.app, ["demo", *arguments])
     assert result.exit_code == 2
     assert arguments[0] in result.output
-
-
-def test_the_demo_without_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.demo_script().name == "demo.py"
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "zeroweave" / "cli.py"))
-    with pytest.raises(typer.Exit) as stop:
-        cli.demo_script()
-    assert stop.value.exit_code == 2
-    assert "clone the repository" in capsys.readouterr().err
 
 
 def test_the_version() -> None:

@@ -100,6 +100,7 @@ def place(code: CodeType) -> tuple[str, int]:
 
 def test_every_function_of_every_module_is_found() -> None:
     names = [".".join(p.relative_to(Path(PACKAGE).parent).with_suffix("").parts) for p in Path(PACKAGE).rglob("*.py")]
+    names.remove("zeroweave.demo.model")  # a model, as a user's is
     for name in (name.removesuffix(".__init__") for name in names):
         module: Any = importlib.import_module(name)
         missing = {place(c) for c in functions_in(Path(module.__file__))} - {place(c) for c in code_of(module)}

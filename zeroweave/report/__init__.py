@@ -1,1 +1,1 @@
-"""What the command line prints and starts: launching ranks, checking the machine, the demo and its tables."""
+"""What the command line prints and starts: launching ranks, checking the machine, schedules and tables."""

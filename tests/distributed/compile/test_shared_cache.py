@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroweave as zw
-from examples.llama import Llama, LlamaConfig
 from tests.support.harness import Pool
 from tests.support.reference import Plain, judge
+from zeroweave.demo import Llama, LlamaConfig
 
 Pools = Callable[[int], Pool]
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from zeroweave.comm.ledger import Traffic
+from zeroweave.demo.measure import Count, State
 from zeroweave.engine.stats import Memory, Stats
-from zeroweave.report.measure import Count, State
 from zeroweave.report.tables import chart, size, table
 from zeroweave.schedule import Schedule
 

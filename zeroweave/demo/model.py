@@ -97,6 +97,9 @@ class Head(nn.Module):
 class Llama(nn.Module):
     """`model(input_ids, labels)`: both int64 [batch, length]; labels are the input itself."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: LlamaConfig | None = None) -> None:
         super().__init__()
         config = config or LlamaConfig()

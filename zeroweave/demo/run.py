@@ -1,7 +1,6 @@
-"""The program of each rank of `zeroweave demo`: train, check the run against independent figures, and show
-it.
+"""The program of each rank of `zeroweave demo`: train, check the run against independent figures, and show it.
 
-The model and the text are handed in by `examples/demo.py`. All ranks do the same; rank 0 prints.
+All ranks do the same; rank 0 prints.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,19 +23,15 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from zeroweave.comm.ledger import Traffic
-from zeroweave.report import measure
-from zeroweave.report.show import Profile, Result, show
+from zeroweave.demo import measure
+from zeroweave.demo.model import Llama
+from zeroweave.demo.show import Profile, Result, show
+from zeroweave.demo.text import Text
 
 LEARNING_RATE = 2e-3
 CHECKED_STEPS = 3
 LAST = 10
 """Steps whose mean is the final loss: one batch is noisy."""
-
-
-class Batches(Protocol):
-    """The text: `step(k)` gives this rank's part of the batch of step k, keyword arguments of the model."""
-
-    def step(self, k: int) -> dict[str, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -75,17 +69,15 @@ def parse(arguments: list[str]) -> Settings:
 class Demo:
     """One rank of the demo."""
 
-    def __init__(self, settings: Settings, build: Callable[[], nn.Module], text: Batches, device: torch.device) -> None:
-        self.settings, self.build, self.text, self.device = settings, build, text, device
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.text = Text(rank=self.rank, world=self.world, device=device)
 
     def model(self) -> nn.Module:
         """A new model, with the same weights each time and on every rank."""
         torch.manual_seed(0)
-        return self.build().to(self.device)
-
-    def batch(self, k: int) -> dict[str, Tensor]:
-        return {name: tensor.to(self.device) for name, tensor in self.text.step(k).items()}
+        return Llama().to(self.device)
 
     def engine(self, stage: int) -> zw.Engine:
         model = self.model()
@@ -94,7 +86,7 @@ class Demo:
 
     def step(self, engine: zw.Engine, k: int) -> Tensor:
         """One training step; the loss of this rank's part of the batch, detached."""
-        loss = engine(**self.batch(k)).loss
+        loss = engine(**self.text.step(k)).loss
         engine.backward(loss)
         engine.step()
         return loss.detach()
@@ -104,7 +96,7 @@ class Demo:
         seen: list[dict[str, Tensor | None]] = []
         with self.engine(stage) as engine:
             for k in range(CHECKED_STEPS):
-                engine.backward(engine(**self.batch(k)).loss)
+                engine.backward(engine(**self.text.step(k)).loss)
                 seen.append(dict(engine.gradients()))
                 engine.step()
             with engine.full_parameters() as parameters:
@@ -135,7 +127,7 @@ class Demo:
         self.say(f"comparing stages 1, 2 and 3 with each other and with DDP: {CHECKED_STEPS} steps each")
         runs = {stage: self.short_run(stage) for stage in (1, 2, 3)}
         equal = all(measure.bit_equal(runs[1], runs[stage]) for stage in (2, 3))
-        reference = measure.ddp_gradients(self.model(), self.batch(0))
+        reference = measure.ddp_gradients(self.model(), self.text.step(0))
         difference = measure.relative_difference(runs[settings.stage][0], reference)
 
         with self.engine(settings.stage) as engine:
@@ -196,15 +188,13 @@ class Demo:
         return all(self.gather(fact))
 
 
-def main(
-    build: Callable[[], nn.Module], text: Callable[[int, int], Batches], arguments: list[str] | None = None
-) -> None:
-    """Run the demo on this rank with the model of `build()` and the text of `text(rank, world)`.
+def main() -> None:
+    """Run the demo on this rank, with the options of the command line.
 
     Rank 0 prints the report and, last, one JSON object. The process exits with 1 where a check failed.
     Expects the environment that torchrun sets.
     """
-    settings = parse(sys.argv[1:] if arguments is None else arguments)
+    settings = parse(sys.argv[1:])
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -212,7 +202,7 @@ def main(
     on_gpu: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group("nccl" if on_gpu else "gloo", **on_gpu)
     rank = dist.get_rank()
-    result = Demo(settings, build, text(rank, dist.get_world_size()), device).run()
+    result = Demo(settings, device).run()
     gc.collect()  # DDP holds the group in a cycle, and a group that outlives its end aborts
     dist.destroy_process_group()
     problems = result.problems()

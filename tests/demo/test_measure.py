@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zeroweave.demo import measure
+from zeroweave.demo.measure import Count
 from zeroweave.layout import ParameterSpec, build_layout
-from zeroweave.report import measure
-from zeroweave.report.measure import Count
 from zeroweave.schedule import BucketFacts, Call, Entered, Event, Facts, Left, Micro, Ready, compile_schedule
 
 

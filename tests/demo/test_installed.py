@@ -1,0 +1,41 @@
+"""The package where nothing of the checkout can be found but what is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with the package's files alone, as a wheel holds them."""
+    site = tmp_path / "site"
+    shutil.copytree(ROOT / "zeroweave", site / "zeroweave", ignore=shutil.ignore_patterns("__pycache__"))
+    return site
+
+
+def test_the_demo_runs_without_the_checkout(installed: Path, tmp_path: Path) -> None:
+    def python(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(installed)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert python("-c", "import zeroweave; print(zeroweave.__file__)").startswith(str(installed))
+    said = python("-m", "zeroweave.cli", "demo", "--eager", "--ranks", "1", "--steps", "12", "--stage", "1")
+    figures = json.loads(said.splitlines()[-1])
+    assert (figures["ranks"], figures["steps"]) == (1, 12)
