@@ -20,6 +20,7 @@ from zeroweave.schedule import (
     Reduce,
     Reshard,
     Run,
+    Schedule,
     Settle,
     Unshard,
     Update,
@@ -355,3 +356,11 @@ def test_impossible_facts_are_refused(wrong: dict[str, int]) -> None:
 def test_bucket_ids_are_unique() -> None:
     with pytest.raises(ScheduleError, match="same id"):
         Facts((BucketFacts(0, "a", 1, True),) * 2, frozenset(), 1, 0, False)
+
+
+def test_a_gather_starts_with_the_first_hold_and_the_storage_goes_with_the_last() -> None:
+    twice = (Unshard(0), Unshard(1), Unshard(0), Reshard(0), Reshard(1), Reshard(0), Unshard(0), Reshard(0))
+    schedule = Schedule(twice, (), make_facts())
+    assert schedule.gathers == {0, 1, 6}
+    assert schedule.drops == {4, 5, 7}
+    assert schedule.collectives() == (("all_gather", 0), ("all_gather", 1), ("all_gather", 0))

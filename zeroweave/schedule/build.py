@@ -7,7 +7,7 @@ drops it when it is left. The passes improve it; ``verify`` checks the result.
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +72,31 @@ class Schedule:
                 found.add(unmatched[instruction.call].pop())
         return frozenset(found)
 
+    @cached_property
+    def gathers(self) -> frozenset[int]:
+        """Indices of the Unshards that start a gather: those that take the first hold."""
+        return self._first_and_last_holds[0]
+
+    @cached_property
+    def drops(self) -> frozenset[int]:
+        """Indices of the Reshards with which the storage goes: those that drop the last hold."""
+        return self._first_and_last_holds[1]
+
+    @cached_property
+    def _first_and_last_holds(self) -> tuple[frozenset[int], frozenset[int]]:
+        first, last, holds = set(), set(), Counter[int]()
+        for index, instruction in enumerate(self.instructions):
+            match instruction:
+                case Unshard(bucket):
+                    holds[bucket] += 1
+                    if holds[bucket] == 1:
+                        first.add(index)
+                case Reshard(bucket):
+                    holds[bucket] -= 1
+                    if not holds[bucket]:
+                        last.add(index)
+        return frozenset(first), frozenset(last)
+
     def describe(self, instruction: Instruction) -> str:
         """One instruction in words, buckets by name: ``Run layers.0 forward [layers.0]``."""
         name = self.facts.name
@@ -128,17 +153,11 @@ class Schedule:
     def collectives(self) -> tuple[tuple[str, int], ...]:
         """What is issued, in order: ("all_gather" or "reduce_scatter", bucket)."""
         out: list[tuple[str, int]] = []
-        holds: dict[int, int] = {}
-        for instruction in self.instructions:
-            match instruction:
-                case Unshard(bucket):
-                    if not holds.get(bucket, 0):  # a second hold gathers nothing
-                        out.append(("all_gather", bucket))
-                    holds[bucket] = holds.get(bucket, 0) + 1
-                case Reshard(bucket):
-                    holds[bucket] = holds.get(bucket, 0) - 1
-                case Reduce(bucket):
-                    out.append(("reduce_scatter", bucket))
+        for index, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Unshard) and index in self.gathers:
+                out.append(("all_gather", instruction.bucket))
+            elif isinstance(instruction, Reduce):
+                out.append(("reduce_scatter", instruction.bucket))
         return tuple(out)
 
     @cached_property

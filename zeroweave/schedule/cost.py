@@ -101,7 +101,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     now = free = 0.0  # of the compute lane, of the collectives' lane
     event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
     due: list[tuple[int, int]] = []  # reductions that wait for the last of their Fuse: index, bucket
-    holds = dict.fromkeys(sizes, 0)
     arrives: dict[int, float] = {}
     flying: dict[int, deque[float]] = {}
     flats = held = 0
@@ -124,8 +123,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         starts.append(now)
         match instruction:
             case Unshard(bucket):
-                holds[bucket] += 1
-                if holds[bucket] == 1:
+                if index in schedule.gathers:
                     start = max(now, free)
                     seconds = costs.seconds("all_gather", bucket, sizes[bucket])
                     free = start + max(0.0, seconds - costs.gather.alpha * (together > 0 and launched))
@@ -134,10 +132,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                     flats += sizes[bucket]
                     spans.append(Span("all_gather", index, start, free))
                 together = max(0, together - 1)
-            case Reshard(bucket):
-                holds[bucket] -= 1
-                if not holds[bucket]:
-                    flats -= sizes[bucket]
+            case Reshard(bucket) if index in schedule.drops:
+                flats -= sizes[bucket]
             case Wait(bucket):
                 if (gap := arrives.get(bucket, 0.0) - now) > 0:
                     waits[index] = gap

@@ -70,7 +70,6 @@ class Graph:
     def _seconds(self, costs: Costs) -> tuple[list[float], list[float | None]]:
         """Seconds of the compute stream for each instruction, and of the collective that it starts, if any."""
         sizes = {bucket.id: bucket.nbytes for bucket in self.schedule.facts.buckets}
-        starts = set(_starts(self.schedule))
         computing: list[float] = []
         sending: list[float | None] = []
         event = -1
@@ -79,7 +78,7 @@ class Graph:
             computing.append(costs.compute[event] if is_event(instruction) else 0.0)
             sending.append(None)
             match instruction:
-                case Unshard(b) if index in starts:
+                case Unshard(b) if index in self.schedule.gathers:
                     sending[index] = costs.seconds("all_gather", b, sizes[b])
                 case Reduce(b):
                     sending[index] = costs.seconds("reduce_scatter", b, sizes[b])
@@ -88,25 +87,9 @@ class Graph:
         return computing, sending
 
 
-def _starts(schedule: Schedule) -> list[int]:
-    """The Unshards that start a gather."""
-    holds: dict[int, int] = {}
-    found = []
-    for index, instruction in enumerate(schedule.instructions):
-        match instruction:
-            case Unshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) + 1
-                if holds[bucket] == 1:
-                    found.append(index)
-            case Reshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) - 1
-    return found
-
-
 def dependencies(schedule: Schedule) -> Graph:
     """The graph of a verified schedule."""
     edges: list[tuple[int, int, Reason]] = []
-    starts = set(_starts(schedule))
     event: int | None = None  # the last one
     gather: dict[int, int] = {}  # bucket -> the gather that made it what it is
     waited: dict[int, int] = {}
@@ -123,7 +106,7 @@ def dependencies(schedule: Schedule) -> Graph:
 
     for index, instruction in enumerate(schedule.instructions):
         match instruction:
-            case Unshard(bucket) if index in starts:
+            case Unshard(bucket) if index in schedule.gathers:
                 edge(dropped.get(bucket), index, "storage")
                 edge(collective, index, "lane")
                 gather[bucket] = collective = index

@@ -162,7 +162,7 @@ class Step:
         if tuple(moment.instruction for moment in moments) != schedule.instructions:
             raise ScheduleError("the step did not follow its schedule")
         gathers, reductions = _queues(collectives)
-        free, holds = 0.0, dict.fromkeys(schedule.facts.by_id, 0)
+        free = 0.0
         last = "the start of the step"
         lane = ""
         operations: list[Operation] = []
@@ -172,13 +172,9 @@ class Step:
             instruction = moment.instruction
             started: tuple[Kind, tuple[float, float]] | None = None
             match instruction:
-                case Unshard(bucket):
-                    holds[bucket] += 1
-                    if holds[bucket] == 1 and gathers.get(bucket):
-                        started = ("all_gather", gathers[bucket].popleft())
-                        gathered[bucket] = len(operations)
-                case Reshard(bucket):
-                    holds[bucket] -= 1
+                case Unshard(bucket) if index in schedule.gathers and gathers.get(bucket):
+                    started = ("all_gather", gathers[bucket].popleft())
+                    gathered[bucket] = len(operations)
                 case Reduce(bucket) if reductions.get(bucket):
                     started = ("reduce_scatter", reductions[bucket].popleft())
                     flying.setdefault(bucket, deque()).append(len(operations))
@@ -296,20 +292,18 @@ def _activations(step: Step) -> list[int]:
 
     What was away in host memory counts as if it had not been.
     """
-    needed = needs(step.schedule.record)
-    sizes = {bucket.id: bucket.nbytes for bucket in step.schedule.facts.buckets}
-    holds = dict.fromkeys(sizes, 0)
+    schedule = step.schedule
+    needed = needs(schedule.record)
+    sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
     flats = 0
     base: int | None = None
     memory: list[int] = []
-    for moment in step.moments:
+    for index, moment in enumerate(step.moments):
         match moment.instruction:
-            case Unshard(bucket):
-                holds[bucket] += 1
-                flats += sizes[bucket] * (holds[bucket] == 1)
-            case Reshard(bucket):
-                holds[bucket] -= 1
-                flats -= sizes[bucket] * (holds[bucket] == 0)
+            case Unshard(bucket) if index in schedule.gathers:
+                flats += sizes[bucket]
+            case Reshard(bucket) if index in schedule.drops:
+                flats -= sizes[bucket]
             case Reduce(bucket):
                 flats += sizes[bucket]
             case Settle(bucket):

@@ -93,7 +93,6 @@ def _pulled_up(schedule: Schedule, small: int, joins: _Joins) -> Schedule:
     sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
     instructions = schedule.instructions
     launches: dict[int, list[int]] = {}  # index of the first gather -> all of its launch
-    holds: dict[int, int] = {}
     lead: int | None = None
     room, since = 0, set[int]()  # bytes that may still join; buckets dropped since the launch
     phase: Phase | None = None
@@ -105,12 +104,8 @@ def _pulled_up(schedule: Schedule, small: int, joins: _Joins) -> Schedule:
             case Update():
                 lead = None
             case Reshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) - 1
                 since.add(bucket)
-            case Unshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) + 1
-                if holds[bucket] > 1:
-                    continue
+            case Unshard(bucket) if index in schedule.gathers:
                 nbytes = sizes[bucket]
                 if lead is not None and bucket not in since and nbytes <= room and joins(nbytes, lead, index):
                     launches[lead].append(index)

@@ -50,20 +50,15 @@ def _without_gaps(schedule: Schedule, retain: frozenset[int]) -> Schedule:
 
 def _gaps(schedule: Schedule) -> dict[int, list[tuple[int, int, int]]]:
     """For each bucket: (Reshard, Unshard, Wait) by index, wherever it is dropped and gathered again later."""
-    holds: dict[int, int] = {}
     dropped: dict[int, int] = {}
     gathered: dict[int, tuple[int, int]] = {}
     gaps: dict[int, list[tuple[int, int, int]]] = {}
     for index, instruction in enumerate(schedule.instructions):
         match instruction:
-            case Reshard(bucket):
-                holds[bucket] -= 1
-                if not holds[bucket]:
-                    dropped[bucket] = index
-            case Unshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) + 1
-                if holds[bucket] == 1 and bucket in dropped:
-                    gathered[bucket] = (dropped.pop(bucket), index)
+            case Reshard(bucket) if index in schedule.drops:
+                dropped[bucket] = index
+            case Unshard(bucket) if index in schedule.gathers and bucket in dropped:
+                gathered[bucket] = (dropped.pop(bucket), index)
             case Wait(bucket) if bucket in gathered:
                 gaps.setdefault(bucket, []).append((*gathered.pop(bucket), index))
     return gaps

@@ -73,7 +73,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
     later = float("inf")  # when the gather behind must start at the latest
-    for index, bucket, floor, need in reversed(_gathers(instructions, events)):
+    for index, bucket, floor, need in reversed(_gathers(schedule, events)):
         nbytes = schedule.facts.by_id[bucket].nbytes
         seconds = costs.seconds("all_gather", bucket, nbytes) * _MARGIN
         over = min(begins[need], later)
@@ -90,24 +90,20 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
     return _move(schedule, moved, taken)
 
 
-def _gathers(instructions: tuple[Instruction, ...], events: Events) -> list[tuple[int, int, int, int]]:
+def _gathers(schedule: Schedule, events: Events) -> list[tuple[int, int, int, int]]:
     """(index, bucket, first event it may precede, event that needs it) of each Unshard that starts a gather."""
     found: list[tuple[int, int, int, int]] = []
-    holds: dict[int, int] = {}
     floor: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
     barrier = 0
-    for index, instruction in enumerate(instructions):
+    for index, instruction in enumerate(schedule.instructions):
         match instruction:
             case Update():
                 barrier = events.before[index]
             case Reshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) - 1
                 floor[bucket] = events.before[index]
-            case Unshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) + 1
-                if holds[bucket] == 1:
-                    waiting[bucket] = (index, max(floor.get(bucket, 0), barrier))
+            case Unshard(bucket) if index in schedule.gathers:
+                waiting[bucket] = (index, max(floor.get(bucket, 0), barrier))
             case Wait(bucket) if bucket in waiting:
                 at, first = waiting.pop(bucket)
                 found.append((at, bucket, first, events.before[index]))
@@ -162,7 +158,6 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
     next_use = _next_use(instructions, stretches)
     moved: dict[int, list[Instruction]] = {}  # index -> Unshards to issue in front of it
     taken: set[int] = set()
-    holds: dict[int, int] = {}
     floor: dict[int, int] = {}  # bucket -> first Run after its last Reshard: it cannot be gathered before
     barrier = run = 0  # the first Run after the last Update; the Run to come
     for index, instruction in enumerate(instructions):
@@ -172,12 +167,8 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
             case Update():
                 barrier = run
             case Reshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) - 1
                 floor[bucket] = run
-            case Unshard(bucket):
-                holds[bucket] = holds.get(bucket, 0) + 1
-                if holds[bucket] > 1:
-                    continue  # gathers nothing
+            case Unshard(bucket) if index in schedule.gathers:
                 stretch = max(0, next_use[index] - ahead)
                 target = max(stretches.first[stretch], floor.get(bucket, 0), barrier)
                 if target < run or (target == run and run < len(stretches.slots) and stretches.slots[run] < index):
