@@ -16,7 +16,7 @@ from zeroweave.dc.gathers import Gathers
 from zeroweave.dc.registry import Registry
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.flat import Flat
+from zeroweave.runtime.flat import ShardedFlat
 
 CPU = torch.device("cpu")
 
@@ -47,9 +47,7 @@ def runtime() -> Iterator[dc.Runtime]:
 
 def test_what_is_prefetched_together_is_one_launch(runtime: dc.Runtime) -> None:
     transport = Noting()
-    registry = Registry(
-        runtime._control, CPU, lambda layout, shard: Flat(layout, shard, shard.dtype, transport, Gauge())
-    )
+    registry = Registry(runtime._control, CPU, lambda layout, shard: ShardedFlat(layout, shard, transport, Gauge()))
     shards = [torch.full((4,), float(i)) for i in range(4)]
     for ds_id, shard in enumerate(shards):
         registry.register_z3_param(ds_id, [4], shard, torch.zeros(4), persistent=ds_id == 3)

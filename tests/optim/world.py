@@ -31,9 +31,6 @@ class View:
     def shard(self) -> torch.Tensor:
         return self.home.master
 
-    def move(self, on_host: bool) -> None:
-        self.home.move(on_host)
-
 
 class Net(nn.Module):
     """Sizes that spread unevenly: large, odd, smaller than the world, one element, none; one is frozen."""

@@ -13,7 +13,7 @@ from zeroweave.dc.targets import Share, agree_on_shares, even_shares
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.ranks.control import Control
-from zeroweave.runtime.flat import Flat
+from zeroweave.runtime.flat import ShardedFlat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,7 +25,7 @@ class Parameter:
     buffer: torch.Tensor | None
     """where its reduced gradient goes; None: into the step-local partition"""
     offset: int
-    flat: Flat | None = None
+    flat: ShardedFlat | None = None
     """of a sharded parameter"""
     persistent: bool = False
     shares: tuple[Share, ...] | None = None
@@ -53,7 +53,7 @@ class Registry:
     """Parameters and graphs by id. `make_flat(layout, shard)` makes the flat of a sharded parameter."""
 
     def __init__(
-        self, control: Control, device: torch.device, make_flat: Callable[[BucketLayout, torch.Tensor], Flat]
+        self, control: Control, device: torch.device, make_flat: Callable[[BucketLayout, torch.Tensor], ShardedFlat]
     ) -> None:
         self._control, self._device, self._make_flat = control, device, make_flat
         self.rank, self.world = control.rank, control.world

@@ -23,7 +23,7 @@ from zeroweave.dc.registry import Registry
 from zeroweave.dc.targets import GradientPartition
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.ranks.control import Agreement, Control
-from zeroweave.runtime.flat import Flat
+from zeroweave.runtime.flat import ShardedFlat
 from zeroweave.runtime.reductions import Reductions
 from zeroweave.runtime.storages import free_storages
 
@@ -78,7 +78,7 @@ class Runtime:
         registry = Registry(
             self._control,
             self.device,
-            lambda layout, shard: Flat(layout, shard, shard.dtype, wire, flats),
+            lambda layout, shard: ShardedFlat(layout, shard, wire, flats),
         )
         self._bucket_size = initial_reduce_bucket_size
         self._real: _Parts | None = self._parts_of(registry)

@@ -71,10 +71,8 @@ class Access:
 
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._runtime = runtime
-        self.buckets = tuple(runtime.buckets.values())
+        self.buckets, self.places = tuple(runtime.buckets.values()), runtime.directory.places
         self._bucket: dict[int, Bucket] = {id(p): b for b in runtime.buckets.values() for p in b.real}
-        self.place = {s.name: (b.id, i) for b in runtime.buckets.values() for i, s in enumerate(b.layout.slots)}
-        """parameter's name -> (bucket id, slot index)"""
         self._plain = {m: m._parameters for m in model.modules() if any(p is not None for p in m._parameters.values())}
         self._watched: dict[nn.Module, _Watched] = {}
 
@@ -146,7 +144,7 @@ class Shown:
         self._views = self._places.show_views()
         for name, view in self._views.items():
             if view.requires_grad:
-                view.register_post_accumulate_grad_hook(_hand_over(deliver, *self._access.place[name]))
+                view.register_post_accumulate_grad_hook(_hand_over(deliver, *self._access.places[name]))
 
     def close(self) -> None:
         """Shows stubs again, and makes one of each view that the user has kept.

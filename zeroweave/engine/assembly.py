@@ -335,7 +335,7 @@ def _assemble(
         home = torch.device("cpu") if moments_off else device
         states = take(optimizer, buckets, named, told, transport, device, home)
 
-    place = {s.name: (b.id, i) for b in layouts for i, s in enumerate(b.slots)}
+    place = runtime.directory.places
     original = {name: p.tensor.dtype for name, p in parameters.items()}
     slot_of = {id(p.tensor): place[name] for name, p in parameters.items()}
     del parameters, named

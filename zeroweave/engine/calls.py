@@ -69,8 +69,7 @@ class Calls:
             announcer = Announcer.on_terminal(rank, first_step)
             self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer)
 
-        place = {s.name: (b.id, i) for b in runtime.buckets.values() for i, s in enumerate(b.layout.slots)}
-        place_of = {id(p): place[name] for name, p in model.named_parameters()}
+        place_of = {id(p): runtime.directory.places[name] for name, p in model.named_parameters()}
 
         def call(name: str, module: nn.Module, recurse: bool) -> ModuleCall:
             slots = [place_of[id(p)] for p in module.parameters(recurse)]

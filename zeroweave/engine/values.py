@@ -133,7 +133,7 @@ class Accessors(Windows):
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._refuse_inside(method)
         name = state.name_of(parameter, self.module, self._parts.places)
-        bucket_id, slot = self._calls.access.place[name]
+        bucket_id, slot = self._runtime.directory.places[name]
         bucket = self._runtime.buckets[bucket_id]
         if what != "param" and not bucket.layout.trainable:
             raise EngineError(f"{method}: {name!r} is frozen and has no {what!r}")

@@ -226,7 +226,7 @@ class Offload:
             moments.land()
         view = self._buckets[bucket]
         if view.home.movable:
-            view.move(on_host)
+            view.home.move(on_host)
             self._fragments[bucket].point(view.shard)
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from zeroweave._torch import owners, storage_key, storage_use_count, version
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.transport import Pending, Transport
+from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.flat import Flat
@@ -45,7 +45,7 @@ class Bucket(Flat):
         it is gathered. So nothing is kept twice, and the optimizer has nothing to round.
         """
         self.home = home
-        super().__init__(layout, home.master, dtype, transport, flats, device)
+        super().__init__(layout, dtype, device, home.gather, flats)
         self.rank = layout.place(transport.rank)
         """this rank's place in the bucket's sharding group"""
         self.number = layout.number(transport.rank)
@@ -77,8 +77,10 @@ class Bucket(Flat):
         """Where it is computed with."""
         return self.flat.device
 
-    def _gather(self) -> Pending:
-        return self.home.gather(self._target, self.layout)
+    @property
+    def shard(self) -> torch.Tensor:
+        """The master [numel / world], in the memory where it lives."""
+        return self.home.master
 
     def values(self) -> torch.Tensor:
         """The shard [numel / world] on the device: itself, or a copy where it lives in host memory."""
@@ -87,11 +89,6 @@ class Bucket(Flat):
     def put(self, values: torch.Tensor) -> None:
         """Overwrites the shard by values on the device, which nobody writes any more."""
         self.home.put(values)
-
-    def move(self, on_host: bool) -> None:
-        """Moves the shard into the other memory; see `Shard.move`."""
-        self.home.move(on_host)
-        self.shard = self.home.master
 
     def attach(self, retire: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
         """Called once, by whoever shows the real parameters.
@@ -189,9 +186,11 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class Directory:
-    """Finds the bucket and slot of a tensor by (storage, offset)."""
+    """Finds the bucket and slot of a parameter by name, and of a tensor by (storage, offset)."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self.places: dict[str, tuple[int, int]] = {}
+        """a parameter's name -> (bucket id, slot index)"""
         self._bucket: dict[int, Bucket] = {}
         self._slot: dict[tuple[int, int], int] = {}
         self._real: dict[int, tuple[Bucket, int]] = {}
@@ -200,6 +199,7 @@ class Directory:
             key = storage_key(bucket.flat)
             self._bucket[key] = bucket
             for index, slot in enumerate(bucket.layout.slots):
+                self.places[slot.name] = bucket.id, index
                 self._slot[key, slot.offset] = index
                 self._real[id(bucket.real[index])] = bucket, index
 

@@ -8,6 +8,8 @@ lingering   no hold is left, but some tensor still views the flat; freed by a la
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from zeroweave._torch import storage_use_count
@@ -17,25 +19,23 @@ from zeroweave.layout import BucketLayout
 
 
 class Flat:
-    """The flat [numel] of a shard [numel / world], gathered in `dtype`. Costs numel elements while not resharded.
+    """A flat [numel], gathered in `dtype` on `device`. Costs numel elements while not resharded.
 
-    Nothing is gathered where there are no elements.
+    `gather(flat, layout)` starts the all-gather. Nothing is gathered where there are no elements.
     `gauge` counts the bytes of its storage.
     """
 
     def __init__(
         self,
         layout: BucketLayout,
-        shard: torch.Tensor,
         dtype: torch.dtype,
-        transport: Transport,
+        device: torch.device,
+        gather: Callable[[torch.Tensor, BucketLayout], Pending],
         gauge: Gauge,
-        device: torch.device | None = None,
     ) -> None:
-        """`device`: where the flat lives, None: where the shard does."""
-        self.layout, self.shard, self.dtype = layout, shard, dtype
-        self._transport, self._gauge = transport, gauge
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=device or shard.device)
+        self.layout, self.dtype = layout, dtype
+        self._gather, self._gauge = gather, gauge
+        self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.storage = self.flat.untyped_storage()
         # `.data` has a version counter of its own: a gather is no write to the parameters.
         self._target = self.flat.data
@@ -76,10 +76,7 @@ class Flat:
             if not self.resident:
                 self.storage.resize_(self.layout.nbytes)
                 self._gauge.add(self.layout.nbytes)
-            self._pending = self._gather()
-
-    def _gather(self) -> Pending:
-        return self._transport.all_gather(self._target, self.shard, self.layout)
+            self._pending = self._gather(self._target, self.layout)
 
     def wait(self) -> None:
         """Makes the flat usable on the current stream."""
@@ -115,3 +112,14 @@ class Flat:
         while self.holds:
             self.reshard()
         self.free()
+
+
+class ShardedFlat(Flat):
+    """The flat of a tensor `shard` [numel / world], on its device and in its dtype."""
+
+    def __init__(self, layout: BucketLayout, shard: torch.Tensor, transport: Transport, gauge: Gauge) -> None:
+        def gather(flat: torch.Tensor, layout: BucketLayout) -> Pending:
+            return transport.all_gather(flat, shard, layout)
+
+        super().__init__(layout, shard.dtype, shard.device, gather, gauge)
+        self.shard = shard
