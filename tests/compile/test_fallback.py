@@ -89,7 +89,7 @@ def run(make: Any, count: int, limit: int = 8) -> tuple[FakeHost, list[int], lis
         y = layer(y)
         calls.append(host.templates.calls - before)
         if not calls[-1]:
-            reasons.append(host.templates.give_up_reason(region_key(layer), layer))
+            reasons.append(host.templates.fallback_reason(region_key(layer), layer))
     plain.each(lambda net, x: functools.reduce(lambda y, layer: layer(y), net, x).square().sum().backward(), x)
     with host.everything():
         y.square().sum().backward()

@@ -16,7 +16,7 @@ from tests.compile.fakes import FakeHost
 from tests.compile.test_templates import WIDTH, Stack, rows
 from tests.support.marks import slow
 from zeroweave.compile import phases as phases_module
-from zeroweave.compile.lock import graph_key, one_at_a_time
+from zeroweave.compile.lock import compile_lock, graph_key
 from zeroweave.compile.phases import Phases
 
 pytestmark = pytest.mark.oldest
@@ -117,14 +117,14 @@ def test_the_first_holds_the_lock_and_who_waited_does_not(tmp_path: Path) -> Non
             return super().__call__(name)
 
     def first() -> None:
-        with one_at_a_time(tmp_path, "key", Phases()):
+        with compile_lock(tmp_path, "key", Phases()):
             inside.set()
             waits.wait(60)
             order.append("first")
 
     def second() -> None:
         phases = Waiting()
-        with one_at_a_time(tmp_path, "key", phases):
+        with compile_lock(tmp_path, "key", phases):
             order.append("second")
             with lock_of(tmp_path):  # nobody holds it
                 order.append("third")
@@ -134,7 +134,7 @@ def test_the_first_holds_the_lock_and_who_waited_does_not(tmp_path: Path) -> Non
     threads = [threading.Thread(target=first), threading.Thread(target=second)]
     threads[0].start()
     assert inside.wait(60)
-    with one_at_a_time(tmp_path, "another key", Phases()):
+    with compile_lock(tmp_path, "another key", Phases()):
         threads[1].start()
     for thread in threads:
         thread.join(60)
@@ -143,12 +143,12 @@ def test_the_first_holds_the_lock_and_who_waited_does_not(tmp_path: Path) -> Non
 
 def test_nobody_waits_for_ever(tmp_path: Path) -> None:
     phases = Phases()
-    with lock_of(tmp_path), one_at_a_time(tmp_path, "key", phases, timeout=0.05):
+    with lock_of(tmp_path), compile_lock(tmp_path, "key", phases, timeout=0.05):
         assert phases.seconds["wait"] > 0
     (tmp_path / "file").touch()
-    with one_at_a_time(tmp_path / "file", "key", phases):
+    with compile_lock(tmp_path / "file", "key", phases):
         pass
-    with pytest.raises(KeyError), one_at_a_time(tmp_path, "key", phases):
+    with pytest.raises(KeyError), compile_lock(tmp_path, "key", phases):
         raise KeyError
     with lock_of(tmp_path):
         pass
@@ -156,10 +156,10 @@ def test_nobody_waits_for_ever(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_what_was_compiled_before(tmp_path: Path) -> None:
     phases = Phases()
-    with pytest.raises(KeyError), one_at_a_time(tmp_path, "key", phases):
+    with pytest.raises(KeyError), compile_lock(tmp_path, "key", phases):
         raise KeyError
-    with one_at_a_time(tmp_path, "key", phases), pytest.raises(TimeoutError), lock_of(tmp_path):
+    with compile_lock(tmp_path, "key", phases), pytest.raises(TimeoutError), lock_of(tmp_path):
         raise AssertionError("nothing was compiled before")
-    with lock_of(tmp_path), one_at_a_time(tmp_path, "key", phases):
+    with lock_of(tmp_path), compile_lock(tmp_path, "key", phases):
         pass
     assert phases.seconds["wait"] == 0

@@ -24,7 +24,7 @@ Phase = Literal["forward", "backward"]
 Boxed = Callable[[list[Any]], Any]  # takes its arguments in one list, which it empties
 
 
-class Host(Protocol):
+class TemplateHost(Protocol):
     """What compiled templates ask of the runtime. All calls come from the thread that runs the template."""
 
     def find(self, tensor: Tensor) -> Place | None:
@@ -78,7 +78,7 @@ class Roles:
         return position if position in self.parameters else None
 
 
-def roles_of(graph: fx.Graph, host: Host, module: nn.Module | None, name: str) -> Roles:
+def roles_of(graph: fx.Graph, host: TemplateHost, module: nn.Module | None, name: str) -> Roles:
     """The roles of a graph captured by Dynamo while `module`, the region called `name`, was running."""
     known = {} if module is None else {id(p): key for key, p in module.named_parameters()}
     parameters = {}
@@ -113,7 +113,7 @@ class Caller(Protocol):
     """What a bound template knows about where it runs; `Templates` is one."""
 
     @property
-    def host(self) -> Host:
+    def host(self) -> TemplateHost:
         """The runtime."""
 
     def region(self) -> tuple[str, frozenset[int]]:
@@ -187,7 +187,7 @@ def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles)
     return bind
 
 
-def _hold(host: Host, region: str, phase: Phase, uses: set[int], run: Boxed, args: list[Any]) -> Any:
+def _hold(host: TemplateHost, region: str, phase: Phase, uses: set[int], run: Boxed, args: list[Any]) -> Any:
     token = host.enter(region, phase, tuple(sorted(uses)))
     try:
         return run(args)

@@ -38,7 +38,7 @@ def graph_key(graph: fx.GraphModule, inputs: Sequence[Any], settings: str) -> st
 
 
 @contextmanager
-def one_at_a_time(folder: Path, key: str, phases: Phases, timeout: float = TIMEOUT) -> Iterator[None]:
+def compile_lock(folder: Path, key: str, phases: Phases, timeout: float = TIMEOUT) -> Iterator[None]:
     """Inside, no other process of this machine that uses `folder` compiles the graph of this key for the first time.
 
     Whoever had to wait goes on without the lock: the graph is in the cache then, and all who waited may load it at

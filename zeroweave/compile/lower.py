@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zeroweave import _torch
 from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of, graph_outputs
-from zeroweave.compile.lock import graph_key, one_at_a_time
+from zeroweave.compile.lock import compile_lock, graph_key
 from zeroweave.compile.phases import Phases
 from zeroweave.errors import ParameterError
 
@@ -45,7 +45,7 @@ def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], ki
             return _torch.boxed(graph)
         folder = _torch.inductor_lock_folder()
         key = graph_key(graph, inputs, f"{kind} {_torch.inductor_settings()}")
-        with one_at_a_time(folder, key, phases) if folder else nullcontext():
+        with compile_lock(folder, key, phases) if folder else nullcontext():
             return _torch.inductor_compile(
                 graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference"
             )

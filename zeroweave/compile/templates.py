@@ -18,7 +18,7 @@ from torch import fx, nn
 from zeroweave import _torch
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.announce import Announcer
-from zeroweave.compile.bind import Boxed, Host, Roles, Split, backward_binder, forward_binder, roles_of
+from zeroweave.compile.bind import Boxed, Roles, Split, TemplateHost, backward_binder, forward_binder, roles_of
 from zeroweave.compile.fallback import explain
 from zeroweave.compile.lower import Kind, Lower
 from zeroweave.compile.phases import Phases
@@ -40,7 +40,7 @@ class Templates:
 
     def __init__(
         self,
-        host: Host,
+        host: TemplateHost,
         names: Mapping[nn.Module, str],
         lower: Lower = "inductor",
         recompile_limit: int = 16,
@@ -53,7 +53,7 @@ class Templates:
         self.found = 0
         self.calls = 0
         self.phases = Phases()
-        self._host: Host | None = host
+        self._host: TemplateHost | None = host
         self._names = dict(names)
         self._lower = lower
         self._limit, self._budget = recompile_limit, activation_budget
@@ -64,7 +64,7 @@ class Templates:
         self._own: dict[nn.Module, frozenset[int]] = {}
 
     @property
-    def host(self) -> Host:
+    def host(self) -> TemplateHost:
         """The runtime; EngineError after `close`."""
         if self._host is None:
             raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
@@ -75,7 +75,7 @@ class Templates:
 
         It runs `module` as its own `__call__` would, hooks included. `key` says which regions share it, see
         `regions.region_key`; `dynamic` is torch.compile's. The first call compiles. While it runs, the caller
-        must hold all buckets that hold parameters of `module`. Code that Dynamo gives up on runs eagerly.
+        must hold all buckets that hold parameters of `module`. Code that Dynamo cannot compile runs eagerly.
 
         Raises ParameterError where the region does with a parameter what a compiled graph must not.
         """
@@ -143,6 +143,15 @@ class Templates:
                 keep_inference_input_mutations=True,
             )(graph, inputs)
 
+    def lowered(self, region: str, kind: Kind, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        """The code of one graph of a region."""
+        hits = _torch.inductor_cache_hits()
+        with self.announcer.graph(region, kind):
+            run = lowering.compile_graph(self._lower, graph, inputs, kind, self.phases)
+        self.templates += 1
+        self.found += _torch.inductor_cache_hits() - hits
+        return run
+
     def region(self) -> tuple[str, frozenset[int]]:
         """The name of the region that is running, and the buckets that its caller holds."""
         if not self._running:
@@ -155,7 +164,7 @@ class Templates:
         self.calls += 1
         self.host.template_ran()
 
-    def give_up_reason(self, key: Hashable, module: nn.Module) -> str:
+    def fallback_reason(self, key: Hashable, module: nn.Module) -> str:
         """Why a call of `module`, compiled under `key`, ran no template, and what to do, in a few sentences.
 
         To be asked right after that call: Dynamo tells no more than what it did last.
@@ -198,16 +207,9 @@ class _Compilation:
         lowering.check_mutations(graph.graph, self._roles, metadata.input_info)
         metadata.bw_donated_idxs = []
         bind = forward_binder(self._templates, graph.graph, split)
-        return bind(self._compile(graph, inputs, "forward" if split else "inference"))
+        kind: Kind = "forward" if split else "inference"
+        return bind(self._templates.lowered(self._region, kind, graph, inputs))
 
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         bind = backward_binder(self._templates, graph.graph, self._split, self._roles)
-        return bind(self._compile(graph, inputs, "backward"))
-
-    def _compile(self, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind) -> Boxed:
-        hits = _torch.inductor_cache_hits()
-        with self._templates.announcer.graph(self._region, kind):
-            run = lowering.compile_graph(self._lower, graph, inputs, kind, self._templates.phases)
-        self._templates.templates += 1
-        self._templates.found += _torch.inductor_cache_hits() - hits
-        return run
+        return bind(self._templates.lowered(self._region, "backward", graph, inputs))

@@ -90,7 +90,7 @@ class Calls:
 
         def gave_up(_: ModuleCall) -> None:
             if call.name not in self.eager_regions:
-                reason = templates.give_up_reason(key, call.module)
+                reason = templates.fallback_reason(key, call.module)
                 if reason not in self.eager_regions.values():
                     warn(f"{call.name or 'the model'} trains eagerly, exact but slower: {reason}", self._rank)
                 self.eager_regions[call.name] = reason
