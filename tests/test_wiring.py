@@ -13,7 +13,7 @@ class Owner:
     declared: int = 0
 
     def __init__(self):
-        self.fact = 1
+        self.fact = self.data = 1
 
     def change(self):
         self.fact = 2
@@ -58,6 +58,7 @@ def test_a_write_from_outside_is_found(tmp_path, function, write):
         "self.fact = 2",
         "owner.theirs = 2",
         "owner['fact'] = 2",
+        "tensor.data = owner.data",
         "print(owner.fact)",
         "made = Owner(); made.fact = 2",
         "made: Owner = module.make(Owner, 1); made.fact = 2",

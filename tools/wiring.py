@@ -17,6 +17,8 @@ from pathlib import Path
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _OWN = ("self", "cls")
+_TENSORS = {"data", "grad", "requires_grad"}
+"""What tensors let everybody write, whatever a class of the package calls so."""
 
 
 class Package:
@@ -32,6 +34,7 @@ class Package:
                     self.attributes.update(_declared(node))
                 elif (write := _written(node)) is not None and _is_named(write[0], _OWN):
                     self.attributes.add(write[1])
+        self.attributes -= _TENSORS
 
     def breaches(self, places: Iterable[Path]) -> Iterator[str]:
         """Each write from outside in these files and folders, as "file:line: object.attribute"."""
