@@ -63,12 +63,12 @@ def aot_metadata() -> Any:
 
 
 def aot_partition(
-    joint: torch.fx.GraphModule, inputs: Any, budget: float = 1.0, **options: Any
+    joint: torch.fx.GraphModule, inputs: Any, activation_budget: float = 1.0, **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """AOTAutograd's min-cut partitioner, which leaves operators as they are.
 
-    `budget`: the share of the activation bytes which it would save by itself that it may save. Why the rest: the
-    budget is an option of the process. Below 1 the partitioner also recomputes what it takes for too costly
+    `activation_budget`: the share of the activation bytes which it would save by itself that it may save. Why the
+    rest: the budget is an option of the process. Below 1 the partitioner also recomputes what it takes for too costly
     otherwise, random numbers among it, which then are others, unless they must be saved; at 0 it does not look.
     Where nothing else is left to choose, it saves the very tuple of an operator with several outputs, which cannot
     be; recomputing all that it may is the same choice.
@@ -76,11 +76,11 @@ def aot_partition(
     import torch._functorch.config as config
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    if budget == 1:
+    if activation_budget == 1:
         with config.patch(activation_memory_budget=1.0):
             return min_cut_rematerialization_partition(joint, inputs, **options)
     keep_random_numbers(joint.graph)
-    with config.patch(activation_memory_budget=max(budget, 1e-6)):
+    with config.patch(activation_memory_budget=max(activation_budget, 1e-6)):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
     (values,) = forward.graph.output_node().args
     assert isinstance(values, (tuple, list))

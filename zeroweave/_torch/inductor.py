@@ -12,12 +12,12 @@ from zeroweave._torch.aot import aot_partition
 
 
 def inductor_partition(
-    joint: torch.fx.GraphModule, inputs: Any, budget: float = 1.0, **options: Any
+    joint: torch.fx.GraphModule, inputs: Any, activation_budget: float = 1.0, **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """Inductor's joint passes and partitioner, with the fake mode that its random-operator passes need.
 
-    `budget` as in `aot_partition`. Why its own partitioner then: random operators are to be found after the joint
-    passes, which replace them.
+    `activation_budget` as in `aot_partition`. Why its own partitioner then: random operators are to be found after
+    the joint passes, which replace them.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import partition_fn
@@ -26,12 +26,12 @@ def inductor_partition(
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **more: Any) -> Any:
-            return aot_partition(gm, joint_inputs, budget, **more)
+            return aot_partition(gm, joint_inputs, activation_budget, **more)
 
         def uuid(self) -> str:
-            return f"zeroweave {budget}"
+            return f"zeroweave {activation_budget}"
 
-    partitioner = config.custom_partitioner_fn if budget == 1 else Partitioner()
+    partitioner = config.custom_partitioner_fn if activation_budget == 1 else Partitioner()
     with V.set_fake_mode(_fake_mode(joint)), config.patch(custom_partitioner_fn=partitioner):
         return partition_fn(joint, inputs, **options)
 

@@ -13,20 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from zeroweave.optim.state_offload import Offload
+from zeroweave.optim.state_offload import StateOffload
 
 _MEASURED: Final = 2
 
 
 class Adaptive:
-    """Moves states between the memories. `budget`: bytes of the device.
+    """Moves states between the memories. `memory_budget`: bytes of the device.
 
     `peak()`: most bytes of the device that were in use at once since `restart()`; always 0 where nobody counts, and the
     budget is then for the states alone.
     """
 
-    def __init__(self, offload: Offload, budget: int, peak: Callable[[], int], restart: Callable[[], None]) -> None:
-        self._offload, self._budget = offload, budget
+    def __init__(
+        self, offload: StateOffload, memory_budget: int, peak: Callable[[], int], restart: Callable[[], None]
+    ) -> None:
+        self._offload, self._memory_budget = offload, memory_budget
         self._peak, self._restart = peak, restart
         self._steps = -1
         """whole steps since the schedule stays; -1: it does not"""
@@ -38,7 +40,7 @@ class Adaptive:
             self._restart()
             return
         here = self._offload.on_host(False)
-        room = self._budget - (self._peak() or sum(map(self._offload.nbytes, here)))
+        room = self._memory_budget - (self._peak() or sum(map(self._offload.nbytes, here)))
         if room < 0:
             self._move(here, -room, on_host=True)
         elif self._steps == _MEASURED:

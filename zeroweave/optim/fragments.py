@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from zeroweave.layout import BucketLayout
-from zeroweave.runtime.shard import Shard
-
-
-class ShardView(Protocol):
-    """What the optimizer needs of a bucket: its layout, this rank, and its shard [shard_numel].
-
-    The shard is the master: it has at least float32 where its parameters are trained. `home` is where it lives.
-    """
-
-    @property
-    def layout(self) -> BucketLayout: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def shard(self) -> torch.Tensor: ...
-    @property
-    def home(self) -> Shard: ...
+from zeroweave.runtime.bucket import Bucket
 
 
 class Fragments:
     """One `nn.Parameter` per slot, each a 1-D view of the bucket's shard, empty where nothing lies here.
 
-    They view the shard, or what `point` says. An empty fragment never gets a gradient, so optimizers skip it
-    and keep no state for it. Costs no memory beside the shard.
+    They view the shard, or what `point` says. The shard is the master: it has at least float32 where its parameters
+    are trained. An empty fragment never gets a gradient, so optimizers skip it and keep no state for it. Costs no
+    memory beside the shard.
     """
 
-    def __init__(self, bucket: ShardView) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         layout, rank = bucket.layout, bucket.rank
         self._dtype = bucket.shard.dtype
         places = [layout.fragment(slot, rank) for slot in range(len(layout.slots))]

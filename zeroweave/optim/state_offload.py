@@ -18,14 +18,15 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroweave._torch import storage_key
-from zeroweave.optim.fragments import Fragments, ShardView
+from zeroweave.optim.fragments import Fragments
+from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
 
 State = MutableMapping[Any, dict[str, Any]]
 _Kind = tuple[str, torch.dtype]
 
 
-class Moment(NamedTuple):
+class FragmentMoment(NamedTuple):
     """One moment of one fragment: `held[key]`, with its place at `start` of all of that kind of the bucket."""
 
     slot: int
@@ -46,10 +47,10 @@ class Moment(NamedTuple):
         return all_of_the_kind[self.start : self.start + self.value.numel()]
 
 
-def moments_of(fragments: Fragments, state: State) -> list[Moment]:
+def moments_of(fragments: Fragments, state: State) -> list[FragmentMoment]:
     """What an optimizer keeps of the fragments of a bucket, of their shapes."""
     return [
-        Moment(slot, start, held, key)
+        FragmentMoment(slot, start, held, key)
         for slot, (parameter, start) in enumerate(zip(fragments.parameters, fragments.starts, strict=True))
         for held in (state.get(parameter),)
         if held and parameter.numel()
@@ -71,7 +72,7 @@ class HostedMoments:
         self._coming: tuple[list[_Kind], Upload] | None = None
         self._device: dict[_Kind, torch.Tensor] = {}
 
-    def _moments(self) -> list[Moment]:
+    def _moments(self) -> list[FragmentMoment]:
         return moments_of(self._fragments, self._state)
 
     def nbytes(self) -> int:
@@ -118,7 +119,7 @@ class HostedMoments:
         return copies
 
 
-class Offload:
+class StateOffload:
     """Where the states of all buckets live, and their way to the device.
 
     `hosted`: the buckets whose moments live in host memory; masters do where their bucket's home says so.
@@ -127,7 +128,7 @@ class Offload:
     def __init__(
         self,
         transfers: Transfers,
-        buckets: Mapping[int, ShardView],
+        buckets: Mapping[int, Bucket],
         fragments: Mapping[int, Fragments],
         state: State,
         hosted: Iterable[int],

@@ -18,9 +18,10 @@ from torch import nn
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.fragments import Fragments, ShardView
+from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.room import Need, Room, decide, shortage
 from zeroweave.ranks.control import Control
+from zeroweave.runtime.bucket import Bucket
 
 States = dict[tuple[int, int], dict[str, Any]]
 """(bucket id, slot) -> what an optimizer holds of that parameter, or of this rank's fragment of it."""
@@ -122,7 +123,7 @@ def agree(
 @torch.no_grad()
 def take(
     optimizer: torch.optim.Optimizer,
-    buckets: Iterable[ShardView],
+    buckets: Iterable[Bucket],
     named: Mapping[str, nn.Parameter],
     told: Sequence[Described | None],
     transport: Transport,
@@ -185,7 +186,7 @@ class _Kind(NamedTuple):
 @torch.no_grad()
 def gather(
     optimizer: torch.optim.Optimizer,
-    buckets: Mapping[int, ShardView],
+    buckets: Mapping[int, Bucket],
     fragments: Mapping[int, Fragments],
     transport: Transport,
     control: Control,
@@ -246,7 +247,7 @@ def _found(told: Sequence[_Mine], layout: BucketLayout, rank: int) -> list[dict[
     return [_merged([one.get((layout.id, slot), {}) for one in group]) for slot in range(len(layout.slots))]
 
 
-def _to_gather(told: Sequence[_Mine], bucket: ShardView, found: Sequence[Mapping[str, Told]]) -> list[_Kind]:
+def _to_gather(told: Sequence[_Mine], bucket: Bucket, found: Sequence[Mapping[str, Told]]) -> list[_Kind]:
     """Kinds and their order are the same in all groups, the slots those of the group of `found`."""
     layout, default = bucket.layout, bucket.shard.dtype
     every = (one.get((layout.id, slot), {}) for one in told for slot in range(len(layout.slots)))
@@ -256,7 +257,7 @@ def _to_gather(told: Sequence[_Mine], bucket: ShardView, found: Sequence[Mapping
     ]
 
 
-def _needs(told: Sequence[_Mine], buckets: Mapping[int, ShardView]) -> list[Need]:
+def _needs(told: Sequence[_Mine], buckets: Mapping[int, Bucket]) -> list[Need]:
     """The memory that each rank needs for the states of whole parameters, by rank."""
     kept: list[list[int]] = [[] for _ in told]
     gathered: list[int] = []

@@ -18,11 +18,12 @@ from zeroweave import _torch
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.check import ELEMENT_WISE, check_optimizer
-from zeroweave.optim.fragments import Fragments, ShardView
+from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.room import Room
-from zeroweave.optim.state_offload import Offload
+from zeroweave.optim.state_offload import StateOffload
 from zeroweave.optim.states import Gathered, States, gather
 from zeroweave.ranks.control import Control
+from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Transfers
 
 __all__ = ["ShardedOptimizer", "check_optimizer"]
@@ -41,7 +42,7 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        buckets: Sequence[ShardView],
+        buckets: Sequence[Bucket],
         slot_of: Mapping[int, tuple[int, int]],
         transfers: Transfers,
         states: States,
@@ -70,7 +71,9 @@ class ShardedOptimizer:
                 if (bucket, slot) in states:
                     optimizer.state[fragment] = states[bucket, slot]
         self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in self._parts}
-        self.offload = Offload(transfers, views, self._fragments, optimizer.state, sorted(views) if moments_off else ())
+        self.offload = StateOffload(
+            transfers, views, self._fragments, optimizer.state, sorted(views) if moments_off else ()
+        )
         self._handles = [
             optimizer.register_state_dict_pre_hook(_refuse_save),
             optimizer.register_load_state_dict_pre_hook(_refuse_load),
