@@ -1,4 +1,4 @@
-"""Regions that Dynamo gives up on: exact, eager, and explained."""
+"""Regions that Dynamo cannot compile: exact, eager, and explained."""
 
 from __future__ import annotations
 

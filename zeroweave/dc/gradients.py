@@ -32,7 +32,7 @@ class _Sum(NamedTuple):
     of: torch.dtype
 
 
-class Executor:
+class WindowGradients:
     """The reductions of one runtime by name. `gradients` counts the bytes of sums and partitions.
 
     `bucket_size` is in elements; at most `depth` reductions are in flight. `check()` is called after each backward

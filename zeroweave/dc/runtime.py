@@ -18,7 +18,7 @@ from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.dry_run import Rehearsal
 from zeroweave.dc.gathers import Gathers
-from zeroweave.dc.gradients import Executor
+from zeroweave.dc.gradients import WindowGradients
 from zeroweave.dc.registry import Registry
 from zeroweave.dc.targets import GradientPartition
 from zeroweave.errors import ConfigError, EngineError
@@ -34,7 +34,7 @@ class _Parts(NamedTuple):
     """A registry, and whatever carries out the steps of its parameters and graphs."""
 
     registry: Registry
-    executor: Executor
+    gradients: WindowGradients
     gathers: Gathers
 
 
@@ -99,7 +99,7 @@ class Runtime:
 
     def _parts_of(self, registry: Registry) -> _Parts:
         reduce_dtype = self.config.reduce_dtype
-        executor = Executor(
+        gradients = WindowGradients(
             registry,
             self.transport,
             Reductions(
@@ -115,7 +115,7 @@ class Runtime:
             self._check,
         )
         wire = self.transport  # whose way may change
-        return _Parts(registry, executor, Gathers(registry, lambda: wire.together()))
+        return _Parts(registry, gradients, Gathers(registry, lambda: wire.together()))
 
     @property
     def _parts(self) -> _Parts:
@@ -168,7 +168,7 @@ class Runtime:
 
         What the window has added up so far is copied into it.
         """
-        self._parts.executor.update_param_grad_buffer(ds_id, grad_buffer)
+        self._parts.gradients.update_param_grad_buffer(ds_id, grad_buffer)
 
     def register_graph_z1(self, graph_id: int, ds_ids: Iterable[int]) -> None:
         """A graph whose backwards add gradients up locally, and reduce them where they update. Collective."""
@@ -198,10 +198,10 @@ class Runtime:
         held for being persistent or prefetched only: what they use is gathered anew.
         """
         self.lazy_init_symm_memory()
-        _, executor, gathers = self._parts
-        if executor.begin_forward():
+        _, gradients, gathers = self._parts
+        if gradients.begin_forward():
             gathers.renew()
-        elif not executor.in_window:
+        elif not gradients.in_window:
             gathers.drop_idle()
 
     def lazy_init_symm_memory(self) -> None:
@@ -223,7 +223,7 @@ class Runtime:
 
         EngineError where an earlier backward did not finish; `zero_grad()` aborts it.
         """
-        self._parts.executor.start_backward(update)
+        self._parts.gradients.start_backward(update)
 
     def end_backward(self, graph_id: int, release_reduce_buckets: bool | None = None) -> None:
         """The graph's part of the backward is over; may be left out of backwards that do not update.
@@ -232,7 +232,7 @@ class Runtime:
         gradients: inside a backward of autograd at its end, else at once, with the local sums of all graphs, as none
         of them may have more to come. True settles now, False leaves it to a later call.
         """
-        self._parts.executor.end_backward(graph_id, release_reduce_buckets)
+        self._parts.gradients.end_backward(graph_id, release_reduce_buckets)
         self._parts.gathers.sweep()
 
     def _check(self) -> None:
@@ -247,18 +247,18 @@ class Runtime:
         It is not copied before its bucket is reduced: nobody may write it. Every rank hands in the same
         gradients in the same order.
         """
-        return self._parts.executor.reduce_grad(grad, graph_id, ds_id)
+        return self._parts.gradients.reduce_grad(grad, graph_id, ds_id)
 
     def take_gradients(self) -> GradientPartition:
         """The window's gradients of all parameters without a buffer; the runtime keeps no reference.
 
         To be called once after the updating backward. Whoever takes them calls `release()` when done.
         """
-        return self._parts.executor.take_gradients()
+        return self._parts.gradients.take_gradients()
 
     def zero_grad(self) -> None:
         """Drops the window, and all that is gathered: after a skipped step or an exception, on all ranks."""
-        self._parts.executor.zero_grad()
+        self._parts.gradients.zero_grad()
         self._parts.gathers.reset()
 
     # ------------------------------------------------------------------ gathered parameters
@@ -308,8 +308,8 @@ class Runtime:
         parts = self._parts
         if on == self.is_profiling():
             return
-        parts.executor.check_finished()
-        if parts.executor.in_window or parts.gathers.held:
+        parts.gradients.check_finished()
+        if parts.gradients.in_window or parts.gathers.held:
             raise EngineError(
                 f"enable_profiling({on}) in the middle of a window: call it when the updating backward has ended and "
                 "gathered parameters are released, or after zero_grad()"
@@ -349,8 +349,8 @@ class Runtime:
         if self._real is None:
             return
         self._end_profiling()
-        registry, executor, gathers = self._real
-        executor.zero_grad()
+        registry, gradients, gathers = self._real
+        gradients.zero_grad()
         gathers.reset()
         self.reset()
         registry.parameters.clear()

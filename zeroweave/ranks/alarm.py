@@ -206,12 +206,12 @@ class Alarm:
         # A forked child has a copy of the object, but no thread, and does not speak for this rank.
         if line is None or os.getpid() != self._process:
             return
-        given_up = self._stop.is_set()
+        stopped = self._stop.is_set()
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(PARTING_SECONDS)
         try:
-            if not (self._watcher.host_left or given_up):
+            if not (self._watcher.host_left or stopped):
                 line.post(count=self._progress()[1], left=how)
                 line.board.ring()
             if self.rank == 0:

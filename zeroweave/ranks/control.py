@@ -34,7 +34,7 @@ _INLINE = _FRAME - _HEADER.size
 _FIELDS = struct.Struct("<qQQQQ?")
 """Step, count, hash, candidate, record and flag of an agreement; the bits follow."""
 _SETTLE_SECONDS = 0.3
-"""How long the news of who gave up takes to reach every rank."""
+"""How long the news of whose operation failed takes to reach every rank."""
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ class Control:
             self.broken = str(lost)
             raise lost from error
 
-    def _arrive(self, label: str, gave_up: str = "") -> None:
+    def _arrive(self, label: str, failure: str = "") -> None:
         assert self.board is not None
         try:
-            self.board.post("arrived", f"{self.operations}\t{label}\t{gave_up}")
+            self.board.post("arrived", f"{self.operations}\t{label}\t{failure}")
         except ConnectionError:
             pass  # rank 0 has gone; the gather will say so
 
@@ -216,8 +216,8 @@ class Control:
         except ConnectionError:
             return RankFailure(f"rank 0 has gone; rank {self.rank} waited for it at '{label}': {error}")
         for rank, place in enumerate(places):
-            if place.gave_up and place.operation >= self.operations:
-                return AgreementError(f"rank {rank} gave up at '{place.label}': {place.gave_up}")
+            if place.failure and place.operation >= self.operations:
+                return AgreementError(f"rank {rank} gave up at '{place.label}': {place.failure}")
         missing = [rank for rank, place in enumerate(places) if place.operation < self.operations]
         if not missing:
             return RankFailure(f"the ranks lost each other at '{label}': {error}")
@@ -232,18 +232,18 @@ class Control:
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank's line under "arrived": the operation it has come to, from 1, and if it gave up, why."""
+    """A rank's line under "arrived": the operation it has come to, from 1, and if that failed, why."""
 
     operation: int
     label: str
-    gave_up: str
+    failure: str
 
     @classmethod
     def parse(cls, line: str) -> _Place:
         if not line:
             return cls(0, "nowhere yet", "")
-        operation, label, gave_up = line.split("\t", 2)
-        return cls(int(operation), label, gave_up)
+        operation, label, failure = line.split("\t", 2)
+        return cls(int(operation), label, failure)
 
 
 def decide(all_ranks: Sequence[Agreement]) -> Decision:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 BACKSTOP_SECONDS = 60.0
-"""How long after the deadline a backend gives up by itself; by then the alarm has told which rank is missing."""
+"""How long after the deadline a backend ends its wait; by then the alarm has told which rank is missing."""
 
 
 def backstop(deadline_seconds: float) -> timedelta:

@@ -31,7 +31,7 @@ class Chain:
         self.released_early: list[int] = []
 
     def end(self, graph_id: int) -> None:
-        executor = self.world.runtime._parts.executor
+        executor = self.world.runtime._parts.gradients
         self.world.runtime.end_backward(graph_id, self.release)
         if (self.gauge.now > 0) != bool(executor._reductions.in_flight):
             self.released_early.append(graph_id)

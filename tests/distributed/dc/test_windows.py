@@ -205,7 +205,7 @@ def skipped(stage: int, held: str) -> list[float]:
                 world.forget()
             else:
                 found.append(world.difference())
-        world.micro_step(30, update=False)  # a window that is given up half-way
+        world.micro_step(30, update=False)  # a window that is aborted half-way
         world.runtime.zero_grad()
         world.forget()
         world.micro_step(31, update=True, uses=[(0, 1)])
