@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import zeroweave as zw
 from examples.moe import EXPERTS, Expert, Mixture, Model, sentences, whole
 from tests.support.counting import counted
+from tests.support.marks import WITH_INDUCTOR as MODES
 from tests.support.reference import Expected, Plain, judge, judge_numbers, worst
 
-MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 PATTERN = "*.experts.*"
 CHECKED, TRAINED = 3, 3
 """Steps with a learning rate of 0, whose gradients are compared, and steps that train, before the parameters are."""

@@ -15,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import slow
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.clip import clip_coefficient
 
-Pools = Callable[[int], Pool]
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 MODES = pytest.mark.parametrize("mode", ["eager", "aot_eager"])
 

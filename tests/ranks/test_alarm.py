@@ -11,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,15 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import Outcome, Pool
+from tests.support.harness import Outcome, Pools
 from tests.support.patience import patient
 from zeroweave.comm.ledger import Ledger
 from zeroweave.ranks import watcher
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.board import Board
 from zeroweave.ranks.control import Agreement, Control
-
-Pools = Callable[[int], Pool]
 
 
 class Engine:

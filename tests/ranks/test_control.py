@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.patience import patient
 from zeroweave.errors import AgreementError, RankFailure
 from zeroweave.ranks.control import Agreement, Control, Decision, decide
-
-Pools = Callable[[int], Pool]
 
 
 def test_decisions() -> None:

@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support.harness import Pool
 from tests.support.reference import Expected, judge
 from zeroweave import dc
 
-Pools = Callable[[int], Pool]
 SHAPES: tuple[tuple[int, ...], ...] = ((5, 7), (7,), (3, 50), (), (1, 3))
 """Cut evenly, the third straddles two of two ranks and three of three."""
 SMALL = 40

@@ -244,6 +244,10 @@ class Pool:
         self._store = None
 
 
+Pools = Callable[[int], Pool]
+"""The fixtures `pools` and `disposable`: a pool of so many ranks."""
+
+
 def _forking() -> Any:
     context = multiprocessing.get_context("forkserver")
     # None of these starts a thread, which would be missing in the workers.

@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
+"""How modules run, as the config's `compile`, by what rows call it."""
+WITH_INDUCTOR: dict[str, dict[str, Any]] = {**MODES, "inductor": {}}
+
 
 def daily(names: str | tuple[str, ...], rows: Iterable[Any], rest: Iterable[Any], **more: Any) -> pytest.MarkDecorator:
     """Parametrises a test by `rows`, which run daily, and by `rest`, which is in the matrix; `more` as for pytest."""

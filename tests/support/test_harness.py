@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.harness import DeadlineExceeded, JobFailed, Pool
-
-Pools = Callable[[int], Pool]
+from tests.support.harness import DeadlineExceeded, JobFailed, Pools
 
 
 def add(number: float) -> tuple[int, float, int]:

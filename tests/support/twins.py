@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.marks import daily
+from tests.support.marks import MODES, daily
 from tests.support.reference import Expected, Plain, judge
 
 WIDTH = 8
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 STAGES = daily("stage", [3], [1, 2])
 SOME = daily(("stage", "mode"), [(2, "aot_eager"), (3, "eager")], [(1, "eager"), (3, "aot_eager")])
 GATHERED = daily(

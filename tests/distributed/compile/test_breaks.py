@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import slow
 from tests.support.reference import Plain, judge
 from tests.support.zoo import MLP, WIDTH, rows
 from zeroweave.schedule import Instruction, Reshard, Run, Unshard
 
-Pools = Callable[[int], Pool]
 BLOCKS = 8
 
 

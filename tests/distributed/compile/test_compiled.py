@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.hf_models import SIZES
 from tests.support.models import entry
 from tests.support.odd_models import BEYOND_LIMIT
 from tests.support.reference import build
 from tests.support.zoo import Entry, huggingface, tokens
-
-Pools = Callable[[int], Pool]
 
 
 def trained(model: Entry, steps: int = 3, **more: Any) -> tuple[Any, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.models import Decoder, TokenDropoutBlock
 from tests.support.reference import Plain, build, draw, judge
 from tests.support.zoo import Entry, next_token, tokens
 
-Pools = Callable[[int], Pool]
 LENGTHS = (16, 24, 9, 33)
 MICRO_STEPS = 2 * len(LENGTHS)
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.compile.frame_models import counting_frames, plainly_trained
-from tests.support.dc_world import Pools
+from tests.support.harness import Pools
+from tests.support.marks import WITH_INDUCTOR as MODES
 from tests.support.reference import worst
 
 EPSILON = torch.finfo(torch.float32).eps
-MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 
 
 def make(name: str, layers: int) -> nn.Module:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.dc_world import Pools
+from tests.support.harness import Pools
+from tests.support.marks import MODES
 from tests.support.reference import average
 
 WIDTH, STEPS = 8, 4
-MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 
 
 class Expert(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.reference import Plain, judge
 from zeroweave.demo import Llama, LlamaConfig
-
-Pools = Callable[[int], Pool]
 
 
 def llama(layers: int) -> nn.Module:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.counting import Dispatched
-from tests.support.dc_world import SHAPES, Pools, World, draw
+from tests.support.dc_world import SHAPES, World, draw
+from tests.support.harness import Pools
 from tests.support.marks import slow
 from zeroweave import dc
 from zeroweave.errors import AgreementError

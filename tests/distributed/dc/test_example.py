@@ -10,7 +10,7 @@ import pytest
 
 from examples import dc_zero2
 from tests.support.commands import ROOT
-from tests.support.dc_world import Pools
+from tests.support.harness import Pools
 from tests.support.marks import daily
 from zeroweave import dc
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.dc_world import Pools, World, draw, mean_of
+from tests.support.dc_world import World, draw, mean_of
+from tests.support.harness import Pools
 from tests.support.reference import judge
 from zeroweave import dc
 from zeroweave.errors import ConfigError, EngineError, ParameterError

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from examples import custom_pass
 from tests.support.commands import ROOT
-from tests.support.dc_world import Pools, draw
+from tests.support.dc_world import draw
+from tests.support.harness import Pools
 from tests.support.operator_graphs import GRAPH, SHAPES, compiled, reference, step
 from tests.support.reference import Expected, judge
 from zeroweave import dc

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import zeroweave as zw
 from tests.support.counting import silent
-from tests.support.dc_world import SHAPES, Pools, World
+from tests.support.dc_world import SHAPES, World
+from tests.support.harness import Pools
 from tests.support.marks import daily
 from zeroweave import dc
 

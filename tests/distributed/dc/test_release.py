@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.support.dc_world import Ends, Named, Pools, World, draw
+from tests.support.dc_world import Ends, Named, World, draw
+from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.reference import Expected, judge
 from zeroweave import dc

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import zeroweave as zw
-from tests.support.dc_world import Pools, World, draw, mean_of
+from tests.support.dc_world import World, draw, mean_of
+from tests.support.harness import Pools
 from tests.support.marks import daily, slow
 from tests.support.reference import judge
 from zeroweave import dc

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.dc_world import Pools, Use, World, draw, mean_of
+from tests.support.dc_world import Use, World, draw, mean_of
+from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.reference import judge
 from zeroweave import dc

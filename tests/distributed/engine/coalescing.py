@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.counting import counted
+from tests.support.marks import WITH_INDUCTOR as MODES
 from tests.support.models import entry
 from tests.support.reference import (
     CHECKED,
@@ -30,7 +31,6 @@ from tests.support.reference import (
 )
 from tests.support.zoo import Entry
 
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 BUCKETS = {"slot": {"bytes": 1}, "default": {}, "tiny": {"bytes": 3000}}
 """One parameter in each bucket, one block, and pieces of blocks."""
 EPSILON = 2.0**-8

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.models import entry
 from tests.support.reference import SEED, build, draw
 from tests.support.zoo import WIDTH, Backward, Entry, rows
-
-Pools = Callable[[int], Pool]
 
 
 class Small(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed.engine.coalescing import Setting, initialize
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import slow
 from tests.support.reference import Expected, Plain, build, draw, judge, sgd
 from tests.support.zoo import WIDTH, Block, Entry, Stack, regression, rows
 
-Pools = Callable[[int], Pool]
 LR = 0.05
 
 # Each window is the list of its backwards; each of those says where it runs and what of the model it uses.

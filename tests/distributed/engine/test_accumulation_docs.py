@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.distributed.engine.coalescing import Setting, initialize
 from tests.support.commands import ROOT
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.models import entry
 from tests.support.reference import build, draw
 
-Pools = Callable[[int], Pool]
 TEXT = (ROOT / "docs" / "accumulation.md").read_text()
 LAST = 3
 """Windows of each kind: recorded, adopted, followed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zeroweave as zw
-from tests.support.harness import Pool
-from tests.support.marks import daily
+from tests.support.harness import Pools
+from tests.support.marks import MODES, daily
 from tests.support.models import entry
 from tests.support.reference import Expected, Plain, build, draw, judge, worst
 from tests.support.zoo import rows
 
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 SETTINGS = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])
-Pools = Callable[[int], Pool]
 
 
 def config(stage: int, mode: str, **more: Any) -> dict[str, Any]:

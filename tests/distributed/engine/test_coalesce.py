@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ import pytest
 from tests.distributed import experts
 from tests.distributed.engine.coalescing import EPSILON, Setting, courses, distance, matrix, train
 from tests.distributed.engine.nested import WAYS, nested
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.reference import Expected, judge, judge_numbers
-
-Pools = Callable[[int], Pool]
 
 DAILY = [
     Setting(1, "aot_eager"),

@@ -16,12 +16,11 @@ from torch import nn
 import zeroweave as zw
 from tests.distributed.engine.coalescing import Setting, initialize
 from tests.distributed.ranks.test_failures import TrippingStack, assert_ended_by, trip
-from tests.support.harness import Pool
+from tests.support.harness import Pool, Pools
 from tests.support.marks import slow
 from tests.support.reference import CHECKED, Plain, build, draw, judge, set_lr, train_reference
 from tests.support.zoo import Entry, regression, rows
 
-Pools = Callable[[int], Pool]
 PATHS = [(1, "eager"), (2, "aot_eager"), (3, "aot_eager"), (3, "eager")]
 ALL_PATHS = [(stage, mode) for stage in (1, 2, 3) for mode in ("eager", "aot_eager")]
 MODEL = Entry("tripping", TrippingStack, rows, regression)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ from torch import Tensor
 
 import zeroweave as zw
 from tests.support.dc_world import World
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.zoo import Block, Stack, rows
 from zeroweave.comm.fence import Fenced
 
-Pools = Callable[[int], Pool]
 SWITCHES = dict.fromkeys(
     ("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather", "check_every_step"),
     True,

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from examples.gradcache import BATCHES, DEPTH, Encoder, Run, contrast, pairs, train
 from tests.support.commands import ROOT
-from tests.support.dc_world import Pools
+from tests.support.harness import Pools
+from tests.support.marks import WITH_INDUCTOR as MODES
 from tests.support.reference import Expected, Plain, judge, judge_numbers
 
 STEPS, BATCH, CHUNK = 4, 8, 4
 CHUNKS = 2 * BATCH // CHUNK
 DRIFT = 1e-3
 """Other masks change outputs by more than 0.1; Inductor rounds other things in a pass without gradients."""
-MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 
 
 def backward(model: Any, tokens: Tensor) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
-from tests.support.marks import daily, slow
+from tests.support.harness import Pools
+from tests.support.marks import MODES, daily, slow
 from tests.support.models import entry
 from tests.support.reference import (
     CHECKED,
@@ -28,9 +27,6 @@ from tests.support.reference import (
     train_reference,
 )
 from tests.support.zoo import Block, Entry, Stack, rows
-
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
-Pools = Callable[[int], Pool]
 
 
 def config(stage: int, mode: str, gas: int = 1) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.zoo import Block, Stack, rows
 from zeroweave.errors import EngineError
-
-Pools = Callable[[int], Pool]
 
 
 def engine_of(stage: int, **settings: Any) -> Any:

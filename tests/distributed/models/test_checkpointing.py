@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import zeroweave as zw
 from tests.distributed import cases
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.parity import Case, check, run_case
 
-Pools = Callable[[int], Pool]
 CHECKPOINTED = ("checkpoint", "checkpoint_reentrant", "checkpoint_inside", "checkpoint_inside_reentrant")
 MORE = [
     case

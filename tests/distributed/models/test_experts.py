@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ import torch
 import zeroweave as zw
 from tests.distributed import experts
 from tests.distributed.experts import CHECKED, TRAINED, train
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import slow
-
-Pools = Callable[[int], Pool]
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},

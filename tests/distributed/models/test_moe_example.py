@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from examples.moe import Model, Run, sentences, train
 from tests.support.commands import ROOT
-from tests.support.dc_world import Pools
+from tests.support.harness import Pools
+from tests.support.marks import WITH_INDUCTOR as MODES
 from tests.support.reference import Plain, judge, judge_numbers
 
 STEPS = 6
-MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 
 
 def backward(model: Any, data: torch.Tensor) -> float:

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.runtime.uneven import Job, Result, Setting, beside, say
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 
-Pools = Callable[[int], Pool]
 EXPERTS, TOKENS, TAKEN, VOCABULARY = 24, 5, 2, 64
 MARGIN = 1e-5
 SIZES: dict[str, Any] = {

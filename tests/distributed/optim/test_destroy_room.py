@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroweave as zw
 from tests.distributed.optim.test_optimizer_state import all_of, build, differing, settings, train
-from tests.support.harness import Outcome, Pool
+from tests.support.harness import Outcome, Pools
 from zeroweave.engine import state_dict as state
 from zeroweave.optim.room import Room
 from zeroweave.optim.states import describe
 
-Pools = Callable[[int], Pool]
 PLENTY = 2**40
 SOME = 12 * 2**10
 """Bytes through which each bucket of `Net` passes, and which its whole state does not fit"""

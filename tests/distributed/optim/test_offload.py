@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from tests.distributed.engine.coalescing import MODES, backwards
 from tests.distributed.engine.test_accessors import squared
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import slow
 from tests.support.models import entry
 from tests.support.reference import build
@@ -22,7 +22,6 @@ from tests.support.zoo import Entry, regression
 from zeroweave.engine.stats import Memory
 from zeroweave.layout import BucketLayout
 
-Pools = Callable[[int], Pool]
 STEPS = 3
 
 

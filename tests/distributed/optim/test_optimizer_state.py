@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from torch import nn
 
 import zeroweave as zw
 from tests.distributed import experts
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 
-Pools = Callable[[int], Pool]
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1}),
     "adam": (torch.optim.Adam, {"lr": 3e-3, "amsgrad": True}),

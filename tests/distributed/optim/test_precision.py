@@ -15,14 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
-from tests.support.marks import slow
+from tests.support.harness import Pools
+from tests.support.marks import MODES, slow
 from tests.support.reference import Expected, Masters, average, build, judge, worst
 from tests.support.zoo import Block, Entry, Stack, regression, rows
 from zeroweave.schedule import Settle, Update
 
-Pools = Callable[[int], Pool]
-MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 STAGES = (1, 2, 3)
 
 

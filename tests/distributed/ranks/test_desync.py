@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Outcome, Pool
+from tests.support.harness import Outcome, Pools
 from tests.support.marks import daily, slow
 from tests.support.patience import patient
 from tests.support.reference import Plain, judge
@@ -30,7 +30,6 @@ from zeroweave.errors import AgreementError, EngineError
 from zeroweave.schedule import Schedule, Unshard
 from zeroweave.schedule.passes import prefetch
 
-Pools = Callable[[int], Pool]
 DEADLINE = 8.0
 SLACK = 2.0
 """Seconds beyond the deadline that an error may take on an idle machine."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
+from tests.support.marks import WITH_INDUCTOR as MODES
 from zeroweave.schedule import Needed, Offload
-
-Pools = Callable[[int], Pool]
 
 WIDTH, ROWS, BLOCKS = 8, 96, 6
 BYTES = ROWS * WIDTH * 4
 """Of a block's output; parameters are smaller."""
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 WAYS = ("plain", "accumulated", "twice", "checkpoint", "reentrant", "retained", "two forwards")
 
 

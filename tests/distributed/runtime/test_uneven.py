@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
-from tests.support.marks import daily
+from tests.support.harness import Pools
+from tests.support.marks import MODES, daily
 from tests.support.reference import Plain, judge
 
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 SETTINGS = [(1, "eager"), (2, "aot_eager"), (3, "eager"), (3, "aot_eager")]
-Pools = Callable[[int], Pool]
 
 
 class Gated(nn.Module):

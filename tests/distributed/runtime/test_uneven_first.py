@@ -31,9 +31,8 @@ from tests.distributed.runtime.uneven import (
     say,
     stack_job,
 )
-from tests.support.harness import Pool
+from tests.support.harness import Pool, Pools
 
-Pools = Callable[[int], Pool]
 BLOCKS = 4
 ALL = Choice()
 

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.distributed.runtime.uneven import BRANCHES, Choice, Gated, Job, Setting, Stack, beside, say, stack_job
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 
-Pools = Callable[[int], Pool]
 WINDOWS = ((1, 1, 1, 1), (1, 1, 1, 1), (2, 2, 2), (1, 2, 1, 2), (2, 1, 1))
 BUCKETS: tuple[dict[str, Any], ...] = ({}, {}, {"bytes": 1}, {"bytes": 300}, {"by_block": False})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed.engine.coalescing import EPSILON, Setting, distance, initialize
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.reference import build, draw
 from tests.support.zoo import WIDTH, Block, Entry, Stack, regression, rows
-
-Pools = Callable[[int], Pool]
 
 
 class Branching(Stack):

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from zeroweave.comm import process_group
-
-Pools = Callable[[int], Pool]
 
 
 class Keeping(nn.Module):

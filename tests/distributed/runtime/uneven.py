@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroweave as zw
+from tests.support.marks import WITH_INDUCTOR as MODES
 
 WIDTH = 8
-MODES: dict[str, dict[str, Any]] = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}, "inductor": {}}
 Gradients = dict[str, Tensor | None]
 Break = Literal["none", "before", "between"]
 

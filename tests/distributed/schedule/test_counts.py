@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 import zeroweave as zw
 from tests.support.counting import counted
-from tests.support.harness import Pool
-from tests.support.marks import daily, slow
+from tests.support.harness import Pools
+from tests.support.marks import MODES, daily, slow
 from tests.support.models import entry
 from tests.support.reference import build, draw
 
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 PREFETCH, DEPTH = 1, 2
-Pools = Callable[[int], Pool]
 
 
 def started(name: str, stage: int, mode: str, gas: int = 1, **settings: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
+from tests.support.marks import MODES
 from tests.support.parity import digest
 from tests.support.zoo import rows
 from zeroweave.engine.scheduling import Plan
 from zeroweave.schedule import Line, Reduce, Unshard
-
-Pools = Callable[[int], Pool]
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 
 
 class Mixed(nn.Module):

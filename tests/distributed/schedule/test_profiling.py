@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.counting import silent
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.marks import slow
 from tests.support.zoo import WIDTH, Stack, rows
-
-Pools = Callable[[int], Pool]
 
 
 class Busy(nn.Module):

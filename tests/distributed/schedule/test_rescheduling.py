@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,13 +14,11 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import zeroweave as zw
-from tests.support.harness import Pool
+from tests.support.harness import Pools
 from tests.support.parity import digest
 from tests.support.zoo import Block, Stack, rows
 from zeroweave.errors import AgreementError, ConfigError, EngineError, ScheduleError
 from zeroweave.schedule import Reshard, Schedule, Unshard, Wait
-
-Pools = Callable[[int], Pool]
 
 
 class Detour(Stack):

@@ -17,14 +17,13 @@ import torch
 import zeroweave as zw
 from tests.distributed.cases import covering
 from tests.schedule.shuffle import shuffled
-from tests.support.harness import Pool
+from tests.support.harness import Pools
+from tests.support.marks import MODES
 from tests.support.parity import digest
 from tests.support.reference import SEED, draw
 from tests.support.zoo import Block, regression, rows, stack_of
 from zeroweave.engine.scheduling import Plan
 
-Pools = Callable[[int], Pool]
-MODES = {"eager": {"enabled": False}, "aot_eager": {"lower": "aot_eager"}}
 BLOCKS = 6
 BUDGET = 20_000
 """bytes that "memory" lets flats and gradient flats take: five blocks of some 4 kB"""
