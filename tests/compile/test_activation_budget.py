@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.compile.comparing import WIDTH, Block, Stack, agree, loss_of
 from tests.compile.fakes import FakeHost
-from tests.compile.test_templates import Dropping, Inside
+from tests.compile.template_models import Dropping, Inside
 from tests.support.reference import Expected, Plain
 
 pytestmark = pytest.mark.oldest

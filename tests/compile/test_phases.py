@@ -12,8 +12,8 @@ import torch
 from filelock import FileLock
 from torch import fx
 
+from tests.compile.comparing import WIDTH, Stack, rows
 from tests.compile.fakes import FakeHost
-from tests.compile.test_templates import WIDTH, Stack, rows
 from tests.support.marks import slow
 from zeroweave.compile import phases as phases_module
 from zeroweave.compile.lock import compile_lock, graph_key

@@ -10,12 +10,27 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.compile.comparing import WIDTH, Block, EarlyTranspose, Stack, agree, compare, gradients_of, loss_of, rows
 from tests.compile.fakes import FakeHost
+from tests.compile.template_models import (
+    Adding,
+    Broken,
+    Buffered,
+    Conditional,
+    Convolution,
+    Dropping,
+    Fused,
+    Inside,
+    LanguageModel,
+    Masked,
+    Mixed,
+    Shares,
+    Transposed,
+    TwoHeads,
+    Writes,
+)
 from tests.support.marks import slow
 from tests.support.reference import ULP, Expected, Plain
 from zeroweave.errors import EngineError, ParameterError
@@ -41,22 +56,8 @@ def test_tied_parameters_in_two_blocks() -> None:
     assert [name for name, _, _ in host.entered] == ["layers.2", "layers.1", "layers.0"]
 
 
-class Dropping(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + F.dropout(self.down(F.dropout(self.up(self.norm(x)), 0.25, self.training)), 0.5, self.training)
-
-
 def test_dropout_takes_eagers_random_numbers() -> None:
     compare(Stack(Dropping), rows())
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x * self.inner.weight.sum(), 0.5, self.training)
 
 
 @slow("inductor")
@@ -71,61 +72,15 @@ def test_a_recomputed_mask_is_the_same_mask(lower: str) -> None:
     assert host.settled()
 
 
-class Embedding(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(11, WIDTH), nn.Embedding(7, WIDTH)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
-
-
-class LanguageModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = Embedding()
-        self.layers = nn.ModuleList([Block(), Block()])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @both
 def test_an_embeddings_backward_uses_no_bucket(lower: str) -> None:
     host = compare(LanguageModel(), torch.tensor([[1, 4, 1], [2, 0, 10]]), lower=lower)
     assert host.entered[-1] == ("embedding", "backward", ())
 
 
-class Adding(nn.Module):
-    """The gradient of both parameters and of the input is one tensor: the output's own gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.one, self.two = (nn.Parameter(torch.randn(5, WIDTH)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.one + self.two
-
-
 def test_h_plus_w_of_equal_shape() -> None:
     host = compare(Stack(Adding, 2), rows())
     assert host.gradient("layers.0.inner.weight") is None
-
-
-class TwoHeads(nn.Module):
-    """Two parameters whose gradient is one node."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 6, bias=False), nn.Linear(WIDTH, 6, bias=False)
-        self.out = nn.Linear(6, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.linear(x, self.first.weight + self.second.weight))
 
 
 @both
@@ -140,29 +95,9 @@ def test_an_early_transpose_holds_its_bucket_forward_and_backward() -> None:
     assert [uses for _, phase, uses in host.entered if phase == "backward"] == [(0, 2), (0, 1), (0,)]
 
 
-class Fused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv.weight.chunk(3)
-        return x + self.out(F.linear(x, q) * torch.sigmoid(F.linear(x, k)) + F.linear(x, v) + self.qkv.bias[:1])
-
-
 @both
 def test_a_chunked_fused_weight(lower: str) -> None:
     compare(Stack(Fused, 2), rows(), lower=lower)
-
-
-class Convolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Conv2d(4, 4, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.inner(x))
 
 
 @pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
@@ -170,18 +105,6 @@ class Convolution(nn.Module):
 def test_convolutions_deliver_contiguous_gradients(lower: str, memory: torch.memory_format) -> None:
     x = torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(3)).to(memory_format=memory)
     compare(Stack(Convolution, 2), x, lower=lower)
-
-
-class Transposed(nn.Module):
-    """`x @ w` has its gradient transposed in some formulations, `w.t()` certainly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(1, 1)
-        self.one, self.two = (nn.Parameter(torch.randn(WIDTH, WIDTH) / 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.one) @ self.two.t() * self.inner.weight + self.one.t()[:5]
 
 
 @both
@@ -204,13 +127,6 @@ def test_autocast_saves_nothing_computed_from_parameters_alone(lower: str) -> No
     assert saved and not saved & sizes
     agree(gradients_of(host), Expected(*({n: p.grad for n, p in m.named_parameters()} for m in (reference, exact))))
     assert host.settled()
-
-
-class Broken(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.up(self.norm(x))[:, :WIDTH]
-        torch._dynamo.graph_break()
-        return x + self.down(torch.cat([x, x], -1))
 
 
 def test_a_graph_break_inside_every_block() -> None:
@@ -249,16 +165,6 @@ def test_no_grad_in_train_mode_with_dropout(lower: str) -> None:
     assert not host.expected and host.settled()
 
 
-class Mixed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up.requires_grad_(False)
-        self.norm.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x.double()).float())))
-
-
 def test_frozen_and_trainable_parameters_and_two_types_in_one_block() -> None:
     host = compare(Stack(Mixed), rows())
     assert len(host.flats) == 9 and len(host.entered[0][2]) == 3
@@ -276,14 +182,6 @@ def test_frozen_blocks_pass_gradients_on() -> None:
 @pytest.mark.parametrize("way", ["reentrant", "other"])
 def test_checkpointed_blocks(way: str) -> None:
     compare(Stack(Dropping, way=way), rows())
-
-
-class Inside(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        def mlp(x: Tensor) -> Tensor:
-            return self.down(F.dropout(F.gelu(self.up(x)), 0.5, self.training))
-
-        return x + checkpoint(mlp, self.norm(x), use_reentrant=False)
 
 
 def test_checkpointing_inside_a_block() -> None:
@@ -304,19 +202,6 @@ def test_a_backward_may_run_twice(lower: str) -> None:
     assert set(host.expected.values()) == {-1}
 
 
-class Conditional(Block):
-    """One parameter is read in the branches; two parameters of a bucket share storage, which cond refuses."""
-
-    def __init__(self, read: int = 1) -> None:
-        super().__init__()
-        self.read = read
-
-    def forward(self, x: Tensor) -> Tensor:
-        one, two = self.up.weight, self.up.bias
-        branch = (lambda t: t @ one.t()) if self.read == 1 else (lambda t: F.linear(t, one, two))
-        return x + self.down(torch.cond(x.sum() > 0, branch, lambda t: torch.sin(branch(t)), (self.norm(x),)))
-
-
 @pytest.mark.matrix
 def test_cond_inside_a_block() -> None:
     compare(Stack(Conditional, 2), rows())
@@ -324,17 +209,6 @@ def test_cond_inside_a_block() -> None:
     FakeHost(model)
     with pytest.raises(ParameterError, match=r"share storage.*before or after"):
         model(rows())
-
-
-class Shares(nn.Module):
-    """A view of a parameter and a fresh output, both returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inner(x), self.inner.weight
 
 
 def test_a_returned_parameter_gets_both_gradients() -> None:
@@ -345,15 +219,6 @@ def test_a_returned_parameter_gets_both_gradients() -> None:
         (y.sum() + (w * 2).sum()).backward()
     plain, exact = (x.sum(0).expand(WIDTH, WIDTH) + 2 for x in (rows(), rows().double()))
     agree({"weight": host.gradient("0.inner.weight")}, Expected({"weight": plain}, {"weight": exact}))
-
-
-class Buffered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.inner(x))
 
 
 def statistics_of(model: nn.Module) -> dict[str, Tensor]:
@@ -369,13 +234,6 @@ def test_batch_norm_updates_its_buffers() -> None:
     assert [int(b) for n, b in model.named_buffers() if "tracked" in n] == [1, 1]
     with torch.no_grad():
         model(rows())
-
-
-class Writes(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.up.weight.mul_(0.5)
-        return super().forward(x)
 
 
 @pytest.mark.parametrize("grad", [True, False])
