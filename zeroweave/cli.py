@@ -108,7 +108,7 @@ def schedule(
     import json
 
     from zeroweave.errors import ScheduleError
-    from zeroweave.report.course import Shown
+    from zeroweave.report.course import Courses
     from zeroweave.report.schedule import of_script, report
     from zeroweave.report.trace import trace as traced
 
@@ -118,7 +118,7 @@ def schedule(
     if not saved and rank >= ranks:
         raise typer.BadParameter(f"there is no rank {rank} among {ranks} ranks", param_hint="--rank")
     try:
-        shown = Shown.load(source) if saved else of_script(source, arguments or (), ranks, rank, steps)
+        shown = Courses.load(source) if saved else of_script(source, arguments or (), ranks, rank, steps)
     except ScheduleError as error:
         raise typer.BadParameter(str(error)) from None
     except FileNotFoundError:

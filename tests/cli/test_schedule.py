@@ -105,11 +105,11 @@ def test_what_is_no_saved_schedule(tmp_path: Path) -> None:
 
 
 def test_the_trace_holds_every_span_wait_and_byte(tmp_path: Path, schedule: Schedule) -> None:
-    from zeroweave.report.course import Shown
+    from zeroweave.report.course import Courses
 
     path = tmp_path / "saved.json"
     as_predicted(with_costs(schedule), before=10_000).save(path)
-    shown = Shown.load(path)
+    shown = Courses.load(path)
     made = json.loads(json.dumps(trace(shown.schedule, shown.courses)))
     events = made["traceEvents"]
     for course in shown.courses:

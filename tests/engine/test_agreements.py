@@ -11,7 +11,8 @@ from tests.support.schedules import stack, stack_facts
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.wire import Wire
-from zeroweave.engine.guard import Agreements, Progress
+from zeroweave.engine.agreements import Agreements
+from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control, Decision

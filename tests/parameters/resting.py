@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroweave.parameters.places import Places, Status, rest
+from zeroweave.parameters.places import Places, StubStatus, rest
 
 NAME = "0.weight"
 """The parameter that `Resting.by` reaches."""
@@ -24,7 +24,7 @@ class Resting:
     model: nn.Module
     list: list[nn.Parameter]
     optimizer: torch.optim.Optimizer
-    status: Status
+    status: StubStatus
     places: Places
 
     def by(self, route: str) -> nn.Parameter:
@@ -41,5 +41,5 @@ ROUTES = ("module", "list", "groups")
 def make_resting(model: nn.Module) -> Resting:
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    status = Status()
+    status = StubStatus()
     return Resting(model, parameters, optimizer, status, rest(model, status, real_of))

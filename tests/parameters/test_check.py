@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.check import check
-from zeroweave.parameters.places import Status, rest
+from zeroweave.parameters.places import StubStatus, rest
 
 pytestmark = pytest.mark.oldest
 
@@ -213,7 +213,7 @@ def test_wrappers_are_known_by_their_class() -> None:
 
 def test_a_model_that_has_an_engine() -> None:
     model = mlp()
-    places = rest(model, Status(), lambda name, p: nn.Parameter(p.detach().clone()))
+    places = rest(model, StubStatus(), lambda name, p: nn.Parameter(p.detach().clone()))
     assert refusal(model).splitlines()[1:] == [
         "  the model: has an engine already; use it, or call its destroy() first"
     ]

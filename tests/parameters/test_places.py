@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.parameters.resting import NAME, Resting, make_resting, real_of
 from zeroweave.errors import ParameterError
-from zeroweave.parameters.places import AtRest, Status, check, rest
+from zeroweave.parameters.places import AtRest, Showing, StubStatus, check, rest
 
 pytestmark = pytest.mark.oldest
 
@@ -31,7 +31,7 @@ def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -
     resting.places.show_real()
     resting.places.show_real()
     expected = resting.model(x)
-    assert type(resting.model[0].weight) is nn.Parameter and resting.status.shown
+    assert type(resting.model[0].weight) is nn.Parameter and resting.status.showing is Showing.REAL
     for p in (resting.list[0], resting.optimizer.param_groups[0]["params"][0]):
         with pytest.raises(ParameterError, match="reach it through the module"):
             p.norm()
@@ -39,7 +39,7 @@ def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -
         resting.model.state_dict()
     resting.places.show_stubs()
     resting.places.show_stubs()
-    assert resting.model[0].weight is resting.list[0] and not resting.status.shown
+    assert resting.model[0].weight is resting.list[0] and resting.status.showing is Showing.STUBS
     with pytest.raises(ParameterError) as caught:
         resting.list[0].norm()
     assert "through the module" not in str(caught.value)
@@ -48,8 +48,8 @@ def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -
 
 
 def test_full_parameters_serve_independent_state(resting: Resting) -> None:
+    resting.places.show_views()
     resting.places.show_real()
-    resting.status.full = True
     served = resting.model.state_dict()
     kept = resting.model.state_dict(keep_vars=True)
     real = resting.model[0].weight
@@ -154,7 +154,7 @@ def test_a_replaced_entry_is_named_and_nothing_changes(resting: Resting) -> None
     del resting.model[3].bias
     with pytest.raises(ParameterError, match=r"^0\.weight, 3\.bias: replaced or deleted"):
         resting.places.show_real()
-    assert type(resting.model[3].weight) is AtRest and not resting.status.shown
+    assert type(resting.model[3].weight) is AtRest and resting.status.showing is Showing.STUBS
 
 
 def test_an_entry_replaced_while_shown_does_not_keep_the_others_there(resting: Resting) -> None:
@@ -235,7 +235,7 @@ def test_all_rest_or_none() -> None:
     values = [p.detach().clone() for p in parameters]
     reference = weakref.ref(model[2].weight)
     with pytest.raises(ParameterError, match=r"'2\.weight' cannot be put to rest; nothing was changed"):
-        rest(model, Status(), real_of)
+        rest(model, StubStatus(), real_of)
     del reference
     assert all(type(p) is nn.Parameter for p in parameters) and model[0].weight is parameters[0]
     assert all(torch.equal(p, v) for p, v in zip(parameters, values, strict=True))
@@ -252,7 +252,7 @@ def test_an_error_of_the_callback_changes_nothing() -> None:
         return real_of(name, parameter)
 
     with pytest.raises(MemoryError, match="no room"):
-        rest(model, Status(), real)
+        rest(model, StubStatus(), real)
     model(torch.randn(2, 4)).sum().backward()
 
 
@@ -273,7 +273,7 @@ def test_stubs_take_over_what_the_real_ones_have() -> None:
     """Dtype, stride and device are those that the engine computes with."""
     model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
     check(model)
-    rest(model, Status(), lambda name, p: nn.Parameter(p.detach().to(torch.bfloat16).contiguous()))
+    rest(model, StubStatus(), lambda name, p: nn.Parameter(p.detach().to(torch.bfloat16).contiguous()))
     assert model.weight.dtype == torch.bfloat16 and model.weight.stride() == (36, 9, 3, 1)
 
 

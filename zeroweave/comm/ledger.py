@@ -71,6 +71,10 @@ class Ledger:
         On a device nobody knows when it has come: there it stays.
         """
 
+    def at(self, call: str) -> None:
+        """This rank is there now; see `call`."""
+        self.call = call
+
     def record(
         self, kind: str, bucket: int, dtype: str, payload: int, group: str = WORLD, world: int | None = None
     ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +20,23 @@ from zeroweave.eager.access import Access
 from zeroweave.errors import EngineError
 from zeroweave.runtime.runtime import Runtime
 
-Compiled = Callable[..., Any]
+
+@dataclass(frozen=True)
+class Compiled:
+    """How the calls of a region run compiled."""
+
+    run: Callable[..., Any]
+    """`run(module, *args, **kwargs)` instead of the module's eager forward"""
+    wanted: Callable[[], bool]
+    """does the call that begins now?"""
+    gave_up: Callable[[], None]
+    """hears that Dynamo has run the module as it is"""
 
 
 class ModuleCall:
     """Makes each execution of `module` a call that holds the module's buckets.
 
-    `session` surrounds the call if it is the outermost one; `compiled(module, *args, **kwargs)` runs
-    instead of the module's eager forward where it is given and `may_compile()` holds.
+    `session` surrounds the call if it is the outermost one. `compiled`: None for a module that always runs eagerly.
     """
 
     def __init__(
@@ -37,18 +47,17 @@ class ModuleCall:
         runtime: Runtime,
         access: Access,
         session: Callable[[], AbstractContextManager[None]],
+        compiled: Compiled | None = None,
     ) -> None:
         self.name, self.module = name, module
         self.uses = tuple(sorted({bucket for bucket, _ in slots}))
         self._trainable = [s for s in slots if runtime.buckets[s[0]].layout.trainable]
         # An embedding's backward reads no values of it.
         self._trains = bool(self._trainable) and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
-        self._runtime, self._access, self._session = runtime, access, session
+        self._runtime, self._access, self._session, self._compiled = runtime, access, session, compiled
         self._inner = tuple(module.modules())
-        self.compiled: Compiled | None = None
         self._runs_compiled = False
-        self.may_compile: Callable[[], bool] = lambda: False
-        self.gave_up: Callable[[ModuleCall], None] = lambda call: None
+        """does the last call that was no recomputation?"""
 
     def install(self) -> None:
         self.module._compiled_call_impl = self
@@ -67,10 +76,10 @@ class ModuleCall:
         frame = runtime.enter(self.name, "forward", self.uses, self._trains)
         try:
             # a recomputation inside a backward runs as its forward ran
-            if not runtime.in_backward:
-                self._runs_compiled = self.may_compile()
-            if self.compiled is not None and self._runs_compiled:
-                result = self._run_compiled(self.compiled, *args, **kwargs)
+            if self._compiled is not None and not runtime.in_backward:
+                self._runs_compiled = self._compiled.wanted()
+            if self._compiled is not None and self._runs_compiled:
+                result = self._run_compiled(self._compiled, *args, **kwargs)
             else:
                 runtime.ran_eagerly()
                 result = self.module._call_impl(*args, **kwargs)
@@ -84,12 +93,12 @@ class ModuleCall:
         before = self._runtime.compiled_calls
         self._access.unwatch(self._inner)
         try:
-            result = compiled(self.module, *args, **kwargs)
+            result = compiled.run(self.module, *args, **kwargs)
         finally:
             self._access.watch(self._inner)
         if self._runtime.compiled_calls == before:  # Dynamo ran the module as it is
             self._runtime.ran_eagerly()
-            self.gave_up(self)
+            compiled.gave_up()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -23,22 +23,33 @@ from zeroweave.comm.transport import Transport
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.regions import find_units
 from zeroweave.config import Config
+from zeroweave.eager.access import Access
+from zeroweave.eager.hooks import hook_gradients
+from zeroweave.eager.shown import Shown
 from zeroweave.engine import Engine
+from zeroweave.engine.agreements import Agreements
+from zeroweave.engine.calls import Calls
 from zeroweave.engine.guard import Guard, Progress
-from zeroweave.engine.parts import Parts
-from zeroweave.engine.scheduler import passes_of, settings_of
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.samples import Samples
+from zeroweave.engine.scheduler import Scheduler
+from zeroweave.engine.settings import passes_of, settings_of
 from zeroweave.engine.state_dict import share
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.values import Values
+from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.experts import GROUP as EXPERTS
 from zeroweave.experts import find_experts, groups_of
 from zeroweave.layout import WORLD, BucketLayout, ParameterSpec, build_layout
+from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.check import check_optimizer
-from zeroweave.optim.scaler import checks
+from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.check import check
 from zeroweave.parameters.places import rest
-from zeroweave.parameters.stub import Status
+from zeroweave.parameters.stub import StubStatus
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.start import backstop, start_process_group
@@ -339,30 +350,74 @@ def _assemble(
     original = {name: p.tensor.dtype for name, p in parameters.items()}
     slot_of = {id(p.tensor): place[name] for name, p in parameters.items()}
     del parameters, named
-    status = Status()
-    places = rest(model, status, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
+    stubs = StubStatus()
+    places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
         sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off)
         states.clear()
-    return Engine(
-        Parts(
-            model=model,
-            config=settings,
-            runtime=runtime,
-            ledger=ledger,
-            transport=transport,
-            control=control,
-            alarm=common.alarm,
-            progress=common.progress,
-            guard=common.guard,
-            places=places,
-            status=status,
-            optimizer=sharded,
-            original_dtypes=original,
-            facts=_facts(settings, layouts, runtime.policy, sharded),
-            device=device,
-            ends=common.ends,
-        ),
-        asked.scheduler,
+    parts = EngineParts(
+        model=model,
+        config=settings,
+        runtime=runtime,
+        ledger=ledger,
+        transport=transport,
+        control=control,
+        progress=common.progress,
+        guard=common.guard,
+        agreements=Agreements(control, transport, common.alarm, common.progress),
+        places=places,
+        stubs=stubs,
+        optimizer=sharded,
+        original_dtypes=original,
+        device=device,
+        ends=common.ends,
     )
+    return _compose(parts, _facts(settings, layouts, runtime.policy, sharded), asked.scheduler)
+
+
+def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any) -> Engine:
+    """The engine, of objects that each know those before them."""
+    settings, runtime, progress, rank = parts.config, parts.runtime, parts.progress, parts.control.rank
+    scheduler = Scheduler(
+        runtime,
+        parts.transport,
+        parts.agreements,
+        parts.guard,
+        facts,
+        settings_of(settings),
+        passes_of(settings),
+        settings.compile.record_steps,
+    )
+    samples = Samples.asked_for(scheduler, rank)
+    access = Access(parts.model, runtime)
+    hook_gradients(runtime)
+    shown = Shown(runtime, parts.places, access)
+    calls = Calls(parts.model, runtime, settings, access, shown, rank, lambda: progress.step == 0)
+    scaler = _scaler(parts)
+    window = Window(parts, scaler, scheduler, shown)
+    runtime.attach(window)
+    if settings.gather_after_step:
+        shown.open()
+    step = OptimizerStep(parts, window, scaler, scheduler, shown, _adaptive(parts), lr_scheduler)
+    values = Values(parts, window, scaler, shown)
+    return Engine(parts, calls, scheduler, window, step, values, samples)
+
+
+def _scaler(parts: EngineParts) -> Scaler:
+    layouts = [b.layout for b in parts.runtime.buckets.values()]
+    scale, looks, transport = loss_scale_of(parts.config, layouts), checks(parts.config, layouts), parts.transport
+
+    def all_reduce(tensor: torch.Tensor) -> None:
+        transport.all_reduce_sum(tensor)  # the way there may be another in the next step
+
+    return Scaler(parts.runtime.gradients, scale, looks, all_reduce, parts.device)
+
+
+def _adaptive(parts: EngineParts) -> Adaptive | None:
+    """What decides where the optimizer's states live, if the config leaves that open."""
+    budget = parts.config.offload.memory_budget
+    if budget is None or parts.optimizer is None:
+        return None
+    clock = parts.transport.clock
+    return Adaptive(parts.optimizer.offload, budget, clock.peak, clock.restart_peak)

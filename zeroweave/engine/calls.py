@@ -13,53 +13,36 @@ from torch import nn
 from zeroweave._torch import map_tensors, recomputing
 from zeroweave.compile import Announcer, Templates, call_modules, find_regions, region_key
 from zeroweave.config import Config
-from zeroweave.eager.access import Access, Shown
+from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors
-from zeroweave.eager.hooks import ModuleCall, hook_gradients, own_outputs
+from zeroweave.eager.hooks import Compiled, ModuleCall, own_outputs
+from zeroweave.eager.shown import Shown
 from zeroweave.notices import warn
 from zeroweave.runtime.runtime import Runtime
 
 
-@contextmanager
-def session(runtime: Runtime, shown: Shown) -> Iterator[None]:
-    """The outermost forward: real parameters in the modules, handles for what eager code saves."""
-    shown.show()
-    try:
-        runtime.begin_session()
-        # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
-        with nullcontext() if recomputing() else SavedTensors(runtime):
-            yield
-        runtime.end_session()
-    except BaseException:
-        runtime.abandon_session()
-        raise
-    finally:
-        shown.hide()
-
-
 class Calls:
-    """The calls of one engine. `eager_regions` names the regions that Dynamo gave up on, with its reason.
-
-    `session` surrounds the outermost call; `first_step`: has no optimizer step been taken yet?
-    """
+    """The calls of one engine. `first_step`: has no optimizer step been taken yet?"""
 
     def __init__(
         self,
         model: nn.Module,
         runtime: Runtime,
         config: Config,
-        session: Callable[[], AbstractContextManager[None]],
+        access: Access,
+        shown: Shown,
         rank: int,
         first_step: Callable[[], bool],
     ) -> None:
-        self._model, self._runtime, self._rank = model, runtime, rank
+        self._model, self._runtime, self._shown, self._rank = model, runtime, shown, rank
         self._dtype = None if config.precision.params is None else getattr(torch, config.precision.params)
         wanted = config.precision.autocast
         self._autocast = None if wanted is None else getattr(torch, wanted)
         self._device_type = next(iter(runtime.buckets.values())).device.type if runtime.buckets else "cpu"
-        self.access = Access(model, runtime)
         self.eager_regions: dict[str, str] = {}
+        """the regions that Dynamo gave up on, by name, with its reason"""
         self._compiling = False
+        """do regions that are called now run compiled?"""
         self._told_cache = False
         regions = find_regions(model, config.compile.regions, max_bytes=config.bucket.bytes)
         self.regions = len(regions)
@@ -71,34 +54,48 @@ class Calls:
 
         place_of = {id(p): runtime.directory.places[name] for name, p in model.named_parameters()}
 
-        def call(name: str, module: nn.Module, recurse: bool) -> ModuleCall:
+        def call(name: str, module: nn.Module, recurse: bool, compiled: Compiled | None = None) -> ModuleCall:
             slots = [place_of[id(p)] for p in module.parameters(recurse)]
-            return ModuleCall(name, module, slots, runtime, self.access, session)
+            return ModuleCall(name, module, slots, runtime, access, self.session, compiled)
 
         self._calls = [call(name, module, recurse=False) for name, module in call_modules(model, regions)]
         for region in regions:
-            made = call(region.name, region.module, recurse=True)
-            self._calls.append(made)
+            compiled = None
             if self.templates is not None:
-                self._compile(made, self.templates, config.compile.dynamic)
+                compiled = self._compiled(region.name, region.module, self.templates, config.compile.dynamic)
+            self._calls.append(call(region.name, region.module, recurse=True, compiled=compiled))
         for made in self._calls:
             made.install()
-        hook_gradients(runtime)
 
-    def _compile(self, call: ModuleCall, templates: Templates, dynamic: bool | None) -> None:
-        key = region_key(call.module)
+    def _compiled(self, name: str, module: nn.Module, templates: Templates, dynamic: bool | None) -> Compiled:
+        key = region_key(module)
 
-        def gave_up(_: ModuleCall) -> None:
-            if call.name not in self.eager_regions:
-                reason = templates.fallback_reason(key, call.module)
+        def gave_up() -> None:
+            if name not in self.eager_regions:
+                reason = templates.fallback_reason(key, module)
                 if reason not in self.eager_regions.values():
-                    warn(f"{call.name or 'the model'} trains eagerly, exact but slower: {reason}", self._rank)
-                self.eager_regions[call.name] = reason
+                    warn(f"{name or 'the model'} trains eagerly, exact but slower: {reason}", self._rank)
+                self.eager_regions[name] = reason
 
-        call.compiled = templates.compile(key, dynamic)
-        templates.announcer.expect(key, call.name)
-        call.may_compile = lambda: self._compiling
-        call.gave_up = gave_up
+        run = templates.compile(key, dynamic)
+        templates.announcer.expect(key, name)
+        return Compiled(run, lambda: self._compiling, gave_up)
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """The outermost forward: real parameters in the modules, handles for what eager code saves."""
+        self._shown.show()
+        try:
+            self._runtime.begin_session()
+            # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
+            with nullcontext() if recomputing() else SavedTensors(self._runtime):
+                yield
+            self._runtime.end_session()
+        except BaseException:
+            self._runtime.abandon_session()
+            raise
+        finally:
+            self._shown.hide()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

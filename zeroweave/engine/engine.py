@@ -3,84 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
 
 from zeroweave.comm.ledger import Ledger
-from zeroweave.eager.access import Shown
-from zeroweave.engine import state_dict as state
-from zeroweave.engine.calls import Calls, session
-from zeroweave.engine.guard import Agreements, Found
-from zeroweave.engine.parts import Opened, Parts, adaptive_of
+from zeroweave.engine.calls import Calls
+from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
-from zeroweave.engine.scheduler import scheduler_of
-from zeroweave.engine.scheduling import Scheduling
-from zeroweave.engine.snapshot import Snapshot
+from zeroweave.engine.scheduler import Plan, Recording, Scheduler
+from zeroweave.engine.settings import Keep, Prefetch, changes_of
+from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
-from zeroweave.engine.step import Scaling, scaler_of
-from zeroweave.engine.values import Accessors
-from zeroweave.errors import EngineError
-from zeroweave.layout import BucketLayout
-from zeroweave.notices import warn
-from zeroweave.optim.room import Room
-from zeroweave.optim.states import Gathered
-from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.runtime.runtime import Observer
-from zeroweave.schedule import Schedule
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.values import Values, tell_dropped
+from zeroweave.engine.window import Window
+from zeroweave.layout import BucketLayout, Fragment
+from zeroweave.schedule import Instruction, Operations, Pass, Schedule
 
 
-class _Backwards(Observer):
-    """What the runtime tells an engine about backwards."""
-
-    def __init__(self, reduces: Callable[[], bool], began: Callable[[], None], ended: Callable[[bool], None]) -> None:
-        self._reduces, self._began, self._ended = reduces, began, ended
-
-    def reduces(self) -> bool:
-        return self._reduces()
-
-    def backward_began(self) -> None:
-        self._began()
-
-    def backward_ended(self, trained: bool) -> None:
-        self._ended(trained)
-
-
-class Engine(Scheduling, Scaling, Accessors):
+class Engine:
     """Trains one model, sharded over the ranks of a process group. Made by `zeroweave.initialize`.
 
     Every method that computes or communicates is collective: all ranks call it in the same order. An engine that is
     dropped without `destroy` is garbage together with its model.
+
+    Where `what` names a value of a parameter, it is "param", the value itself; "grad", the gradient that `step()` would
+    use; or a key of the optimizer's state, such as "exp_avg". The name of an expert that not all ranks share means this
+    rank's own; "all ranks" are then those that have the same.
     """
 
-    def __init__(self, parts: Parts, lr_scheduler: Any = None) -> None:
-        self._parts, self._runtime = parts, parts.runtime
+    def __init__(
+        self,
+        parts: EngineParts,
+        calls: Calls,
+        scheduler: Scheduler,
+        window: Window,
+        step: OptimizerStep,
+        values: Values,
+        samples: Samples | None,
+    ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
         self.rank, self.world = parts.control.rank, parts.control.world
-        self.lr_scheduler = lr_scheduler
-        self.micro_steps = self.skipped_steps = 0
-        self._progress, self._alarm, self._guard = parts.progress, parts.alarm, parts.guard
-        self._agreements = Agreements(parts.control, parts.transport, self._alarm, self._progress)
-        self._applied = self._warned = self._scaled = False
-        self._backwards = self._window_steps = 0
-        self._boundary: bool | None = None
-        self._scaler = scaler_of(parts)
-        self._executed = ()
-        self._scheduler = scheduler_of(parts, self._agreements)
-        self._adaptive = adaptive_of(parts)
-        self._samples = Samples.asked_for(self._scheduler, self.rank)
-        progress = self._progress
-        self._calls = Calls(
-            parts.model, parts.runtime, parts.config, self._session, self.rank, lambda: progress.step == 0
-        )
-        self._shown = Shown(parts.places, self._calls.access)
-        self._opened = Opened(parts.runtime, self._shown, parts.status)
-        self._runtime.attach(_Backwards(self._reduces, self._backward_began, self._backward_ended))
-        if self.config.gather_after_step:
-            self._opened.open()
-        self._traffic = parts.ledger.step()
-        parts.ledger.begin_step()
+        self._parts, self._runtime, self._guard = parts, parts.runtime, parts.guard
+        self._calls = calls  # forwards
+        self._window, self._step = window, step  # backwards up to an optimizer step, and that
+        self._values = values  # what users read and write
+        self._scheduler = scheduler  # which schedule the next window follows
+        self._samples = samples  # measured steps, where the environment asks for them
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -89,9 +61,24 @@ class Engine(Scheduling, Scaling, Accessors):
         return None if self._parts.optimizer is None else self._parts.optimizer.optimizer
 
     @property
+    def lr_scheduler(self) -> Any:
+        """The user's learning-rate scheduler."""
+        return self._step.lr_scheduler
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of `step()` so far."""
+        return self._window.micro_steps
+
+    @property
     def global_steps(self) -> int:
         """Optimizer steps so far, without those that were skipped."""
-        return self._progress.step - self.skipped_steps
+        return self._parts.progress.step - self._step.skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were skipped, because gradients were not finite."""
+        return self._step.skipped
 
     @property
     def buckets(self) -> tuple[BucketLayout, ...]:
@@ -101,14 +88,14 @@ class Engine(Scheduling, Scaling, Accessors):
     def stats(self) -> Stats:
         """Counters of this rank at this moment."""
         parts, seconds = self._parts, self._scheduler.seconds
-        return Stats.read(self._runtime, parts.ledger, self._calls, parts.optimizer, self._traffic, seconds)
+        return Stats.read(self._runtime, parts.ledger, self._calls, parts.optimizer, self._step.traffic, seconds)
 
     # ------------------------------------------------------------------ forward and backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
         with self._guard("forward"):
             args, kwargs = self._calls.inputs(args, kwargs)
-            with self._session(), self._calls.compiling():
+            with self._calls.session(), self._calls.compiling():
                 return self._calls.own_outputs(self.module(*args, **kwargs))
 
     def train_step(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
@@ -133,116 +120,94 @@ class Engine(Scheduling, Scaling, Accessors):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         with self._guard("backward"):
-            loss = self._scale(loss, self._divisor if scale_wrt_gas else 1)
-            with ExitStack() as after:
-                if loss.requires_grad:  # a loss that reaches no parameter on this rank is a backward all the same
-                    hook = loss.register_hook(lambda _: self._runtime.note_backward(trains=True))
-                    after.callback(hook.remove)  # later backwards of this loss may be others
-                loss.backward(retain_graph=retain_graph)
+            self._window.backward(self._window.scale(loss, by_steps=scale_wrt_gas), retain_graph)
 
-    def _backward_began(self) -> None:
-        if self._guard.destroyed:
-            self._runtime.abort()
-            raise EngineError("a backward of a loss that was made before engine.destroy(): call it before")
-        self._scaler.settle_clipping()
-        self._shown.show()
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale, divided by the accumulated micro-steps: `engine.scale(loss).backward()`.
 
-    def _backward_ended(self, trained: bool) -> None:
-        self._shown.hide()
-        if not trained:
-            return
-        self._backwards += 1
-        self._parts.status.gradients_pending = True
-        if not (self._scaled or self._warned):
-            self._warn_unscaled()
-        self._scaled = False
-        if self.config.debug.check_every_step:
-            self._agreements.backward()
+        In float32 at least where there is a loss scale.
+        """
+        return self._window.scale(loss)
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses of the present window are multiplied by; 1 where nothing is scaled."""
+        return self._step.loss_scale
+
+    # ------------------------------------------------------------------ windows
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards inside add their gradients up locally; a later one outside, or `step()`, reduces.
+
+        At any stage, at the price of a full local gradient. What counts is where the backward runs, not where its
+        forward did. EngineError inside `coalesce_grad_reduction()`.
+        """
+        return self._window.no_sync()
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Several backwards, one reduction: the block of one optimizer step. Collective.
+
+        Every backward inside, however it is started, adds its gradients up locally, in `precision.accumulate`; the
+        end of the block reduces each bucket once, and the next `step()` uses the result. Losses are not divided by
+        `gradient_accumulation_steps`, and that `step()` ends the window, unless
+        `set_gradient_accumulation_boundary` says otherwise; what it is told inside the block is forgotten at the end.
+        From the first backward to the end of the block this rank holds a full local gradient.
+
+        An exception that leaves the block leaves it unreduced: on all ranks `zero_grad()` makes everything clean (after
+        a misuse that was refused, `step()` would use what the block has so far), on some ranks the others are ended.
+
+        EngineError, which changes nothing, in another such block, inside `no_sync()` and inside a forward or backward,
+        and for `step()` and all else inside that needs reduced gradients; NotImplementedError for pipeline modules and
+        optimizers that hide their parameters.
+        """
+        return self._window.coalesce()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Does the optimizer step follow the present backward?
+
+        As the caller has said; else after the last of `gradient_accumulation_steps` micro-steps, and after a block of
+        `coalesce_grad_reduction()`.
+        """
+        return self._window.is_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
+        self._window.set_boundary(is_boundary)
 
     # ------------------------------------------------------------------ step
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
         with self._guard("step"):
-            if self._parts.optimizer is None:
-                raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
-            self._refuse_inside("step()", profiling=False)
-            self._refuse_coalescing("step()")
-            self._refuse_computing("step()", "call it after them")
-            if self._backwards == 0:
-                raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
-            boundary = self.is_gradient_accumulation_boundary()
-            self._applied, self._coalesced, self._backwards = False, False, 0
-            if boundary:
-                self._applied = self._apply(self._parts.optimizer)
-            self.micro_steps += 1
-            self._window_steps = 0 if boundary else self._window_steps + 1
+            boundary = self._window.ends()
+            self._step.take(boundary)
+            self._window.micro_step_ended(boundary)
         if boundary and self._samples is not None:
             self._samples.step_ended(self.global_steps, self.stats)
 
-    def _apply(self, optimizer: ShardedOptimizer) -> bool:
-        """The end of a window: the optimizer step, unless it is skipped. Was it not?"""
-        runtime, gradients, replay = self._runtime, self._runtime.gradients, self._runtime.replay
-        runtime.note_backward()  # an unfinished backward is an error
-        runtime.reduce_rest()
-        followed = replay.arrive()
-        self._opened.close()
-        if not followed:
-            needed = replay.record.needed()
-            if not replay.keep:  # else ranks may compute different things, and each records its own
-                needed = self._agreements.union("what the backwards needed", needed)
-            replay.record.prune(needed)
-        candidate = self._scheduler.candidate(followed)
-        found = self._agree(candidate)
-        if late := gradients.marked(found.late):
-            replay.reduce_late(late)
-            found = self._agree(candidate)
-        decision, absent = found.decision, gradients.absent(found.had_gradient)
-        applies = self._may_apply(decision.nonfinite)
-        if applies:
-            if self.config.gradient_clipping is not None:
-                self.clip_grad_norm_(self.config.gradient_clipping)
-            updates = frozenset(absent)
-            replay.finish(optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates)), updates)
-            for bucket_id in absent:
-                runtime.buckets[bucket_id].renew()
-        else:
-            replay.finish(gradients.drop, frozenset(absent))
-        self._executed = tuple(replay.executed)
-        runtime.next_window(self._scheduler.next(candidate, decision.adopt, applies))
-        runtime.release_kept()
-        if applies:
-            runtime.rewrite_views(found.viewed)
-        self._scaler.next_window(stepped=applies)
-        if self._adaptive is not None and applies and not self._parts.transport.skips:
-            self._adaptive.step_ended(self._scheduler.settled)
-        self._parts.status.gradients_pending = False
-        self._progress.step += 1
-        if applies and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        if self.config.gather_after_step:
-            self._opened.open()
-        if not self._parts.transport.skips:
-            self._traffic = self._parts.ledger.step()
-            self._parts.ledger.begin_step()
-        return applies
-
-    def _agree(self, candidate: Schedule) -> Found:
-        gradients = self._runtime.gradients
-        return self._agreements.step(
-            gradients.had_gradient(), gradients.late(), self._runtime.viewed(), candidate, self._nonfinite
-        )
-
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
-        return self._applied
+        return self._step.applied
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scales the window's gradients to a global 2-norm of at most `max_norm`; returns the norm before.
+
+        The norm is float32, 0-dim, on the engine's device, without the loss scale; each parameter counts once,
+        whatever names it has. To be called between the boundary's backward and `step()`. Collective.
+        """
+        return self._step.clip(max_norm)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet.
+
+        A step that is skipped clips nothing.
+        """
+        return self._step.norm
 
     def zero_grad(self) -> None:
         """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
         with self._guard("zero_grad", clean=False):
-            self._abort()
+            self._window.abort()
 
-    @contextmanager
-    def profiling(self) -> Iterator[Ledger]:
+    def profiling(self) -> AbstractContextManager[Ledger]:
         """Inside, steps run without any communication; afterwards everything that they changed is as before.
 
         Yields the ledger of what they would have sent. Gathers give copies of this rank's shards and reductions zeros,
@@ -250,32 +215,152 @@ class Engine(Scheduling, Scaling, Accessors):
         exception too; it costs a second copy of the trained shards, the optimizer's state and the module's buffers.
         All ranks enter it, between windows; how many steps each runs inside is its own affair.
         """
-        with self._guard("profiling"):
-            self._refuse_inside("profiling()")
-            self._refuse_coalescing("profiling()")
-            if self._runtime.in_session or self._runtime.in_backward or self._runtime.replay.record:
-                raise EngineError("profiling() in the middle of a window: enter it after step() or zero_grad()")
-            reopen = self._opened.is_open
-            self._opened.close()
-            self._abort()  # nothing stays gathered
-            before = Snapshot(self._parts, self.lr_scheduler)
-            before.attributes(self._progress, "step")
-            before.attributes(self, "micro_steps", "skipped_steps", "_applied", "_boundary", "_executed")
-            self._scaler.keep(before.attributes)
-        with ExitStack() as after:  # all of it, whichever raises; the last first
-            after.callback(self._reopen, reopen)
-            after.callback(self._rewrite_views)
-            after.callback(before.restore)
-            after.callback(self._parts.transport.skip, False)
-            after.callback(self._abort)
-            after.callback(self._opened.close)
-            self._parts.transport.skip(True)
-            if reopen:
-                self._opened.open()
-                self._parts.transport.skip(True)  # anew: that gather belongs to no step
-            yield self._parts.transport.planned
+        return tried_out(self._parts, self._window, self._step, self._values)
 
-    # ------------------------------------------------------------------ state
+    # ------------------------------------------------------------------ values
+    def full(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
+        """A copy of the whole value, in the parameter's shape, on the engine's device.
+
+        "param" is the float32 master where there is one, "grad" is float32 at least. Values that the optimizer holds
+        for a parameter as a whole, such as its step counter, come as they are. None for a gradient that no rank
+        has. Costs one gather of the parameter's bucket. EngineError for a parameter that is not the model's and
+        for state that the optimizer does not hold.
+        """
+        return self._values.full(parameter, what)
+
+    def set_full(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
+        """Replaces a whole value; `value` has the parameter's shape, any dtype, and is the same on all ranks.
+
+        Each rank keeps its part. Parameters change between two optimizer steps' windows only, gradients between the
+        boundary's backward and `step()`, optimizer state once the optimizer holds it.
+        """
+        self._values.set_full(parameter, value, what)
+
+    def fragment(self, parameter: nn.Parameter | str) -> Fragment:
+        """Which elements of a parameter lie on this rank: `numel` from `offset` on, of the flattened parameter."""
+        return self._values.fragment(parameter)
+
+    def local(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
+        """A copy of this rank's fragment [numel of the fragment] of what `full` gives."""
+        return self._values.local(parameter, what)
+
+    def set_local(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
+        """Replaces this rank's fragment; `value` is [numel of the fragment]. Else as `set_full`."""
+        self._values.set_local(parameter, value, what)
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The reduced gradients that `step()` would use, full, float32, on the CPU of every rank.
+
+        None where no rank had a gradient. To be called between the boundary's backward and `step()`. Collective.
+        """
+        return self._values.gradients()
+
+    def full_parameters(self) -> AbstractContextManager[dict[str, nn.Parameter]]:
+        """Everything unsharded: inside, the module's parameters are full and may be read and written.
+
+        Yields them by name. What is written is kept at the end: each rank stores its own part of what it finds, so all
+        ranks must write the same, bit by bit. Where they do not, EngineError names the parameters, and nothing is kept;
+        nor is it when an exception leaves the block. Collective; not inside a forward or backward.
+        """
+        return self._values.full_parameters()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """All parameters and persistent buffers, full, on the CPU of rank 0, in the model's original dtypes.
+
+        Experts that not all ranks share are there several times: "name@i" is that of the rank at place i of its group.
+        Parameters come from the float32 masters. `{}` on the other ranks. Collective.
+        """
+        return self._values.state_dict()
+
+    def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The names and tensors of `state_dict`, one after the other, for models larger than the host's memory.
+
+        One bucket is full at a time, on the device. All ranks iterate (`for name, tensor in
+        engine.stream_state_dict(): …`) and do nothing else with the engine meanwhile; only rank 0 is given anything.
+        """
+        return self._values.stream_state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Takes rank 0's full `state_dict` on all ranks; every parameter and persistent buffer must be there.
+
+        It may be any mapping, such as one that reads tensors from a file when they are asked for: they are, twice, and
+        none is kept. Collective; the other ranks' argument is ignored.
+        """
+        self._values.load_state_dict(state_dict)
+
+    # ------------------------------------------------------------------ schedules
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that the next step follows; None before the first step has been recorded."""
+        return self._scheduler.schedule
+
+    @property
+    def executed(self) -> tuple[Instruction, ...]:
+        """The instructions that the last optimizer step executed."""
+        return self._step.executed
+
+    def record(self) -> AbstractContextManager[Recording]:
+        """Times whole steps inside, while they train as ever. Collective.
+
+        What it yields has, at the end of the block, `operations` (every collective of the last step, in order) and
+        `graph` (what depends on what). The times of `operations` are this rank's, the costs that schedules are made
+        from those of the slowest rank. Reading the clock costs a few microseconds for each instruction, and one
+        wait for the device at the end of each step.
+        """
+        return self._scheduler.record()
+
+    def compile_schedule(
+        self,
+        operations: Operations,
+        prefetch_ahead: Prefetch | None = None,
+        keep: Keep | None = None,
+        memory_budget: int | None = None,
+        fuse: bool | None = None,
+        depth: int | None = None,
+    ) -> Plan:
+        """Makes a schedule from what was recorded; nothing changes yet.
+
+        What is None stays as the config, or the last `reschedule`, has it. All ranks must make the same plan before
+        they use it. Raises EngineError for a setting that is refused and ScheduleError
+        where a pass of your own breaks the schedule.
+        """
+        changes = changes_of(prefetch_ahead, keep, memory_budget, fuse, depth)
+        with self._guard("compile_schedule"):
+            return self._scheduler.plan(operations, changes)
+
+    def use(self, plan: Plan) -> None:
+        """Follows `plan` from the next step on. Collective, between two optimizer steps.
+
+        Raises AgreementError on all ranks unless all follow the same one.
+        """
+        plan.use()
+
+    def reschedule(
+        self,
+        prefetch: Prefetch | None = None,
+        keep: Keep | None = None,
+        memory_budget: int | None = None,
+        fuse: bool | None = None,
+        depth: int | None = None,
+    ) -> Schedule | None:
+        """Changes how the next steps communicate; nothing is recompiled. Collective, between two optimizer steps.
+
+        What is None stays. Returns the new schedule; None where no step has been recorded yet: the settings then
+        hold for the first one. Raises as `compile_schedule` and `use` do.
+        """
+        with self._guard("reschedule"):
+            return self._scheduler.reschedule(changes_of(prefetch, keep, memory_budget, fuse, depth))
+
+    def register_pass(self, new: Pass, after: str | None = None) -> None:
+        """Adds a pass of your own behind the one called `after`, or behind all; on all ranks.
+
+        A pass is a pure function from a `Schedule` to a `Schedule`. It takes effect with the next schedule that is
+        made; one that makes a schedule illegal is a ScheduleError that names the pass and the instruction.
+        """
+        with self._guard("register_pass"):
+            self._scheduler.register_pass(new, after)
+
+    # ------------------------------------------------------------------ its end
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)
         return self
@@ -295,30 +380,15 @@ class Engine(Scheduling, Scaling, Accessors):
         if self._guard.destroyed:
             return
         with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
-            self._refuse_inside("destroy()")
-            self._refuse_coalescing("destroy()")
-            self._guard.meet()
-            self._abort()
-            self._opened.close()
-            values, optimizer = state.full_values(self._runtime, self._parts.original_dtypes), self._parts.optimizer
-            states, lacking = Gathered({})
-            if optimizer is not None and optimizer_state:
-                room = Room.now(self.device)  # beside the parameters
-                states, lacking = optimizer.gather(self._runtime.transport, self._parts.control, room)
+            values, (states, lacking) = self._values.whole(optimizer_state)
         self._calls.remove()
         self._parts.places.restore(values.__getitem__)
-        if optimizer is not None:
-            optimizer.destroy(states)
+        if self._parts.optimizer is not None:
+            self._parts.optimizer.destroy(states)
         self._guard.close()
         self._parts.ends.close()
         if lacking is not None:  # last: a filter may make an exception of it
-            warn(
-                f"engine.destroy() has dropped the optimizer's state, for which no memory has room: {lacking}. The "
-                "parameters are complete. To go on training later, keep the engine, or run fewer ranks on a machine; "
-                "before destroy(), engine.full(name, key) gives the state of one parameter at a time. "
-                "engine.destroy(optimizer_state=False) drops it without this warning",
-                self.rank,
-            )
+            tell_dropped(lacking, self.rank)
 
     def __enter__(self) -> Engine:
         return self
@@ -326,24 +396,3 @@ class Engine(Scheduling, Scaling, Accessors):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.destroy()  # after an exception the other ranks may be anywhere: nothing collective is left to do
-
-    # ------------------------------------------------------------------ inside
-    def _session(self) -> AbstractContextManager[None]:
-        return session(self._runtime, self._shown)
-
-    def _reopen(self, was_open: bool) -> None:
-        if was_open and self._alarm.fatal is None and not self._guard.dirty:
-            with self._guard("profiling"):
-                self._opened.open()
-
-    def _abort(self) -> None:
-        """Forgets the open window and what an exception left behind; the engine is dirty until all of that is done."""
-        self._guard.dirty, schedule = True, self._runtime.replay.schedule
-        self._runtime.abort()
-        self._runtime.next_window(schedule)
-        self._scheduler.abandon()
-        self._shown.reset()
-        self._scaler.next_window()
-        self._parts.status.gradients_pending = False
-        self._backwards = self._window_steps = 0
-        self._guard.dirty = self._scaled = self._coalesced = False

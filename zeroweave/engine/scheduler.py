@@ -10,18 +10,16 @@ A step that departs from its schedule is recorded anew, and the same begins agai
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from zeroweave.comm.wire import Wire
-from zeroweave.config import Config
-from zeroweave.engine.guard import Agreements
-from zeroweave.engine.parts import Parts
-from zeroweave.errors import ConfigError, EngineError, ScheduleError
+from zeroweave.engine.agreements import Agreements
+from zeroweave.engine.guard import Guard
+from zeroweave.engine.settings import ScheduleSettings
+from zeroweave.errors import EngineError, ScheduleError
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import (
@@ -35,7 +33,6 @@ from zeroweave.schedule import (
     Step,
     compile_schedule,
     costs_of,
-    simulate,
 )
 
 _WARM_STEPS = 1
@@ -73,54 +70,6 @@ class Recording:
             self._operations = Operations(steps, mine if agreed is None else agreed)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What of the config decides schedules; see docs/schedule.md.
-
-    `retain`: "auto", "none", "all", or names of buckets. `budget`: bytes of device memory, None for no limit of
-    its own.
-    """
-
-    prefetch: int | Literal["auto"]
-    retain: Literal["auto", "none", "all"] | tuple[str, ...]
-    budget: int | None
-    fuse: bool
-    depth: int
-
-    def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
-        """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
-        memory = self.budget
-        if memory is not None and costs is not None and measured is not None and costs.peak:
-            # What is allocated beside flats and activations does not change with the schedule.
-            memory -= costs.peak - simulate(replace(measured, facts=replace(measured.facts, costs=costs)), costs).peak
-        return replace(
-            base,
-            prefetch=self.prefetch,
-            retain=self._retained(base),
-            fuse=self.fuse,
-            depth=self.depth,
-            memory=memory,
-            costs=costs,
-        )
-
-    def changed(self, changes: Mapping[str, Any]) -> Settings:
-        """These settings with some of them changed."""
-        return replace(self, **changes)
-
-    def _retained(self, base: Facts) -> frozenset[int] | Literal["auto"]:
-        match self.retain:
-            case "auto":
-                return "auto" if self.budget is not None else frozenset()
-            case "none":
-                return frozenset()
-            case "all":
-                return frozenset(base.by_id)
-        known = {bucket.name: bucket.id for bucket in base.buckets}
-        if unknown := [name for name in self.retain if name not in known]:
-            raise EngineError(f"keep names buckets that do not exist: {unknown}; there are {sorted(known)}")
-        return frozenset(known[name] for name in self.retain)
-
-
 class Scheduler:
     """The schedules of one engine. `record_steps`: how many steps are timed for an automatic change, 0 for none."""
 
@@ -129,22 +78,26 @@ class Scheduler:
         runtime: Runtime,
         transport: Wire,
         agreements: Agreements,
+        guard: Guard,
         base: Facts,
-        settings: Settings,
+        settings: ScheduleSettings,
         passes: Sequence[Pass],
         record_steps: int,
     ) -> None:
-        self._runtime, self._transport, self._agreements = runtime, transport, agreements
+        self._runtime, self._transport, self._agreements, self._guard = runtime, transport, agreements, guard
         self._base, self.settings = base, settings
         self.passes: list[Pass] = [*PASSES, *passes]
         self._record_steps = record_steps
         self._costs: Costs | None = None
+        """what schedules are made from; None: nothing has been measured"""
         self._measured: Schedule | None = None
         """the schedule that the costs were measured on"""
         self._followed = 0
         """steps in a row that followed one schedule"""
         self._steps: list[Step] = []
+        """those of them that were timed"""
         self._recordings: list[Recording] = []
+        """those that are open"""
         self._timeline: Timeline | None = None
         """of the open window, while it is timed"""
         self.seconds = 0.0
@@ -162,7 +115,7 @@ class Scheduler:
 
     # ------------------------------------------------------------------ making schedules
     def compile(
-        self, schedule: Schedule, settings: Settings, costs: Costs | None, measured: Schedule | None
+        self, schedule: Schedule, settings: ScheduleSettings, costs: Costs | None, measured: Schedule | None
     ) -> Schedule:
         """Another schedule of the same record."""
         return self._compile(schedule.record, settings.facts(self._base, costs, measured))
@@ -281,12 +234,12 @@ class Scheduler:
         recording.finish(self._transport.clock.peak(), self._agreements.costs)
 
     # ------------------------------------------------------------------ changes that are asked for
-    def present(self) -> tuple[Schedule, Settings, Schedule | None] | None:
+    def present(self) -> tuple[Schedule, ScheduleSettings, Schedule | None] | None:
         """What `use` needs to come back to what is followed now."""
         schedule = self.schedule
         return None if schedule is None else (schedule, self.settings, self._measured)
 
-    def use(self, schedule: Schedule, settings: Settings, measured: Schedule | None) -> None:
+    def use(self, schedule: Schedule, settings: ScheduleSettings, measured: Schedule | None) -> None:
         """Follows `schedule`, made with `settings`, from the next window on. Collective, between windows.
 
         `measured`: the schedule whose costs it was made from. One that is made without costs, by settings that would
@@ -315,35 +268,39 @@ class Scheduler:
         self.use(schedule, settings, self._measured)
         return schedule
 
-
-def settings_of(config: Config) -> Settings:
-    """The settings that an engine begins with."""
-    wanted = config.compile
-    return Settings(wanted.prefetch, wanted.keep, wanted.memory_budget, wanted.fuse, config.reduce.depth)
-
-
-def passes_of(config: Config) -> list[Pass]:
-    """The passes of one's own that a config names; ConfigError where they cannot be imported."""
-    return [_import(name) for name in config.compile.passes]
+    def plan(self, operations: Operations, changes: Mapping[str, Any]) -> Plan:
+        """A schedule that could be followed, made from what was recorded; nothing changes yet."""
+        settings, measured = self.settings.changed(changes), operations.schedule
+        schedule = self.compile(measured, settings, operations.costs, measured)
+        return Plan(self, self._guard, schedule, settings, measured)
 
 
-def scheduler_of(parts: Parts, agreements: Agreements) -> Scheduler:
-    """The scheduler that an engine's config asks for."""
-    settings, passes, record_steps = (
-        settings_of(parts.config),
-        passes_of(parts.config),
-        parts.config.compile.record_steps,
-    )
-    return Scheduler(parts.runtime, parts.transport, agreements, parts.facts, settings, passes, record_steps)
+class Plan:
+    """A schedule that an engine can follow; made by `engine.compile_schedule`, of the step that was `measured`."""
 
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        guard: Guard,
+        schedule: Schedule,
+        settings: ScheduleSettings,
+        measured: Schedule | None,
+    ) -> None:
+        self._scheduler, self._guard, self._measured = scheduler, guard, measured
+        self.schedule = schedule
+        self.settings = settings
 
-def _import(name: str) -> Pass:
-    """The function of "module:function"."""
-    module, colon, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function) if colon else None
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"compile.passes: {name!r} cannot be imported: {error}") from None
-    if not callable(found):
-        raise ConfigError(f"compile.passes must be functions as 'module:function', not {name!r}")
-    return found
+    def use(self) -> None:
+        """Follows it from the next step on. Collective, between two optimizer steps."""
+        with self._guard("use"):
+            self._scheduler.use(self.schedule, self.settings, self._measured)
+
+    @contextmanager
+    def execute(self) -> Iterator[Schedule]:
+        """Steps inside follow it, later ones what was followed before. Collective, between two optimizer steps."""
+        before = self._scheduler.present()
+        self.use()
+        yield self.schedule
+        if before is not None:
+            with self._guard("use"):
+                self._scheduler.use(*before)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from zeroweave.engine.parts import Parts
+from zeroweave.comm.ledger import Ledger
+from zeroweave.eager.shown import Shown
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.values import Values
+from zeroweave.engine.window import Window
+from zeroweave.errors import EngineError
 
 
 class Snapshot:
@@ -20,7 +28,7 @@ class Snapshot:
     trained parameters, the optimizer state and the buffers, on their devices.
     """
 
-    def __init__(self, parts: Parts, lr_scheduler: Any) -> None:
+    def __init__(self, parts: EngineParts, lr_scheduler: Any) -> None:
         self._runtime, self._device = parts.runtime, parts.device
         self._schedule = self._runtime.replay.schedule
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -38,6 +46,7 @@ class Snapshot:
             self._keep(parts.optimizer.optimizer)
         if hasattr(lr_scheduler, "__dict__"):
             self._keep(vars(lr_scheduler))
+        self.attributes(parts.progress, "step")
         self.attributes(self._runtime, "compiled_calls", "eager_calls")
         self.attributes(self._runtime.replay, "departures", "on_demand")
         self._random = torch.get_rng_state()
@@ -97,3 +106,39 @@ class Snapshot:
         if self._device_random is not None:
             torch.cuda.set_rng_state(self._device_random, self._device)
         self._runtime.next_window(self._schedule)
+
+
+@contextmanager
+def tried_out(parts: EngineParts, window: Window, step: OptimizerStep, values: Values) -> Iterator[Ledger]:
+    """See `Engine.profiling`."""
+    runtime, transport, shown = parts.runtime, parts.transport, values.shown
+    with parts.guard("profiling"):
+        window.refuse_inside("profiling()")
+        window.refuse_coalescing("profiling()")
+        if runtime.in_session or runtime.in_backward or runtime.replay.record:
+            raise EngineError("profiling() in the middle of a window: enter it after step() or zero_grad()")
+        was_open = shown.is_open
+        shown.close()
+        window.abort()  # nothing stays gathered
+        before = Snapshot(parts, step.lr_scheduler)
+        window.keep(before.attributes)
+        step.keep(before.attributes)
+    with ExitStack() as after:  # all of it, whichever raises; the last first
+        if was_open:
+            after.callback(_reopen, parts, shown)
+        after.callback(values.rewrite_views)
+        after.callback(before.restore)
+        after.callback(transport.skip, False)
+        after.callback(window.abort)
+        after.callback(shown.close)
+        transport.skip(True)
+        if was_open:
+            shown.open()
+            transport.skip(True)  # anew: that gather belongs to no step
+        yield transport.planned
+
+
+def _reopen(parts: EngineParts, shown: Shown) -> None:
+    if not parts.guard.lost and not parts.guard.dirty:
+        with parts.guard("profiling"):
+            shown.open()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroweave.engine.parts import Parts
+from zeroweave.engine.parts import EngineParts
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.parameters.places import Places
 from zeroweave.ranks.control import Control
@@ -88,7 +88,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def state_dict(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, torch.Tensor]:
+def state_dict(model: nn.Module, runtime: Runtime, parts: EngineParts) -> dict[str, torch.Tensor]:
     """What `stream` yields, parameters in the model's order."""
     values = dict(stream(model, runtime, parts))
     if not values:
@@ -97,7 +97,7 @@ def state_dict(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, to
     return ordered | values
 
 
-def _keys(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, tuple[str, ...]]:
+def _keys(model: nn.Module, runtime: Runtime, parts: EngineParts) -> dict[str, tuple[str, ...]]:
     """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`."""
     layout_of = {slot.name: bucket.layout for bucket in runtime.buckets.values() for slot in bucket.layout.slots}
     aliases = parts.places.aliases
@@ -105,7 +105,7 @@ def _keys(model: nn.Module, runtime: Runtime, parts: Parts) -> dict[str, tuple[s
     return {name: layout_of[aliases.get(name, name)].keys(name) for name in names}
 
 
-def stream(model: nn.Module, runtime: Runtime, parts: Parts) -> Generator[tuple[str, torch.Tensor], None, None]:
+def stream(model: nn.Module, runtime: Runtime, parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
 
     One bucket is gathered at a time; where each of several groups has its own, each group's in turn. Who leaves early
@@ -190,7 +190,7 @@ def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> 
 
 
 @torch.no_grad()
-def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime: Runtime, parts: Parts) -> None:
+def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime: Runtime, parts: EngineParts) -> None:
     """Rank 0's full values into every rank's shards, masters and buffers. All or nothing."""
     buffers = dict(_persistent_buffers(model))
     names = {

@@ -1,102 +1,160 @@
-"""The engine's methods about the size of gradients: loss scale, clipping, and steps that are skipped."""
+"""The optimizer step at the end of a window: clipped, skipped or applied, and what comes with it."""
 
 from __future__ import annotations
 
 import logging
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
-from zeroweave.config import Config
-from zeroweave.engine.guard import Guard, Progress
-from zeroweave.engine.parts import Parts
-from zeroweave.engine.window import Windows
+from zeroweave.eager.shown import Shown
+from zeroweave.engine.agreements import Found
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.scheduler import Scheduler
+from zeroweave.engine.window import Window
 from zeroweave.errors import NonFiniteError
-from zeroweave.notices import warn
-from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
-from zeroweave.runtime.runtime import Runtime
+from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.scaler import Scaler
+from zeroweave.schedule import Instruction, Schedule
 
 _LOG: Final = logging.getLogger("zeroweave")
 
 
-def scaler_of(parts: Parts) -> Scaler:
-    """The scaler that an engine's config asks for."""
-    runtime, transport = parts.runtime, parts.transport
-    layouts = [b.layout for b in runtime.buckets.values()]
-    return Scaler(
-        runtime.gradients,
-        loss_scale_of(parts.config, layouts),
-        checks(parts.config, layouts),
-        lambda tensor: transport.all_reduce_sum(tensor),  # whose way there may change
-        parts.device,
-    )
+class OptimizerStep:
+    """The optimizer steps of one engine.
 
+    `adaptive` decides where the optimizer's states live; None: the config does. `lr_scheduler`: moved by each step
+    that is applied.
+    """
 
-class Scaling(Windows):
-    """A part of `Engine`."""
+    def __init__(
+        self,
+        parts: EngineParts,
+        window: Window,
+        scaler: Scaler,
+        scheduler: Scheduler,
+        shown: Shown,
+        adaptive: Adaptive | None,
+        lr_scheduler: Any,
+    ) -> None:
+        self._parts, self._config, self._runtime = parts, parts.config, parts.runtime
+        self._window, self._scaler, self._scheduler, self._shown = window, scaler, scheduler, shown
+        self._adaptive, self.lr_scheduler = adaptive, lr_scheduler
+        self.applied = False
+        """did the last `step()` run the optimizer?"""
+        self.skipped = 0
+        """steps that did not, because gradients were not finite"""
+        self.executed: tuple[Instruction, ...] = ()
+        """the instructions of the last one"""
+        self.traffic = parts.ledger.step()
+        """what the last one and its window have sent; at first, what `initialize` has"""
+        parts.ledger.begin_step()
 
-    config: Config
-    rank: int
-    skipped_steps: int
-    _parts: Parts
-    _runtime: Runtime
-    _guard: Guard
-    _progress: Progress
-    _scaler: Scaler
-    _scaled: bool
-    """was the loss of the present backward scaled, or the engine asked to?"""
-    _warned: bool
+    def keep(self, attributes: Callable[..., None]) -> None:
+        """Tells `attributes(owner, *names)` what steps change."""
+        attributes(self, "skipped", "applied", "executed")
+        self._scaler.keep(attributes)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """See `Engine.clip_grad_norm_`."""
+        with self._parts.guard("clip_grad_norm_"):
+            self._window.reduce_rest("clip_grad_norm_()")
+            return self._scaler.clip(max_norm)
+
+    @property
+    def norm(self) -> float | None:
+        """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
+        return None if self._scaler.norm is None else float(self._scaler.norm)
 
     @property
     def loss_scale(self) -> float:
         """What the losses of the present window are multiplied by; 1 where nothing is scaled."""
         return self._scaler.loss_scale.value
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale, divided by the accumulated micro-steps: `engine.scale(loss).backward()`.
+    # ------------------------------------------------------------------ one step
+    def take(self, boundary: bool) -> None:
+        """The end of a micro-step; at the boundary the optimizer step, unless it is skipped."""
+        self.applied = False
+        if not boundary:
+            return
+        followed = self._arrive()
+        candidate = self._scheduler.candidate(followed)
+        found = self._agree(candidate)
+        absent = self._runtime.gradients.absent(found.had_gradient)
+        applies = self._may_apply(found.decision.nonfinite)
+        if applies:
+            self._update(absent)
+        else:
+            self._runtime.replay.finish(self._runtime.gradients.drop, frozenset(absent))
+        self.executed = tuple(self._runtime.replay.executed)
+        self._begin_next(candidate, found, applies)
+        self.applied = applies
 
-        In float32 at least where there is a loss scale.
-        """
-        return self._scale(loss, self._divisor)
+    def _arrive(self) -> bool:
+        """The window's computations are over, and all is reduced. Did they follow the schedule?"""
+        self._runtime.note_backward()  # an unfinished backward is an error
+        self._runtime.reduce_rest()
+        replay = self._runtime.replay
+        followed = replay.arrive()
+        self._shown.close()
+        if not followed:
+            needed = replay.record.needed()
+            if not replay.keep:  # else ranks may compute different things, and each records its own
+                needed = self._parts.agreements.union("what the backwards needed", needed)
+            replay.record.prune(needed)
+        return followed
 
-    def _scale(self, loss: torch.Tensor, steps: int) -> torch.Tensor:
-        self._scaled = True
-        return self._scaler.loss_scale.of(loss / steps if steps > 1 else loss)
+    def _agree(self, candidate: Schedule) -> Found:
+        """What the ranks know of the step together, once no gradient is late."""
+        found = self._ask(candidate)
+        if late := self._runtime.gradients.marked(found.late):
+            self._runtime.replay.reduce_late(late)
+            found = self._ask(candidate)
+        return found
 
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scales the window's gradients to a global 2-norm of at most `max_norm`; returns the norm before.
-
-        The norm is float32, 0-dim, on the engine's device, without the loss scale; each parameter counts once,
-        whatever names it has. To be called between the boundary's backward and `step()`. Collective.
-        """
-        with self._guard("clip_grad_norm_"):
-            self._reduce_rest("clip_grad_norm_()")
-            return self._scaler.clip(max_norm)
-
-    def get_global_grad_norm(self) -> float | None:
-        """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet.
-
-        A step that is skipped clips nothing.
-        """
-        return None if self._scaler.norm is None else float(self._scaler.norm)
-
-    def _warn_unscaled(self) -> None:
-        """A plain `loss.backward()`: said once where that looks unintended."""
-        scale, steps = self.loss_scale, self._divisor
-        missing = [f"divide by gradient_accumulation_steps ({steps})"] if steps > 1 else []
-        missing += [f"multiply by the loss scale ({scale:g})"] if scale != 1.0 else []
-        if missing:
-            self._warned = True
-            warn(
-                f"loss.backward() does not {' or '.join(missing)}; use engine.backward(loss) or "
-                "engine.scale(loss).backward() unless the loss is scaled already",
-                self.rank,
-            )
+    def _ask(self, candidate: Schedule) -> Found:
+        gradients = self._runtime.gradients
+        return self._parts.agreements.step(
+            gradients.had_gradient(), gradients.late(), self._runtime.viewed(), candidate, self._nonfinite
+        )
 
     def _nonfinite(self) -> bool:
         """Are gradients of this rank infinite or NaN? False where nobody looks."""
         return self._scaler.checks and self._scaler.nonfinite()
 
+    def _update(self, absent: dict[int, frozenset[int]]) -> None:
+        """`absent`: for each trained bucket the slots that no rank had a gradient for."""
+        optimizer = self._parts.optimizer
+        assert optimizer is not None  # `Window.ends` refuses else
+        replay, updates = self._runtime.replay, frozenset(absent)
+        if self._config.gradient_clipping is not None:
+            self.clip(self._config.gradient_clipping)
+        replay.finish(optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates)), updates)
+        for bucket in absent:
+            self._runtime.buckets[bucket].renew()
+
+    def _begin_next(self, candidate: Schedule, found: Found, applied: bool) -> None:
+        """The window is over, and another begins."""
+        runtime, parts = self._runtime, self._parts
+        runtime.next_window(self._scheduler.next(candidate, found.decision.adopt, applied))
+        runtime.release_kept()
+        if applied:
+            runtime.rewrite_views(found.viewed)
+        self._scaler.next_window(stepped=applied)
+        if self._adaptive is not None and applied and not parts.transport.skips:
+            self._adaptive.step_ended(self._scheduler.settled)
+        parts.stubs.gradients_gone()
+        parts.progress.step_ended()
+        if applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        if self._config.gather_after_step:
+            self._shown.open()
+        if not parts.transport.skips:
+            self.traffic = parts.ledger.step()
+            parts.ledger.begin_step()
+
+    # ------------------------------------------------------------------ steps that are skipped
     def _may_apply(self, nonfinite: bool) -> bool:
         """Does the optimizer step take place? Counts, logs and adapts the loss scale where it does not.
 
@@ -106,17 +164,17 @@ class Scaling(Windows):
         scale = self._scaler.loss_scale
         if not nonfinite:
             return True
-        if self.config.on_nonfinite == "raise" and scale.at_minimum:
+        if self._config.on_nonfinite == "raise" and scale.at_minimum:
             raise NonFiniteError(self._describe())
         before = scale.value
         scale.update(overflow=True)
-        self.skipped_steps += 1
-        if self.rank == 0:
+        self.skipped += 1
+        if self._parts.control.rank == 0:
             _LOG.warning(
                 "zeroweave: optimizer step %d skipped, because gradients are infinite or NaN; %s%d skipped so far",
-                self._progress.step,
+                self._parts.progress.step,
                 f"the loss scale was {before:g} and is {scale.value:g}; " if scale.dynamic else "",
-                self.skipped_steps,
+                self.skipped,
             )
         return False
 
@@ -132,7 +190,8 @@ class Scaling(Windows):
         ranks = self._parts.control.all_gather_object(here, "which gradients are not finite")
         names = sorted({name for names in ranks for name in names})
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        step = self._parts.progress.step
         return (
-            f"step {self._progress.step}: the gradients of {', '.join(map(repr, names[:8]))}{more} are infinite or "
+            f"step {step}: the gradients of {', '.join(map(repr, names[:8]))}{more} are infinite or "
             "NaN; nothing was written. Call engine.zero_grad() to go on without this step"
         )

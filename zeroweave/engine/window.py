@@ -1,4 +1,4 @@
-"""The engine's methods about windows: which backwards reduce, and which of them the optimizer step follows.
+"""Windows: which backwards reduce, and which of them the optimizer step follows.
 
     with engine.no_sync():                  backwards inside add up locally; the next one outside reduces for all
     with engine.coalesce_grad_reduction():  backwards inside add up locally; the end of the block reduces for all
@@ -9,58 +9,114 @@ reduction and a local sum, and nothing is traced anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Final, Literal
 
-from torch import nn
+import torch
 
-from zeroweave.config import Config
-from zeroweave.engine.guard import Agreements, Guard
-from zeroweave.engine.parts import Parts
+from zeroweave.eager.shown import Shown
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.scheduler import Scheduler
 from zeroweave.errors import EngineError, UnsupportedWindow
-from zeroweave.runtime.runtime import Runtime
-
-Deferring = Literal["no_sync", "coalesce_grad_reduction"]
+from zeroweave.notices import warn
+from zeroweave.optim.scaler import Scaler
+from zeroweave.runtime.runtime import Observer
 
 _PIPELINES: Final = frozenset({"GPipe", "Pipe", "PipelineModule", "PipelineParallel", "PipelineStage"})
 """Names of the classes, in the libraries that have them, whose forward is a schedule of many."""
 
 
-class Windows:
-    """A part of `Engine`."""
+class Window(Observer):
+    """The micro-steps between two optimizer steps of one engine, and their backwards, of which the runtime tells it.
 
-    module: nn.Module
-    config: Config
-    _parts: Parts
-    _runtime: Runtime
-    _guard: Guard
-    _agreements: Agreements
-    _window_steps: int
-    _boundary: bool | None
-    _deferring: Deferring | None = None
-    """the block that the program is in, if its backwards do not reduce"""
-    _coalesced: bool = False
-    """does the window hold what a block has reduced? Then the next `step()` is its end"""
+    The `refuse_…` methods raise EngineError where `what`, a call as users write it, cannot be done now.
+    """
 
-    def _reduces(self) -> bool:
-        """Does the backward that begins now reduce?"""
-        return self._deferring is None and (self.config.stage > 1 or self.is_gradient_accumulation_boundary())
+    def __init__(self, parts: EngineParts, scaler: Scaler, scheduler: Scheduler, shown: Shown) -> None:
+        self._parts, self._config, self._runtime, self._guard = parts, parts.config, parts.runtime, parts.guard
+        self._scaler, self._scheduler, self._shown = scaler, scheduler, shown
+        self.micro_steps = 0
+        """micro-steps since the engine was made"""
+        self._steps = 0
+        """those of the open window"""
+        self._backwards = 0
+        """backwards that have trained since the last `step()`"""
+        self._boundary: bool | None = None
+        """does the present micro-step end the window, as the caller has said? None: they are counted"""
+        self._deferring: Literal["no_sync", "coalesce_grad_reduction"] | None = None
+        """the block that the program is in, if its backwards do not reduce"""
+        self._coalesced = False
+        """does the window hold what a block has reduced? Then the next `step()` is its end"""
+        self._scaled = False
+        """was the loss of the present backward scaled, or the engine asked to?"""
+        self._warned = False
+        """was it said that a loss was not?"""
+
+    def keep(self, attributes: Callable[..., None]) -> None:
+        """Tells `attributes(owner, *names)` what steps change."""
+        attributes(self, "micro_steps", "_boundary")
+
+    # ------------------------------------------------------------------ backwards
+    def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
+        """`loss` times the loss scale, divided by the accumulated micro-steps unless told not to."""
+        self._scaled, steps = True, self._divisor if by_steps else 1
+        return self._scaler.loss_scale.of(loss / steps if steps > 1 else loss)
 
     @property
     def _divisor(self) -> int:
         """What a loss is divided by: the window's backwards are counted, except in a coalesced block."""
-        return 1 if self._deferring == "coalesce_grad_reduction" else self.config.gradient_accumulation_steps
+        return 1 if self._deferring == "coalesce_grad_reduction" else self._config.gradient_accumulation_steps
 
+    def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        """The backward of a loss that is scaled."""
+        with ExitStack() as after:
+            if loss.requires_grad:  # a loss that reaches no parameter on this rank is a backward all the same
+                hook = loss.register_hook(lambda _: self._runtime.note_backward(trains=True))
+                after.callback(hook.remove)  # later backwards of this loss may be others
+            loss.backward(retain_graph=retain_graph)
+
+    def reduces(self) -> bool:
+        return self._deferring is None and (self._config.stage > 1 or self.is_boundary())
+
+    def backward_began(self) -> None:
+        if self._guard.destroyed:
+            self._runtime.abort()
+            raise EngineError("a backward of a loss that was made before engine.destroy(): call it before")
+        self._scaler.settle_clipping()
+        self._shown.show()
+
+    def backward_ended(self, trained: bool) -> None:
+        self._shown.hide()
+        if not trained:
+            return
+        self._backwards += 1
+        self._parts.stubs.gradients_wait()
+        if not (self._scaled or self._warned):
+            self._warn_unscaled()
+        self._scaled = False
+        if self._config.debug.check_every_step:
+            self._parts.agreements.backward()
+
+    def _warn_unscaled(self) -> None:
+        """A plain `loss.backward()`: said once where that looks unintended."""
+        scale, steps = self._scaler.loss_scale.value, self._divisor
+        missing = [f"divide by gradient_accumulation_steps ({steps})"] if steps > 1 else []
+        missing += [f"multiply by the loss scale ({scale:g})"] if scale != 1.0 else []
+        if missing:
+            self._warned = True
+            warn(
+                f"loss.backward() does not {' or '.join(missing)}; use engine.backward(loss) or "
+                "engine.scale(loss).backward() unless the loss is scaled already",
+                self._parts.control.rank,
+            )
+
+    # ------------------------------------------------------------------ blocks whose backwards do not reduce
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add their gradients up locally; a later one outside, or `step()`, reduces.
-
-        At any stage, at the price of a full local gradient. What counts is where the backward runs, not where its
-        forward did. EngineError inside `coalesce_grad_reduction()`.
-        """
+        """See `Engine.no_sync`."""
         with self._guard("no_sync"):
-            self._refuse_coalescing("no_sync()")
+            self.refuse_coalescing("no_sync()")
         before, self._deferring = self._deferring, "no_sync"
         try:
             yield
@@ -68,22 +124,8 @@ class Windows:
             self._deferring = before
 
     @contextmanager
-    def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Several backwards, one reduction: the block of one optimizer step. Collective.
-
-        Every backward inside, however it is started, adds its gradients up locally, in `precision.accumulate`; the
-        end of the block reduces each bucket once, and the next `step()` uses the result. Losses are not divided by
-        `gradient_accumulation_steps`, and that `step()` ends the window, unless
-        `set_gradient_accumulation_boundary` says otherwise; what it is told inside the block is forgotten at the end.
-        From the first backward to the end of the block this rank holds a full local gradient.
-
-        An exception that leaves the block leaves it unreduced: on all ranks `zero_grad()` makes everything clean (after
-        a misuse that was refused, `step()` would use what the block has so far), on some ranks the others are ended.
-
-        EngineError, which changes nothing, in another such block, inside `no_sync()` and inside a forward or backward,
-        and for `step()` and all else inside that needs reduced gradients; NotImplementedError for pipeline modules and
-        optimizers that hide their parameters.
-        """
+    def coalesce(self) -> Iterator[None]:
+        """See `Engine.coalesce_grad_reduction`."""
         with self._guard("coalesce_grad_reduction"):
             self._refuse_block()
         before, self._deferring = self._boundary, "coalesce_grad_reduction"
@@ -95,52 +137,90 @@ class Windows:
         with self._guard("the end of coalesce_grad_reduction"):
             self._coalesced = self._runtime.reduce_rest() or self._coalesced
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Does the optimizer step follow the present backward?
+    def reduce_rest(self, what: str) -> bool:
+        """`what` needs reduced gradients: those that have not been reduced yet are now. Was there anything?"""
+        self.refuse_coalescing(what)
+        reduced = self._runtime.reduce_rest()
+        gradients = self._runtime.gradients
+        if late := gradients.marked(self._parts.agreements.union("late gradients", gradients.late())):
+            self._runtime.replay.reduce_late(late)
+        return reduced or bool(late)
 
-        As the caller has said; else after the last of `gradient_accumulation_steps` micro-steps, and after a block of
-        `coalesce_grad_reduction()`.
-        """
+    # ------------------------------------------------------------------ its end
+    def is_boundary(self) -> bool:
+        """Does the optimizer step follow the present backward?"""
         if self._boundary is not None:
             return self._boundary
         if self._deferring == "coalesce_grad_reduction":
             return False
-        return self._coalesced or self._window_steps + 1 >= self.config.gradient_accumulation_steps
+        return self._coalesced or self._steps + 1 >= self._config.gradient_accumulation_steps
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Says whether the present micro-step ends the window, until said otherwise; None: count again."""
         self._boundary = is_boundary
 
-    def _refuse_coalescing(self, what: str) -> None:
+    def ends(self) -> bool:
+        """`step()` is called, unless it is refused. Does it end the window?"""
+        if self._parts.optimizer is None:
+            raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
+        self.refuse_inside("step()", profiling=False)
+        self.refuse_coalescing("step()")
+        self.refuse_computing("step()", "call it after them")
+        if self._backwards == 0:
+            raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
+        boundary = self.is_boundary()
+        self._coalesced, self._backwards = False, 0
+        return boundary
+
+    def micro_step_ended(self, boundary: bool) -> None:
+        """All of `step()` is done."""
+        self.micro_steps += 1
+        self._steps = 0 if boundary else self._steps + 1
+
+    def abort(self) -> None:
+        """Forgets the open window and what an exception left behind; the engine is dirty until all of that is done."""
+        schedule = self._runtime.replay.schedule
+        with self._guard.cleaning():
+            self._runtime.abort()
+            self._runtime.next_window(schedule)
+            self._scheduler.abandon()
+            self._shown.reset()
+            self._scaler.next_window()
+            self._parts.stubs.gradients_gone()
+            self._backwards = self._steps = 0
+            self._scaled = self._coalesced = False
+
+    # ------------------------------------------------------------------ refusals
+    def refuse_inside(self, what: str, profiling: bool = True) -> None:
+        """In blocks where values mean nothing, or are the user's."""
+        if profiling and self._parts.transport.skips:
+            raise EngineError(f"{what} inside `with engine.profiling():`, where values mean nothing: leave it first")
+        if self._runtime.writable:
+            raise EngineError(f"{what} inside `with engine.full_parameters():`, which keeps writes: leave it first")
+
+    def refuse_coalescing(self, what: str) -> None:
+        """Where nothing is reduced."""
         if self._deferring == "coalesce_grad_reduction":
             raise EngineError(
                 f"{what} inside `with engine.coalesce_grad_reduction():`, where gradients are not reduced: "
                 "leave it first"
             )
 
-    def _refuse_computing(self, what: str, instead: str) -> None:
+    def refuse_computing(self, what: str, instead: str) -> None:
+        """In a forward or backward."""
         if self._runtime.in_backward:
             self._runtime.note_backward()  # one that did not finish says so
         if self._runtime.in_session or self._runtime.in_backward:
             raise EngineError(f"{what} inside a forward or backward: {instead}")
 
-    def _reduce_rest(self, what: str) -> bool:
-        """`what` needs reduced gradients: those that have not been reduced yet are now. Was there anything?"""
-        self._refuse_coalescing(what)
-        reduced = self._runtime.reduce_rest()
-        gradients = self._runtime.gradients
-        if late := gradients.marked(self._agreements.union("late gradients", gradients.late())):
-            self._runtime.replay.reduce_late(late)
-        return reduced or bool(late)
-
     def _refuse_block(self) -> None:
-        self._refuse_coalescing("coalesce_grad_reduction()")
+        self.refuse_coalescing("coalesce_grad_reduction()")
         if self._deferring is not None:
             raise EngineError("coalesce_grad_reduction() inside `with engine.no_sync():`: leave it first")
-        self._refuse_computing("coalesce_grad_reduction()", "enter it around them")
+        self.refuse_computing("coalesce_grad_reduction()", "enter it around them")
         if self._parts.optimizer is None:
             raise EngineError("coalesce_grad_reduction() needs an optimizer: pass one to zeroweave.initialize")
-        kinds = {kind.__name__ for module in self.module.modules() for kind in type(module).__mro__}
+        kinds = {kind.__name__ for module in self._parts.model.modules() for kind in type(module).__mro__}
         if pipelines := kinds & _PIPELINES:
             raise UnsupportedWindow(
                 f"coalesce_grad_reduction() with a pipeline module ({', '.join(sorted(pipelines))}): it runs the "

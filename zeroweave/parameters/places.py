@@ -25,12 +25,12 @@ from zeroweave import _torch
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.anatomy import Anatomy
 from zeroweave.parameters.check import check
-from zeroweave.parameters.stub import VALUES, AtRest, Status
+from zeroweave.parameters.stub import VALUES, AtRest, Showing, StubStatus
 
-__all__ = ["AtRest", "Places", "Status", "check", "rest"]
+__all__ = ["AtRest", "Places", "Showing", "StubStatus", "check", "rest"]
 
 
-def rest(model: nn.Module, status: Status, real: Callable[[str, nn.Parameter], nn.Parameter]) -> Places:
+def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter], nn.Parameter]) -> Places:
     """Puts all parameters of `model` to rest, or none. `check(model)` must have passed.
 
     `real(name, parameter)` is called once for each distinct parameter, in model order, before anything is
@@ -78,7 +78,7 @@ class Places:
     def __init__(
         self,
         model: nn.Module,
-        status: Status,
+        status: StubStatus,
         stubs: Mapping[str, nn.Parameter],
         reals: Mapping[str, nn.Parameter],
     ) -> None:
@@ -122,7 +122,9 @@ class Places:
         self._show([parameters[name] for name in self._owners])
 
     def show_views(self) -> dict[str, nn.Parameter]:
-        """Puts new Parameters over the memory of the real ones into the modules; returns them by name.
+        """Opens the modules: puts new Parameters over the memory of the real ones there; returns them by name.
+
+        They are open until `show_stubs`, also while others are shown.
 
         For code that may keep what it gets: a real parameter must not outlive its storage in the hands of
         a user, while these own a share of it and keep it from being freed. Errors as `show_real`.
@@ -133,6 +135,7 @@ class Places:
                 views[name] = nn.Parameter(real.detach(), requires_grad=real.requires_grad)
                 vars(views[name]).update(vars(real))
         self.show(views)
+        self._status.show(Showing.OPEN)
         return views
 
     def show_stubs(self) -> None:
@@ -212,7 +215,10 @@ class Places:
         for rnn in self._rnns:
             _torch.refresh_rnn_weights(rnn)
         self._shown = wanted
-        self._status.shown = wanted is not self._stubs
+        if wanted is self._stubs:
+            self._status.show(Showing.STUBS)
+        elif self._status.showing is Showing.STUBS:
+            self._status.show(Showing.REAL)
 
     def _refuse(self, replaced: frozenset[int]) -> NoReturn:
         labels = ", ".join(self._labels[i] for i in sorted(replaced))
@@ -232,7 +238,7 @@ class _StateDictGuard:
     They are methods of an object so that copying and pickling the module, hooks included, can be refused.
     """
 
-    def __init__(self, module: nn.Module, path: str, parameter: str, status: Status) -> None:
+    def __init__(self, module: nn.Module, path: str, parameter: str, status: StubStatus) -> None:
         self._where = f"of {path!r}, parameter {parameter!r}" if path else f"with parameter {parameter!r}"
         self._own = tuple(_torch.parameter_entries(module))
         self._status = status
@@ -243,7 +249,7 @@ class _StateDictGuard:
         ]
 
     def _refuse_at_rest(self, what: str) -> None:
-        if not (self._status.shown and self._status.full):
+        if self._status.showing is not Showing.OPEN:
             raise ParameterError(f"{what} {self._where}: {VALUES}")
 
     def _before_save(self, *_: object) -> None:

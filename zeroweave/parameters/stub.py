@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -14,16 +15,33 @@ from zeroweave import _torch
 from zeroweave.errors import ParameterError
 
 
+class Showing(Enum):
+    """What the modules of a model show."""
+
+    STUBS = "parameters without values"
+    REAL = "the engine's own parameters, while it computes"
+    OPEN = "parameters with values for anyone to read and write, as in `engine.full_parameters()`"
+
+
 @dataclass(slots=True)
-class Status:
-    """What all stubs of one engine know about it; the engine sets the fields, `shown` is set by `Places`."""
+class StubStatus:
+    """What all stubs of one engine know about it. `Places` tells what the modules show, the engine of gradients."""
 
     gradients_pending: bool = False
     """Gradients of the open window wait in the engine: `.grad` refuses instead of saying None."""
-    shown: bool = False
-    """The modules show other parameters than the stubs."""
-    full: bool = False
-    """What the modules show has values for anyone to read and write (`engine.full_parameters()`)."""
+    showing: Showing = Showing.STUBS
+
+    def gradients_wait(self) -> None:
+        """A backward has trained."""
+        self.gradients_pending = True
+
+    def gradients_gone(self) -> None:
+        """The optimizer had them, or they are dropped."""
+        self.gradients_pending = False
+
+    def show(self, showing: Showing) -> None:
+        """The modules show this from now on."""
+        self.showing = showing
 
 
 def _getters(names: str) -> Iterator[Callable[..., Any]]:
@@ -89,16 +107,16 @@ class AtRest(torch.Tensor):
     """
 
     _zeroweave_name: str
-    _zeroweave_status: Status
+    _zeroweave_status: StubStatus
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, name: str, status: Status) -> AtRest:
+    def __new__(cls, like: torch.Tensor, name: str, status: StubStatus) -> AtRest:
         stub = _torch.wrapper_like(cls, like)
         stub._zeroweave_name, stub._zeroweave_status = name, status
         _torch.mark_as_parameter(stub)
         return stub
 
-    def __init__(self, like: torch.Tensor, name: str, status: Status) -> None:
+    def __init__(self, like: torch.Tensor, name: str, status: StubStatus) -> None:
         """Does nothing; all is done in `__new__`."""
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
@@ -113,7 +131,7 @@ class AtRest(torch.Tensor):
         message = f"{what} on parameter {self._zeroweave_name!r}: {why}"
         if why is VALUES and _resizes():
             message = f"resize_token_embeddings(...) under an engine: {_RESIZED}"
-        elif self._zeroweave_status.shown and why is VALUES:
+        elif self._zeroweave_status.showing is not Showing.STUBS and why is VALUES:
             message += ". This reference was taken earlier: reach it through the module"
         raise ParameterError(message)
 

@@ -66,7 +66,7 @@ def measured(found: Measured) -> Course:
 
 
 @dataclass(frozen=True)
-class Shown:
+class Courses:
     """A schedule and how its step goes, as far as that is known: measured first.
 
     longest: seconds of the critical path. seconds: of making templates and the schedule, by phase. agreed: was the
@@ -80,7 +80,7 @@ class Shown:
     agreed: bool
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Shown:
+    def load(cls, path: str | os.PathLike[str]) -> Courses:
         """From what `Schedule.save` wrote, or an engine that was asked for a measured step. Raises ScheduleError."""
         found = Measured.load(path)
         schedule = found.step.schedule if found else Schedule.load(path)

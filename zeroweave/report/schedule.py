@@ -8,12 +8,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from zeroweave.engine.samples import FOLDER, STEPS
-from zeroweave.report.course import Course, Shown
+from zeroweave.report.course import Course, Courses
 from zeroweave.report.launch import launch
 from zeroweave.report.tables import size, table
 
 
-def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, steps: int) -> Shown | int:
+def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, steps: int) -> Courses | int:
     """Runs a script on `ranks` processes for `steps` optimizer steps; what `rank` measured, or the script's exit code
     where it failed. FileNotFoundError where no step of it followed a schedule.
     """
@@ -21,10 +21,10 @@ def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, ste
         os.environ[FOLDER], os.environ[STEPS] = folder, str(steps)
         if code := launch(["--nproc-per-node", str(ranks), str(script), *arguments]):
             return code
-        return Shown.load(Path(folder, f"rank{rank}.json").resolve(strict=True))
+        return Courses.load(Path(folder, f"rank{rank}.json").resolve(strict=True))
 
 
-def report(shown: Shown) -> Iterator[str]:
+def report(shown: Courses) -> Iterator[str]:
     """The lines of the report; times in milliseconds."""
     schedule, courses = shown.schedule, shown.courses
     yield f"{len(schedule.instructions)} instructions, {len(schedule.collectives())} collectives"
@@ -56,7 +56,7 @@ def _row(course: Course, index: int) -> tuple[str, str, str]:
     return _ms(course.starts[index]), _ms(course.takes.get(index)), _ms(course.waits.get(index))
 
 
-def _totals(shown: Shown) -> Iterator[tuple[str, ...]]:
+def _totals(shown: Courses) -> Iterator[tuple[str, ...]]:
     yield "step", *(_ms(course.seconds) for course in shown.courses)
     yield "exposed communication", *(_ms(course.exposed) for course in shown.courses)
     yield "critical path", *("" if course.name == "measured" else _ms(shown.longest) for course in shown.courses)

@@ -10,8 +10,8 @@ call first, and whatever produces a parameter's gradient delivers it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -112,7 +112,16 @@ class Runtime:
         self._backward_reads: list[Frame] = []
         self._saved: Counter[tuple[int, int]] = Counter()
         self.writable = False
-        """may the user write parameters now? Then nobody minds that they change"""
+        """may the user write parameters now? See `writing`"""
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, the user may write parameters: nobody minds that they change."""
+        self.writable = True
+        try:
+            yield
+        finally:
+            self.writable = False
 
     def attach(self, observer: Observer) -> None:
         """`observer` hears of all backwards from now on. Once: what it consists of needs a runtime first."""

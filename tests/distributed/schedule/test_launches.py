@@ -15,7 +15,7 @@ from tests.support.harness import Pools
 from tests.support.marks import MODES
 from tests.support.parity import digest
 from tests.support.zoo import rows
-from zeroweave.engine.scheduling import Plan
+from zeroweave.engine.scheduler import Plan
 from zeroweave.schedule import Line, Reduce, Unshard
 
 
@@ -80,7 +80,7 @@ def launched(stage: int, mode: str, gas: int) -> tuple[int, int, int]:
         operations = recorded.operations
         # What a start takes is not what decides here: gloo has no launch to save.
         costs = replace(operations.costs, gather=Line(1.0, 1e-6), reduce=Line(1.0, 1e-6), gathers={}, reductions={})
-        costs = engine._agreements.costs(operations.schedule, costs)
+        costs = engine._scheduler._agreements.costs(operations.schedule, costs)
         priced = replace(operations, costs=costs)
         plan = engine.compile_schedule(priced, fuse=True)
         assert isinstance(plan, Plan)

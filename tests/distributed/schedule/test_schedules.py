@@ -22,7 +22,7 @@ from tests.support.marks import MODES
 from tests.support.parity import digest
 from tests.support.reference import SEED, draw
 from tests.support.zoo import Block, regression, rows, stack_of
-from zeroweave.engine.scheduling import Plan
+from zeroweave.engine.scheduler import Plan
 
 BLOCKS = 6
 BUDGET = 20_000

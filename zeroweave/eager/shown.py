@@ -1,0 +1,142 @@
+"""What the modules of a model show, and to whom: stubs, real parameters while anybody computes, views if open."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from zeroweave._torch import use_count
+from zeroweave.eager.access import Access
+from zeroweave.eager.hooks import delivery
+from zeroweave.parameters.places import Places
+from zeroweave.runtime.runtime import Runtime
+
+
+class Shown:
+    """What the modules show: real, watched parameters while anybody computes; else stubs, or views if open.
+
+    The views are for users, who may keep them: they own a share of the flat, which then lingers. When their time
+    is over (`close`, for real parameters the step), whatever parameter a user has kept becomes a stub.
+    """
+
+    def __init__(self, runtime: Runtime, places: Places, access: Access) -> None:
+        self._runtime, self._places, self._access = runtime, places, access
+        self._count = 0
+        """how many need the real parameters"""
+        self._views: dict[str, nn.Parameter] | None = None
+        """what `open` shows, by name; None: it is closed"""
+        for bucket in access.buckets:
+            bucket.attach(self._retire)
+        self.show()  # once before users can keep anything: the buckets learn what is the engine's own
+        self.hide()
+
+    # ------------------------------------------------------------------ to the user
+    @property
+    def is_open(self) -> bool:
+        """Is everything gathered and readable for the user?"""
+        return self._views is not None
+
+    @property
+    def views(self) -> dict[str, nn.Parameter]:
+        """What `open` shows, by name."""
+        assert self._views is not None
+        return self._views
+
+    def open(self) -> None:
+        """Gathers everything and shows views of it to the user until `close`; does not mind a second call. Collective.
+
+        A term of the loss that reads them has gradients too, which are delivered as all others are.
+        """
+        if self.is_open:
+            return
+        for bucket in self._access.buckets:
+            bucket.unshard()
+        for bucket in self._access.buckets:
+            bucket.wait()
+        self._views, deliver = self._places.show_views(), delivery(self._runtime)
+        for name, view in self._views.items():
+            if view.requires_grad:
+                view.register_post_accumulate_grad_hook(_hand_over(deliver, *self._runtime.directory.places[name]))
+
+    def close(self) -> None:
+        """Shows stubs again, and makes one of each view that the user has kept; does not mind a second call.
+
+        A graph that reads views goes on with a copy: theirs are the values of now.
+        """
+        if not self.is_open:
+            return
+        self._withdraw()
+        with ExitStack() as each:  # a parameter that was written raises, but the others go as well
+            for bucket in self._access.buckets:
+                each.callback(self._runtime.replay.lingering.reshard, bucket.id)
+
+    def _withdraw(self) -> None:
+        views, self._views = self.views, None
+        self._places.show_stubs()
+        while views:
+            name, view = views.popitem()
+            if sys.getrefcount(view) > 2:  # this name and the argument
+                content = self._places.retire(name, view)
+                if content is view or use_count(content) > 1:
+                    content.data = content.data.clone()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Inside nothing is open; at the end, unless that is an exception, what was is open again. Collective."""
+        was_open = self.is_open
+        self.close()
+        yield
+        if was_open:
+            self.open()
+
+    # ------------------------------------------------------------------ to the engine's calls
+    def show(self) -> None:
+        """One more needs the real parameters."""
+        if self._count == 0:
+            self._places.show_real()
+            self._access.watch()
+            self._note(shown=True)
+        self._count += 1
+
+    def hide(self) -> None:
+        """One less; with the last one the stubs return."""
+        self._count -= 1
+        if self._count == 0:
+            self._access.unwatch()
+            if self._views is None:
+                self._places.show_stubs()
+            else:
+                self._places.show(self._views)
+            self._note(shown=False)
+
+    def reset(self) -> None:
+        """After an exception: nobody computes any more."""
+        while self._count:
+            self.hide()
+
+    def _note(self, shown: bool) -> None:
+        for bucket in self._access.buckets:
+            bucket.note_shown(shown)
+
+    def _retire(self, name: str, real: nn.Parameter) -> nn.Parameter:
+        if self._count:
+            return real  # the modules show it
+        new = self._places.retire(name, real)
+        if new is not real:
+            self._access.replace(real, new)
+        return new
+
+
+def _hand_over(
+    deliver: Callable[[int, int, torch.Tensor], None], bucket: int, slot: int
+) -> Callable[[torch.Tensor], None]:
+    def hook(view: torch.Tensor) -> None:
+        gradient, view.grad = view.grad, None
+        if gradient is not None:
+            deliver(bucket, slot, gradient)
+
+    return hook

@@ -1,0 +1,131 @@
+"""What the ranks of an engine compare, and decide together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from zeroweave.comm.wire import Wire
+from zeroweave.engine.guard import Progress
+from zeroweave.errors import AgreementError
+from zeroweave.ranks.alarm import Alarm
+from zeroweave.ranks.compare import compare, first_difference
+from zeroweave.ranks.control import Agreement, Control, Decision, Diverged, decide
+from zeroweave.ranks.differ import MODULES
+from zeroweave.schedule import Costs, Schedule
+
+SCHEDULE_SECONDS: Final = 30.0
+"""How long a rank waits for the others to make the same schedule, where `deadline_seconds` is not less."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the ranks of an engine know of a step together, a byte each: 1 where it holds for any rank.
+
+    `had_gradient`: see `Gradients.had_gradient`; `late`: the buckets with gradients that no reduction has had;
+    `viewed`: those of which user code still has views.
+    """
+
+    decision: Decision
+    had_gradient: bytes
+    late: bytes
+    viewed: bytes
+
+
+class Agreements:
+    """What the ranks of one engine compare, and decide together.
+
+    While `transport` skips communication, each decides as if the others had said what it says.
+    """
+
+    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress) -> None:
+        self._control, self._transport = control, transport
+        self._alarm, self._progress = alarm, progress
+        self._backwards = self._changes = self._agreed = 0
+
+    def step(
+        self,
+        had_gradient: bytes,
+        late: bytes,
+        viewed: bytes,
+        candidate: Schedule,
+        nonfinite: Callable[[], bool] = lambda: False,
+    ) -> Found:
+        """The agreement of an optimizer step; see `comm.control.Agreement`.
+
+        `nonfinite()` may wait for collectives: by then this rank has told how many it has issued. Raises
+        `AgreementError` where the ranks would follow different schedules although they compute the same.
+        """
+        self._backwards = 0
+        step, count = self._progress()
+        if not self._transport.skips:
+            self._alarm.post_counts(step, count)
+        digest, found = self._progress.ledger.hash, nonfinite()
+        flags = had_gradient + late + viewed
+        mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
+        decision = decide([mine]) if self._transport.skips else self._agree(mine, "agreement")
+        if decision.differ:
+            self.schedule(candidate)
+        flags, split = decision.flags, len(had_gradient) + len(late)
+        return Found(decision, flags[: len(had_gradient)], flags[len(had_gradient) : split], flags[split:])
+
+    def union(self, what: str, flags: bytes) -> bytes:
+        """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""
+        if self._transport.skips:
+            return flags
+        ranks = self._control.all_gather_bytes(flags, f"{what} of step {self._progress.step}")
+        if any(len(theirs) != len(flags) for theirs in ranks):
+            return flags  # the agreement of the step says what differs
+        return bytes(map(max, zip(*ranks, strict=True)))
+
+    def backward(self) -> None:
+        """Raises `AgreementError` unless all ranks have issued the same collectives up to this end of a backward."""
+        if self._transport.skips:
+            return
+        self._backwards += 1
+        step, count = self._progress()
+        place = f"the check after backward {self._backwards}"
+        try:
+            self._agree(Agreement(step, count, self._progress.ledger.hash, b""), place)
+        except AgreementError as error:
+            error.add_note(f"found in {place} of step {step}")
+            raise
+
+    def _agree(self, mine: Agreement, place: str) -> Decision:
+        """As `Control.agree`; an error about different collectives says which one was the first."""
+        try:
+            decision = self._control.agree(mine, place)
+        except Diverged as error:
+            board = self._control.board
+            assert board is not None
+            self._changes += 1
+            texts = self._progress.ledger.texts(self._agreed)
+            found = first_difference(board, self._changes, texts, error.rank, self._seconds)
+            if self._progress.ledger.gathers_on_entry:
+                found = f"{found}; {MODULES}"
+            raise AgreementError(f"{error}. Behind the {self._agreed} on which they agreed: {found}") from None
+        self._agreed = mine.count
+        return decision
+
+    @property
+    def _seconds(self) -> float:
+        return min(SCHEDULE_SECONDS, self._control.deadline_seconds)
+
+    def costs(self, schedule: Schedule | None, mine: Costs | None) -> Costs | None:
+        """The costs that all ranks decide by; None where a rank has none, or computes other things. Collective.
+
+        `schedule`: what they were measured on.
+        """
+        if self._transport.skips:
+            return None
+        step, _ = self._progress()
+        here = None if schedule is None else schedule.shape
+        ranks = self._control.all_gather_object((here, mine), f"the costs at step {step}")
+        costs = [theirs for shape, theirs in ranks if theirs is not None and shape == here]
+        return Costs.merge(costs) if len(costs) == len(ranks) else None
+
+    def schedule(self, schedule: Schedule) -> None:
+        """Raises `AgreementError` on all ranks unless all would follow this schedule. Collective."""
+        self._changes += 1
+        compare(self._control.board, self._changes, schedule.fingerprint, schedule.words, self._seconds)

@@ -1,0 +1,100 @@
+"""What decides schedules: the settings of the config, and changes that are asked for later."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from zeroweave.config import Config
+from zeroweave.errors import ConfigError, EngineError
+from zeroweave.schedule import Costs, Facts, Pass, Schedule, simulate
+
+Prefetch = int | Literal["auto"]
+Keep = Literal["auto", "none", "all"] | Iterable[str]
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """What of the config decides schedules; see docs/schedule.md.
+
+    `retain`: "auto", "none", "all", or names of buckets. `budget`: bytes of device memory, None for no limit of
+    its own.
+    """
+
+    prefetch: int | Literal["auto"]
+    retain: Literal["auto", "none", "all"] | tuple[str, ...]
+    budget: int | None
+    fuse: bool
+    depth: int
+
+    def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
+        """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
+        memory = self.budget
+        if memory is not None and costs is not None and measured is not None and costs.peak:
+            # What is allocated beside flats and activations does not change with the schedule.
+            memory -= costs.peak - simulate(replace(measured, facts=replace(measured.facts, costs=costs)), costs).peak
+        return replace(
+            base,
+            prefetch=self.prefetch,
+            retain=self._retained(base),
+            fuse=self.fuse,
+            depth=self.depth,
+            memory=memory,
+            costs=costs,
+        )
+
+    def changed(self, changes: Mapping[str, Any]) -> ScheduleSettings:
+        """These settings with some of them changed."""
+        return replace(self, **changes)
+
+    def _retained(self, base: Facts) -> frozenset[int] | Literal["auto"]:
+        match self.retain:
+            case "auto":
+                return "auto" if self.budget is not None else frozenset()
+            case "none":
+                return frozenset()
+            case "all":
+                return frozenset(base.by_id)
+        known = {bucket.name: bucket.id for bucket in base.buckets}
+        if unknown := [name for name in self.retain if name not in known]:
+            raise EngineError(f"keep names buckets that do not exist: {unknown}; there are {sorted(known)}")
+        return frozenset(known[name] for name in self.retain)
+
+
+def changes_of(
+    prefetch: Prefetch | None, keep: Keep | None, budget: int | None, fuse: bool | None, depth: int | None
+) -> dict[str, Any]:
+    """What a user asks for, as `ScheduleSettings.changed` takes it. EngineError where it is no such setting."""
+    for name, value, least in (("prefetch", prefetch, 0), ("memory_budget", budget, 0), ("depth", depth, 1)):
+        if value is not None and value != "auto" and (not isinstance(value, int) or value < least):
+            raise EngineError(f"{name} must be a whole number of at least {least}, not {value!r}")
+    if isinstance(keep, str) and keep not in ("auto", "none", "all"):
+        raise EngineError(f"keep must be 'auto', 'none', 'all' or names of buckets, not {keep!r}")
+    retain = keep if keep is None or isinstance(keep, str) else tuple(keep)
+    changes = {"prefetch": prefetch, "retain": retain, "budget": budget, "fuse": fuse, "depth": depth}
+    return {name: value for name, value in changes.items() if value is not None}
+
+
+def settings_of(config: Config) -> ScheduleSettings:
+    """The settings that an engine begins with."""
+    wanted = config.compile
+    return ScheduleSettings(wanted.prefetch, wanted.keep, wanted.memory_budget, wanted.fuse, config.reduce.depth)
+
+
+def passes_of(config: Config) -> list[Pass]:
+    """The passes of one's own that a config names; ConfigError where they cannot be imported."""
+    return [_import(name) for name in config.compile.passes]
+
+
+def _import(name: str) -> Pass:
+    """The function of "module:function"."""
+    module, colon, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function) if colon else None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"compile.passes: {name!r} cannot be imported: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"compile.passes must be functions as 'module:function', not {name!r}")
+    return found
