@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,33 +20,30 @@ from zeroweave.comm.paired import Paired
 from zeroweave.comm.process_group import device_of, make_transport, own_group
 from zeroweave.comm.transport import Transport
 from zeroweave.comm.wire import Wire
-from zeroweave.compile.regions import find_units
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
 from zeroweave.eager.shown import Shown
 from zeroweave.engine import Engine
 from zeroweave.engine.agreements import Agreements
+from zeroweave.engine.asked import Asked, OptimizerLike, asked_for
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.guard import Guard, Progress
+from zeroweave.engine.model import agree_on, fill, parameters_of, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.settings import passes_of, settings_of
-from zeroweave.engine.state_dict import share
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError
-from zeroweave.experts import GROUP as EXPERTS
-from zeroweave.experts import find_experts, groups_of
-from zeroweave.layout import WORLD, BucketLayout, ParameterSpec, build_layout
+from zeroweave.experts import groups_of
+from zeroweave.layout import WORLD, BucketLayout, build_layout
 from zeroweave.optim.adaptive import Adaptive
-from zeroweave.optim.check import check_optimizer
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.parameters.check import check
 from zeroweave.parameters.places import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.ranks.alarm import Alarm
@@ -56,8 +52,6 @@ from zeroweave.ranks.start import backstop, start_process_group
 from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.schedule import BucketFacts, Facts
-
-OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def initialize(
@@ -85,7 +79,7 @@ def initialize(
     that is refused; nothing has been changed then.
     """
     try:
-        asked: _Asked | Exception = _check(model, optimizer, config, lr_scheduler)
+        asked: Asked | Exception = asked_for(model, optimizer, config, lr_scheduler)
     except Exception as error:
         asked = error  # raised when the ranks have met: the others may not have it, and must not wait for this one
     settings = Config() if isinstance(asked, Exception) else asked.settings
@@ -106,53 +100,6 @@ def initialize(
         raise
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What `initialize` was asked for, as far as one rank alone can check it. `experts`: see `_specs`."""
-
-    settings: Config
-    optimizer: torch.optim.Optimizer | None
-    scheduler: Any
-    experts: frozenset[int]
-
-
-def _check(model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any) -> _Asked:
-    settings = Config.load(config)
-    passes_of(settings)
-    check(model)
-    experts = find_experts(model, settings.experts)
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(list(model.parameters()))
-    if optimizer is not None:
-        check_optimizer(optimizer, model)
-    return _Asked(settings, optimizer, _scheduler_of(lr_scheduler, optimizer), experts)
-
-
-def _scheduler_of(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """The scheduler itself, made here if a callable was given. EngineError for anything that is none."""
-    if given is None:
-        return None
-    if optimizer is None:
-        raise EngineError("lr_scheduler needs an optimizer: pass both to zeroweave.initialize, or neither")
-    made = given(optimizer) if callable(given) and not _is_scheduler(given) else given
-    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
-    if not _is_scheduler(made):
-        what = "what the callable made is" if made is not given else "it is"
-        raise EngineError(
-            "lr_scheduler must be a scheduler such as those of torch.optim.lr_scheduler, or a callable from the "
-            "optimizer to one, for instance lambda optimizer: CosineAnnealingLR(optimizer, T_max=100); "
-            f"{what} of type {type(made).__name__}"
-        )
-    if getattr(made, "optimizer", optimizer) is not optimizer:
-        raise EngineError("lr_scheduler moves the learning rates of another optimizer than the one that was passed")
-    return made
-
-
-def _is_scheduler(value: Any) -> bool:
-    return callable(getattr(value, "step", None)) and not isinstance(value, type | torch.optim.Optimizer)
-
-
 class _Common:
     """What the ranks have in common before there is an engine: from here on nobody waits for one that has failed.
 
@@ -165,97 +112,6 @@ class _Common:
         self.alarm = Alarm(control, ledger, self.progress)
         self.ends.callback(self.alarm.close)
         self.guard = Guard(self.alarm, self.progress)
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    """One distinct parameter of the user's model, before it is sharded."""
-
-    name: str
-    tensor: nn.Parameter
-    dtype: torch.dtype
-    """the dtype it is computed with"""
-
-
-def _parameters(model: nn.Module, settings: Config) -> dict[str, _Parameter]:
-    wanted = settings.precision.params
-    cast = None if wanted is None else getattr(torch, wanted)
-    return {
-        name: _Parameter(name, p, cast if cast is not None and p.is_floating_point() else p.dtype)
-        for name, p in model.named_parameters()
-    }
-
-
-def _specs(
-    model: nn.Module, parameters: Mapping[str, _Parameter], experts: frozenset[int], settings: Config
-) -> list[ParameterSpec]:
-    """`experts`: `id` of each parameter that not all ranks share."""
-    block_of: dict[int, str] = {}
-    for name, block in find_units(model, settings.compile.regions):
-        for p in block.parameters():
-            block_of.setdefault(id(p), name)
-    return [
-        ParameterSpec(
-            name=p.name,
-            shape=tuple(p.tensor.shape),
-            dtype=str(p.dtype).removeprefix("torch."),
-            itemsize=p.dtype.itemsize,
-            requires_grad=p.tensor.requires_grad,
-            block=block_of.get(id(p.tensor)),
-            group=EXPERTS if id(p.tensor) in experts else WORLD,
-        )
-        for p in parameters.values()
-    ]
-
-
-def _agree_on_model(control: Control, model: nn.Module, specs: list[ParameterSpec], settings: Config) -> None:
-    buffers = [f"buffer {name!r} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    mine = (specs, buffers, settings.model_dump(), torch.__version__)
-    for rank, theirs in enumerate(control.all_gather_object(mine)):
-        if mine[3] != theirs[3]:
-            raise EngineError(
-                f"the ranks run different versions of PyTorch: {mine[3]} on rank {control.rank}, {theirs[3]} on rank "
-                f"{rank}; install the same one on all machines"
-            )
-        for kind, ours, others in (("parameters", specs, theirs[0]), ("buffers", buffers, theirs[1])):
-            for a, b in zip(ours, others, strict=False):
-                if a != b:
-                    raise EngineError(f"ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}")
-            if len(ours) != len(others):
-                raise EngineError(
-                    f"ranks built different models: {len(ours)} {kind} on rank {control.rank}, "
-                    f"{len(others)} on rank {rank}"
-                )
-        if mine[2] != theirs[2]:
-            differing = sorted(key for key in mine[2] if mine[2][key] != theirs[2][key])
-            raise EngineError(f"the config differs between ranks {control.rank} and {rank}: {', '.join(differing)}")
-
-
-@torch.no_grad()
-def _fill(runtime: Runtime, parameters: Mapping[str, _Parameter]) -> None:
-    """Gives every shard the values of the first rank of its group.
-
-    Not rounded to the dtype of the computation where it is a master.
-    """
-    for bucket in runtime.buckets.values():
-        tensors = [parameters[slot.name].tensor for slot in bucket.layout.slots]
-        widest = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
-        full = torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.device)
-        for view, tensor in zip(bucket.views(full), tensors, strict=True):
-            view.copy_(tensor)
-        runtime.transport.broadcast(full, group=bucket.layout.group)
-        bucket.put(bucket.slice(full))
-
-
-def _share_buffers(model: nn.Module, device: torch.device, runtime: Runtime) -> None:
-    shared: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer not in shared:
-                shared[buffer] = buffer.to(device)
-                share(shared[buffer], runtime)
-            if buffer is not None:
-                module._buffers[name] = shared[buffer]
 
 
 def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
@@ -310,16 +166,16 @@ def _transport(
 
 def _assemble(
     model: nn.Module,
-    asked: _Asked,
+    asked: Asked,
     group: dist.ProcessGroup | None,
     common: _Common,
 ) -> Engine:
     control, ledger = common.control, common.ledger
     settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
     device = device_of(group)
-    parameters = _parameters(model, settings)
-    specs = _specs(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
-    _agree_on_model(control, model, specs, settings)
+    parameters = parameters_of(model, settings)
+    specs = specs_of(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
+    agree_on(control, model, specs, settings)
     named = {name: p.tensor for name, p in parameters.items()}
     told = agree(control, optimizer, named)
     groups = groups_of(settings.experts, control.world)
@@ -338,9 +194,9 @@ def _assemble(
     dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
     trains = optimizer is not None
     runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering, transport.issuing, trains)
-    _fill(runtime, parameters)
+    fill(runtime, parameters)
     runtime.transfers.finish()
-    _share_buffers(model, device, runtime)
+    share_buffers(model, device, runtime)
     buckets, moments_off, states = list(runtime.buckets.values()), settings.offload.optimizer != "none", States()
     if optimizer is not None:
         home = torch.device("cpu") if moments_off else device

@@ -101,8 +101,8 @@ FAILS_EARLY = """
     start = importlib.import_module("zeroweave.engine.assembly")
     rank = int(os.environ["RANK"])
     if rank == 1:  # is slow in the middle of initialize
-        share = start._share_buffers
-        start._share_buffers = lambda *arguments: (time.sleep(5.0), share(*arguments))
+        share = start.share_buffers
+        start.share_buffers = lambda *arguments: (time.sleep(5.0), share(*arguments))
     module = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     config = {"stage": 2, "compile": {"enabled": False}, "deadline_seconds": 120}
     engine = zw.initialize(module, torch.optim.Adam(module.parameters()), config=config)

@@ -1,0 +1,67 @@
+"""What `initialize` is asked for, checked as far as one rank alone can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroweave.config import Config
+from zeroweave.engine.settings import passes_of
+from zeroweave.errors import EngineError
+from zeroweave.experts import find_experts
+from zeroweave.optim.check import check_optimizer
+from zeroweave.parameters.check import check
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `initialize` was asked for, as far as one rank alone can check it. `experts`: see `model.specs_of`."""
+
+    settings: Config
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    experts: frozenset[int]
+
+
+def asked_for(model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any) -> Asked:
+    """Raises what `initialize` does for arguments that are refused."""
+    settings = Config.load(config)
+    passes_of(settings)
+    check(model)
+    experts = find_experts(model, settings.experts)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(list(model.parameters()))
+    if optimizer is not None:
+        check_optimizer(optimizer, model)
+    return Asked(settings, optimizer, _scheduler_of(lr_scheduler, optimizer), experts)
+
+
+def _scheduler_of(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
+    """The scheduler itself, made here if a callable was given. EngineError for anything that is none."""
+    if given is None:
+        return None
+    if optimizer is None:
+        raise EngineError("lr_scheduler needs an optimizer: pass both to zeroweave.initialize, or neither")
+    made = given(optimizer) if callable(given) and not _is_scheduler(given) else given
+    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
+    if not _is_scheduler(made):
+        what = "what the callable made is" if made is not given else "it is"
+        raise EngineError(
+            "lr_scheduler must be a scheduler such as those of torch.optim.lr_scheduler, or a callable from the "
+            "optimizer to one, for instance lambda optimizer: CosineAnnealingLR(optimizer, T_max=100); "
+            f"{what} of type {type(made).__name__}"
+        )
+    if getattr(made, "optimizer", optimizer) is not optimizer:
+        raise EngineError("lr_scheduler moves the learning rates of another optimizer than the one that was passed")
+    return made
+
+
+def _is_scheduler(value: Any) -> bool:
+    return callable(getattr(value, "step", None)) and not isinstance(value, type | torch.optim.Optimizer)

@@ -1,0 +1,109 @@
+"""The user's model on its way into shards: what it consists of, the same on all ranks, and its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeroweave.compile.regions import find_units
+from zeroweave.config import Config
+from zeroweave.engine.state_dict import share
+from zeroweave.errors import EngineError
+from zeroweave.experts import GROUP as EXPERTS
+from zeroweave.layout import WORLD, ParameterSpec
+from zeroweave.ranks.control import Control
+from zeroweave.runtime.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One distinct parameter of the user's model, before it is sharded."""
+
+    name: str
+    tensor: nn.Parameter
+    dtype: torch.dtype
+    """the dtype it is computed with"""
+
+
+def parameters_of(model: nn.Module, settings: Config) -> dict[str, Parameter]:
+    wanted = settings.precision.params
+    cast = None if wanted is None else getattr(torch, wanted)
+    return {
+        name: Parameter(name, p, cast if cast is not None and p.is_floating_point() else p.dtype)
+        for name, p in model.named_parameters()
+    }
+
+
+def specs_of(
+    model: nn.Module, parameters: Mapping[str, Parameter], experts: frozenset[int], settings: Config
+) -> list[ParameterSpec]:
+    """`experts`: `id` of each parameter that not all ranks share."""
+    block_of: dict[int, str] = {}
+    for name, block in find_units(model, settings.compile.regions):
+        for p in block.parameters():
+            block_of.setdefault(id(p), name)
+    return [
+        ParameterSpec(
+            name=p.name,
+            shape=tuple(p.tensor.shape),
+            dtype=str(p.dtype).removeprefix("torch."),
+            itemsize=p.dtype.itemsize,
+            requires_grad=p.tensor.requires_grad,
+            block=block_of.get(id(p.tensor)),
+            group=EXPERTS if id(p.tensor) in experts else WORLD,
+        )
+        for p in parameters.values()
+    ]
+
+
+def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], settings: Config) -> None:
+    buffers = [f"buffer {name!r} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    mine = (specs, buffers, settings.model_dump(), torch.__version__)
+    for rank, theirs in enumerate(control.all_gather_object(mine)):
+        if mine[3] != theirs[3]:
+            raise EngineError(
+                f"the ranks run different versions of PyTorch: {mine[3]} on rank {control.rank}, {theirs[3]} on rank "
+                f"{rank}; install the same one on all machines"
+            )
+        for kind, ours, others in (("parameters", specs, theirs[0]), ("buffers", buffers, theirs[1])):
+            for a, b in zip(ours, others, strict=False):
+                if a != b:
+                    raise EngineError(f"ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}")
+            if len(ours) != len(others):
+                raise EngineError(
+                    f"ranks built different models: {len(ours)} {kind} on rank {control.rank}, "
+                    f"{len(others)} on rank {rank}"
+                )
+        if mine[2] != theirs[2]:
+            differing = sorted(key for key in mine[2] if mine[2][key] != theirs[2][key])
+            raise EngineError(f"the config differs between ranks {control.rank} and {rank}: {', '.join(differing)}")
+
+
+@torch.no_grad()
+def fill(runtime: Runtime, parameters: Mapping[str, Parameter]) -> None:
+    """Gives every shard the values of the first rank of its group.
+
+    Not rounded to the dtype of the computation where it is a master.
+    """
+    for bucket in runtime.buckets.values():
+        tensors = [parameters[slot.name].tensor for slot in bucket.layout.slots]
+        widest = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
+        full = torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.device)
+        for view, tensor in zip(bucket.views(full), tensors, strict=True):
+            view.copy_(tensor)
+        runtime.transport.broadcast(full, group=bucket.layout.group)
+        bucket.put(bucket.slice(full))
+
+
+def share_buffers(model: nn.Module, device: torch.device, runtime: Runtime) -> None:
+    shared: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer not in shared:
+                shared[buffer] = buffer.to(device)
+                share(shared[buffer], runtime)
+            if buffer is not None:
+                module._buffers[name] = shared[buffer]
