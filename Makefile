@@ -17,7 +17,8 @@ OLDEST_PYTHON ?= $(OLDEST_VENV)/bin/python
 GPU_PYTHON ?= python3
 ARGS ?=
 # Where each attribute is written by the object that owns it.
-WIRED := $(addprefix zeroweave/,_torch cli.py compile config dc eager engine errors.py experts.py layout.py notices.py optim parameters ranks runtime schedule)
+WIRED := $(addprefix zeroweave/,_torch cli.py compile config dc demo eager engine errors.py experts.py layout.py \
+	notices.py optim parameters ranks report runtime schedule)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Several ranks share the cores: more threads each would only get in each other's way.

@@ -45,14 +45,14 @@ class Player:
         self.clock = self.transport.clock
         self.wire = Wire(self.transport, torch.device("cpu"), self.clock)
         policy = Policy(
-            keep=facts.keep,
-            depth=facts.depth,
+            kept_by_stage=facts.keep,
             op="average",
             reduce_dtype=None,
             accumulate_dtype=torch.float32,
             free_threshold=0 if facts.free else None,
         )
         self.runtime = Runtime(layouts(facts), {"float32": torch.float32}, self.wire, policy)
+        self.runtime.replay.limit_reductions(facts.depth)
         self.updated: list[int] = []
 
     def play(self, record: Iterable[Event], schedule: Schedule | None) -> Step | None:

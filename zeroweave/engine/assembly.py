@@ -117,8 +117,7 @@ class _Common:
 def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
     precision = settings.precision
     return Policy(
-        keep=frozenset() if settings.stage == 3 else frozenset(b.id for b in layouts),
-        depth=settings.reduce.depth,
+        kept_by_stage=frozenset() if settings.stage == 3 else frozenset(b.id for b in layouts),
         op=settings.reduce.op,
         reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
         accumulate_dtype=getattr(torch, precision.accumulate),
@@ -138,8 +137,8 @@ def _facts(
     by_bucket = optimizer is not None and optimizer.by_bucket and not whole
     return Facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
-        keep=policy.keep,
-        depth=policy.depth,
+        keep=policy.kept_by_stage,
+        depth=settings.reduce.depth,
         prefetch=1,
         update_by_bucket=by_bucket,
         free=policy.free_threshold is not None,

@@ -85,7 +85,8 @@ class Scheduler:
         record_steps: int,
     ) -> None:
         self._runtime, self._transport, self._agreements, self._guard = runtime, transport, agreements, guard
-        self._base, self.settings = base, settings
+        self._base = base
+        self._settle_on(settings)
         self.passes: list[Pass] = [*PASSES, *passes]
         self._record_steps = record_steps
         self._costs: Costs | None = None
@@ -248,7 +249,7 @@ class Scheduler:
         if self._runtime.in_session or self._runtime.in_backward or self._runtime.replay.record:
             raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
         self._agreements.schedule(schedule)
-        self.settings = settings
+        self._settle_on(settings)
         self._costs, self._measured = schedule.facts.costs, measured
         self._followed = 0 if self._costs is None else _WARM_STEPS + self._record_steps
         self._steps = []
@@ -256,13 +257,17 @@ class Scheduler:
         self._runtime.restart_peaks()
         self._time(bool(self._recordings))
 
+    def _settle_on(self, settings: ScheduleSettings) -> None:
+        self.settings = settings
+        self._runtime.replay.limit_reductions(settings.depth)
+
     def reschedule(self, changes: Mapping[str, Any]) -> Schedule | None:
         """Another schedule of the present record, with some settings changed. Collective, between windows."""
         settings = self.settings.changed(changes)
         settings.facts(self._base, None, None)
         current = self.schedule
         if current is None:
-            self.settings = settings
+            self._settle_on(settings)
             return None
         schedule = self.compile(current, settings, self._costs, self._measured)
         self.use(schedule, settings, self._measured)

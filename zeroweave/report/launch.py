@@ -106,8 +106,9 @@ def under_runner(options: argparse.Namespace, arguments: list[str]) -> argparse.
     """
     if not options.no_python:
         script = ["-m", options.training_script] if options.module else [options.training_script]
-        options.training_script_args = [*script, *options.training_script_args]
-        options.training_script, options.module = RUNNER, True
+        vars(options).update(
+            training_script=RUNNER, module=True, training_script_args=[*script, *options.training_script_args]
+        )
     chosen = options.rdzv_endpoint or options.rdzv_backend != "static" or has_port(arguments)
     if not chosen and options.nnodes in ("1", "1:1"):
         options.standalone = True

@@ -22,16 +22,15 @@ class Inference(Replay):
         self,
         buckets: Mapping[int, Bucket],
         gradients: Gradients,
-        keep: frozenset[int],
-        depth: int,
+        kept_by_stage: frozenset[int],
         together: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        super().__init__(buckets, gradients, keep, depth, together, Record())
+        super().__init__(buckets, gradients, kept_by_stage, together, Record())
         layouts = [bucket.layout for bucket in buckets.values()]
         self._facts = Facts(
             tuple(BucketFacts(b.id, b.name, b.nbytes, trainable=False) for b in layouts),
             keep=frozenset(),
-            depth=depth,
+            depth=1,
             prefetch=1,
             update_by_bucket=False,
         )
@@ -39,7 +38,7 @@ class Inference(Replay):
 
     def forward_over(self) -> None:
         """The outermost forward is over; the next one may follow what it did."""
-        if self.keep:
+        if self.kept_by_stage:
             self.forget()  # kept buckets stay gathered, there is nothing to order
             return
         record = tuple(self.record)

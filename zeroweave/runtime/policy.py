@@ -11,11 +11,10 @@ from zeroweave.comm.transport import ReduceOp
 
 @dataclass(frozen=True)
 class Policy:
-    """How gradients and parameters are kept. With `Observer.reduces`, `keep` is all that makes a stage."""
+    """How gradients and parameters are kept. With `Observer.reduces`, `kept_by_stage` is all that makes a stage."""
 
-    keep: frozenset[int]
+    kept_by_stage: frozenset[int]
     """buckets that stay unsharded until the optimizer step"""
-    depth: int
     op: ReduceOp
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype

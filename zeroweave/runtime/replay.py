@@ -52,7 +52,7 @@ class _OpenCall(NamedTuple):
 class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
-    `keep`: the buckets that stay unsharded until the window's end. `together`: the scope in which gathers, or
+    `kept_by_stage`: the buckets that stay unsharded until the window's end. `together`: the scope in which gathers, or
     reductions, are issued in one launch. `free`: what `Free` does; None: there is none. `offloading`: what moves
     activations; None: nothing does. Counters are kept over windows.
     """
@@ -61,20 +61,20 @@ class Replay:
         self,
         buckets: Mapping[int, Bucket],
         gradients: Gradients,
-        keep: frozenset[int],
-        depth: int,
+        kept_by_stage: frozenset[int],
         together: Callable[[], AbstractContextManager[None]],
         record: Record,
         free: Callable[[], None] | None = None,
         offloading: Offloading | None = None,
     ) -> None:
-        self._gradients, self.keep, self._depth = gradients, keep, depth
+        self._gradients, self.kept_by_stage = gradients, kept_by_stage
         self._frees, self._offloading = free is not None, offloading
         self.executor = Executor(buckets, gradients, together, free, offloading)
         self.lingering = self.executor.lingering
         self.record = record
         self.schedule: Schedule | None = None
         self.departures = 0
+        self._depth = 1
         self.on_demand = 0
         """unshards that no schedule ordered although there was one"""
         self._begin()
@@ -99,6 +99,10 @@ class Replay:
     def is_used(self, bucket: int) -> bool:
         """Does an open call of the program need the bucket's values? The schedule may hold more."""
         return any(bucket in each.uses for each in self._open)
+
+    def limit_reductions(self, depth: int) -> None:
+        """So many may be in flight from now on where no schedule says when they settle; at first it is one."""
+        self._depth = depth
 
     # ------------------------------------------------------------------ events
     def entered(self, call: Call, uses: tuple[int, ...], supposed: bool | None = None) -> int:
@@ -146,7 +150,7 @@ class Replay:
                 self.executor.execute(self._cursor.trail())
                 self._reduce_due()
         else:
-            self._execute(*(Reshard(bucket) for bucket in ended.uses if bucket not in self.keep))
+            self._execute(*(Reshard(bucket) for bucket in ended.uses if bucket not in self.kept_by_stage))
         self.lingering.sweep()
 
     def backward_began(self, reducing: bool) -> None:
@@ -308,7 +312,7 @@ class Replay:
             self._offloading.settle()
         needed = Counter(b for each in self._open for b in each.uses)
         for bucket, held in list(self.executor.holds.items()):
-            if bucket not in self.keep:
+            if bucket not in self.kept_by_stage:
                 self._execute(*[Reshard(bucket)] * (held - needed[bucket]))
                 self._execute(*[Unshard(bucket)] * (needed[bucket] - held))
         for bucket in self._passed:
@@ -327,7 +331,7 @@ class Replay:
 
     # ------------------------------------------------------------------ on demand
     def _acquire(self, bucket: int) -> None:
-        if bucket in self.keep:
+        if bucket in self.kept_by_stage:
             self._gather_kept(until=bucket)
         else:
             self.on_demand += self.schedule is not None
@@ -345,9 +349,12 @@ class Replay:
 
     def _keep_order(self) -> list[list[int]]:
         if self.schedule is None:
-            return [[bucket] for bucket in sorted(self.keep)]
-        launches = self.schedule.launches
-        return [[i.bucket for i in launch if isinstance(i, Unshard) and i.bucket in self.keep] for launch in launches]
+            return [[bucket] for bucket in sorted(self.kept_by_stage)]
+        kept = self.kept_by_stage
+        return [
+            [each.bucket for each in launch if isinstance(each, Unshard) and each.bucket in kept]
+            for launch in self.schedule.launches
+        ]
 
     def _reduced_with(self, bucket: int) -> tuple[int, ...]:
         """What is reduced in one launch with a bucket, also here: NCCL hangs where ranks launch unequally."""
@@ -357,12 +364,12 @@ class Replay:
 
     def _issue_in_turn(self) -> None:
         # Kept buckets have one order whatever a rank computes, as nothing is gathered between their reductions.
-        for bucket in self._gradients.unissued() if self.keep else tuple(self._passed):
+        for bucket in self._gradients.unissued() if self.kept_by_stage else tuple(self._passed):
             launch = self._reduced_with(bucket)
             if all(each in self._passed for each in launch):
                 if self._gradients.is_unissued(bucket):
                     self._issue(launch)
-            elif self.keep:
+            elif self.kept_by_stage:
                 return
 
     def _issue(self, launch: tuple[int, ...]) -> None:

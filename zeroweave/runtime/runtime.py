@@ -92,10 +92,8 @@ class Runtime:
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         free = None if policy.free_threshold is None else self.activations.free
         together = partial(self.transfers.together, transport)
-        self.replay = Replay(
-            self.buckets, self.gradients, policy.keep, policy.depth, together, record, free, offloading
-        )
-        self._inference = Inference(self.buckets, self.gradients, policy.keep, policy.depth, together)
+        self.replay = Replay(self.buckets, self.gradients, policy.kept_by_stage, together, record, free, offloading)
+        self._inference = Inference(self.buckets, self.gradients, policy.kept_by_stage, together)
         self.compiled_calls = self.eager_calls = 0
         """over the engine's life"""
         self._frame: Frame | None = None
