@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from zeroweave.dc.registry import Parameter, Registry
+from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.errors import EngineError
 
 
@@ -25,7 +25,9 @@ class Rehearsal(Registry):
         self.graphs = real.graphs
         self.parameters = {ds_id: self._stand_in(p, scratch) for ds_id, p in real.parameters.items()}
 
-    def _stand_in(self, real: Parameter, scratch: Callable[[torch.Tensor], torch.Tensor]) -> Parameter:
+    def _stand_in(
+        self, real: RegisteredParameter, scratch: Callable[[torch.Tensor], torch.Tensor]
+    ) -> RegisteredParameter:
         return replace(
             real,
             buffer=None if real.buffer is None else scratch(real.buffer),

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch.autograd.graph import increment_version
 
-from zeroweave.dc.registry import Parameter, Registry
+from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.runtime.flat import ShardedFlat
 
@@ -58,7 +58,7 @@ class Gathers:
 
     def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
         """See `Runtime.prefetch_params_fused`."""
-        wanted: dict[int, tuple[Parameter, ShardedFlat]] = {}
+        wanted: dict[int, tuple[RegisteredParameter, ShardedFlat]] = {}
         for ds_tensor, ds_id in zip(ds_tensors, ds_ids, strict=True):
             _, parameter = self._registry.of(graph_id, ds_id)
             flat = _flat(parameter)
@@ -105,17 +105,17 @@ class Gathers:
         for _, flat in self._sharded():
             increment_version(flat.flat)
 
-    def _sharded(self) -> list[tuple[Parameter, ShardedFlat]]:
+    def _sharded(self) -> list[tuple[RegisteredParameter, ShardedFlat]]:
         return [(p, p.flat) for p in self._registry.parameters.values() if p.flat is not None]
 
 
-def _flat(parameter: Parameter) -> ShardedFlat:
+def _flat(parameter: RegisteredParameter) -> ShardedFlat:
     if parameter.flat is None:
         raise ParameterError(f"{parameter.name} is not sharded; register it with register_z3_param")
     return parameter.flat
 
 
-def _check_partition(parameter: Parameter, flat: ShardedFlat, given: torch.Tensor) -> None:
+def _check_partition(parameter: RegisteredParameter, flat: ShardedFlat, given: torch.Tensor) -> None:
     """It is the registered one that is gathered: the values of another would be ignored."""
     if (given.data_ptr(), given.numel(), given.dtype) != (flat.shard.data_ptr(), flat.shard.numel(), flat.dtype):
         raise ParameterError(
@@ -124,7 +124,7 @@ def _check_partition(parameter: Parameter, flat: ShardedFlat, given: torch.Tenso
         )
 
 
-def _unshard(parameter: Parameter, flat: ShardedFlat) -> None:
+def _unshard(parameter: RegisteredParameter, flat: ShardedFlat) -> None:
     if parameter.persistent and not flat.holds:
         flat.unshard()  # one hold more than anybody releases
     flat.unshard()

@@ -19,7 +19,7 @@ from zeroweave._torch import at_end_of_backward, current_graph_task
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.dc.reduce_buckets import ReduceBuckets
-from zeroweave.dc.registry import Parameter, RegisteredGraph, Registry
+from zeroweave.dc.registry import RegisteredGraph, RegisteredParameter, Registry
 from zeroweave.dc.targets import GradientPartition, SharesLayout, make_partition
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.runtime.reductions import Reductions
@@ -124,7 +124,7 @@ class WindowGradients:
         if current_graph_task() < 0:
             self.check_finished()
 
-    def _contribute(self, graph: RegisteredGraph, parameter: Parameter, grad: torch.Tensor) -> None:
+    def _contribute(self, graph: RegisteredGraph, parameter: RegisteredParameter, grad: torch.Tensor) -> None:
         if not parameter.numel:
             return  # nothing to reduce, not even padding
         reduces = self._update or graph.reduces_always
@@ -255,7 +255,7 @@ class WindowGradients:
                 target.copy_(piece)
             padding.zero_()
 
-    def _target(self, parameter: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+    def _target(self, parameter: RegisteredParameter) -> tuple[torch.Tensor, torch.Tensor]:
         """[elements] this rank's share of the parameter's gradient, where the optimizer will read it; its padding."""
         if parameter.buffer is None:
             flat = self._step_partition(parameter.id).view(parameter.id)

@@ -17,7 +17,7 @@ from zeroweave.runtime.flat import ShardedFlat
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parameter:
+class RegisteredParameter:
     """One registered parameter, whichever graphs have it. What the ranks agree on later makes another object."""
 
     id: int
@@ -57,7 +57,7 @@ class Registry:
     ) -> None:
         self._control, self._device, self._make_flat = control, device, make_flat
         self.rank, self.world = control.rank, control.world
-        self.parameters: dict[int, Parameter] = {}
+        self.parameters: dict[int, RegisteredParameter] = {}
         self.graphs: dict[int, RegisteredGraph] = {}
 
     def register_param(
@@ -122,15 +122,17 @@ class Registry:
             agreed=True,
         )
 
-    def _new(self, ds_id: int, ds_shape: Sequence[int], grad_buffer: torch.Tensor | None, offset: int) -> Parameter:
+    def _new(
+        self, ds_id: int, ds_shape: Sequence[int], grad_buffer: torch.Tensor | None, offset: int
+    ) -> RegisteredParameter:
         if ds_id in self.parameters:
             raise ParameterError(f"a parameter with ds_id {ds_id} is registered already")
-        parameter = Parameter(ds_id, tuple(ds_shape), grad_buffer, offset)
+        parameter = RegisteredParameter(ds_id, tuple(ds_shape), grad_buffer, offset)
         if grad_buffer is not None:
             self._check_buffer(parameter, grad_buffer)
         return parameter
 
-    def check_tensor(self, parameter: Parameter, what: str, tensor: torch.Tensor) -> None:
+    def check_tensor(self, parameter: RegisteredParameter, what: str, tensor: torch.Tensor) -> None:
         """ParameterError unless `tensor` can travel: dense, of floating point, on the runtime's kind of device."""
         device = self._device.type
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.device.type != device:
@@ -139,7 +141,7 @@ class Registry:
                 f"not {tensor.dtype} ({tensor.layout}) on {tensor.device}"
             )
 
-    def _check_buffer(self, parameter: Parameter, buffer: torch.Tensor) -> None:
+    def _check_buffer(self, parameter: RegisteredParameter, buffer: torch.Tensor) -> None:
         self.check_tensor(parameter, "grad_buffer", buffer)
         if not buffer.is_contiguous():
             raise ParameterError(f"{parameter.name}: grad_buffer must be contiguous")
@@ -178,7 +180,7 @@ class Registry:
         self._agree(graph_id, graph, parameters)
         self.graphs[graph_id] = graph
 
-    def _parameters_of(self, graph_id: int, ids: Sequence[int], sharded: bool) -> list[Parameter]:
+    def _parameters_of(self, graph_id: int, ids: Sequence[int], sharded: bool) -> list[RegisteredParameter]:
         if graph_id in self.graphs:
             raise EngineError(f"a graph with graph_id {graph_id} is registered already")
         parameters = [self.parameter(ds_id) for ds_id in ids]
@@ -196,7 +198,7 @@ class Registry:
                 raise type(theirs)(f"rank {rank} could not register graph {graph_id}: {theirs}")
         return ranks
 
-    def _agree(self, graph_id: int, graph: RegisteredGraph, parameters: Sequence[Parameter]) -> None:
+    def _agree(self, graph_id: int, graph: RegisteredGraph, parameters: Sequence[RegisteredParameter]) -> None:
         """Collective: every rank learns what the others hold of each gradient."""
         same = [(p.id, p.shape, p.flat and p.flat.layout, p.persistent) for p in parameters]
         held_here = [None if p.buffer is None else (p.buffer.numel(), p.offset) for p in parameters]
@@ -221,7 +223,7 @@ class Registry:
             self.parameters[parameter.id] = replace(parameter, shares=shares, agreed=True)
 
     # ------------------------------------------------------------------ lookup
-    def parameter(self, ds_id: int) -> Parameter:
+    def parameter(self, ds_id: int) -> RegisteredParameter:
         if ds_id not in self.parameters:
             raise ParameterError(f"no parameter with ds_id {ds_id} is registered")
         return self.parameters[ds_id]
@@ -231,7 +233,7 @@ class Registry:
             raise EngineError(f"no graph with graph_id {graph_id} is registered")
         return self.graphs[graph_id]
 
-    def of(self, graph_id: int, ds_id: int) -> tuple[RegisteredGraph, Parameter]:
+    def of(self, graph_id: int, ds_id: int) -> tuple[RegisteredGraph, RegisteredParameter]:
         graph, parameter = self.graph(graph_id), self.parameter(ds_id)
         if ds_id not in graph.ids:
             raise ParameterError(f"{parameter.name} does not belong to graph {graph_id}")

@@ -29,7 +29,7 @@ class Compiled:
     """`run(module, *args, **kwargs)` instead of the module's eager forward"""
     wanted: Callable[[], bool]
     """does the call that begins now?"""
-    gave_up: Callable[[], None]
+    fell_back: Callable[[], None]
     """hears that Dynamo has run the module as it is"""
 
 
@@ -98,7 +98,7 @@ class ModuleCall:
             self._access.watch(self._inner)
         if self._runtime.compiled_calls == before:  # Dynamo ran the module as it is
             self._runtime.ran_eagerly()
-            compiled.gave_up()
+            compiled.fell_back()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

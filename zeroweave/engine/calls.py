@@ -70,7 +70,7 @@ class Calls:
     def _compiled(self, name: str, module: nn.Module, templates: Templates, dynamic: bool | None) -> Compiled:
         key = region_key(module)
 
-        def gave_up() -> None:
+        def fell_back() -> None:
             if name not in self.eager_regions:
                 reason = templates.fallback_reason(key, module)
                 if reason not in self.eager_regions.values():
@@ -79,7 +79,7 @@ class Calls:
 
         run = templates.compile(key, dynamic)
         templates.announcer.expect(key, name)
-        return Compiled(run, lambda: self._compiling, gave_up)
+        return Compiled(run, lambda: self._compiling, fell_back)
 
     @contextmanager
     def session(self) -> Iterator[None]:
