@@ -1,6 +1,5 @@
-"""How ranks reach each other: collectives on devices, agreement on the host, and the news of a failure.
+"""Collectives: how gathers and reductions reach the other ranks' devices, and the ledger of what was sent.
 
-`transport` and `process_group` move parameters and gradients; `ledger` counts what they issued; `control`
-compares it once per step over the host; `alarm` ends the ranks that wait for one that has failed; `board` is
-the store in which both write down where each rank is.
+`transport` is the interface and `process_group` what communicates. The others stand around that: `wire` puts them there
+where an engine is timed (`timed`) or skips communication (`skip`).
 """

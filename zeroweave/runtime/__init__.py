@@ -1,1 +1,1 @@
-"""What happens in a step: buckets, gradients, parameters at rest, and the replay of the schedule."""
+"""What happens in a step: buckets, gradients, and the replay of the schedule."""
