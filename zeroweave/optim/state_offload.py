@@ -84,7 +84,7 @@ class HostedMoments:
         kinds = list(dict.fromkeys(moment.kind for moment in self._moments()))
         self._coming = kinds, self._transfers.upload([self._hosts[kind] for kind in kinds])
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """Lets go of what was lifted and is not needed."""
         if self._coming is not None:
             self._coming[1].wait()
@@ -146,7 +146,7 @@ class StateOffload:
     def expect(self, order: Sequence[int]) -> None:
         """Buckets will be updated in this order: the first one is lifted now, each further one ahead of its turn."""
         for bucket in list(self._lifted):
-            self.drop(bucket)  # of a step that ended with an exception
+            self.abort(bucket)  # of a step that ended with an exception
         self._after = dict(pairwise(order))
         if order:
             self._lift(order[0])
@@ -160,12 +160,12 @@ class StateOffload:
         if bucket in self._moments:
             self._moments[bucket].lift()
 
-    def drop(self, bucket: int) -> None:
+    def abort(self, bucket: int) -> None:
         """The bucket is not updated."""
         if (upload := self._lifted.pop(bucket, None)) is not None:
             upload.wait()
         if bucket in self._moments:
-            self._moments[bucket].drop()
+            self._moments[bucket].abort()
 
     @contextmanager
     def on_device(self, buckets: Sequence[int]) -> Iterator[None]:

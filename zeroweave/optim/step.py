@@ -117,7 +117,7 @@ class ShardedOptimizer:
             if (gradient := take(bucket)) is not None:
                 self.update(bucket, gradient, absent[bucket])
             else:
-                self.offload.drop(bucket)
+                self.offload.abort(bucket)
 
         waiting = set(absent)
 
