@@ -45,7 +45,7 @@ class Player:
         self.clock = self.transport.clock
         self.wire = Wire(self.transport, torch.device("cpu"), self.clock)
         policy = Policy(
-            kept_by_stage=facts.keep,
+            kept_by_stage=facts.kept_by_stage,
             op="average",
             reduce_dtype=None,
             accumulate_dtype=torch.float32,

@@ -90,7 +90,7 @@ SETTINGS = [
     {"prefetch": "auto"},
     {"prefetch": 2, "fuse": True},
     {"prefetch": "auto", "fuse": True, "depth": 4},
-    {"prefetch": 1, "retain": "auto", "memory": 2000},
+    {"prefetch": 1, "keep": "auto", "memory": 2000},
 ]
 
 

@@ -32,7 +32,7 @@ FREE = Costs((), {}, {}, {}, Line(), Line(), ())
 def facts(buckets: int = 2, prefetch: int = 0) -> Facts:
     return Facts(
         tuple(BucketFacts(i, "abcd"[i], 8 * ITEM, True) for i in range(buckets)),
-        keep=frozenset(),
+        kept_by_stage=frozenset(),
         depth=2,
         prefetch=prefetch,
         update_by_bucket=False,

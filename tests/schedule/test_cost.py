@@ -40,7 +40,7 @@ F, G = Call("f", "forward"), Call("g", "forward")
 RECORD = (Entered(F, (0,)), Left(F), Entered(G, (1,)), Left(G), Ready(0), Ready(1), Micro())
 FACTS = Facts(
     (BucketFacts(0, "a", 10, True), BucketFacts(1, "b", 20, True)),
-    keep=frozenset(),
+    kept_by_stage=frozenset(),
     depth=2,
     prefetch=0,
     update_by_bucket=True,

@@ -118,7 +118,7 @@ def is_legal(schedule: Schedule) -> bool:
                 home = [(a, b) for a, b in zip(starts, stops, strict=True) if a < n and end < b]
                 if not home or not any(home[0][0] < wait < n for wait in waits):
                     return False
-        if bucket in facts.keep and len(starts) != 1:
+        if bucket in facts.kept_by_stage and len(starts) != 1:
             return False
 
         reduces, settles = positions(Reduce(bucket)), positions(Settle(bucket))
@@ -210,10 +210,10 @@ def test_most_edits_that_stay_legal_move_communication() -> None:
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "fused, retained and freed"])
 def test_the_verifier_rejects_mutations(stage: int, everything: bool) -> None:
     keep = frozenset(range(5)) if stage < 3 else frozenset[int]()
-    facts = replace(stack_facts(5, 1), keep=keep, update_by_bucket=stage == 2)
+    facts = replace(stack_facts(5, 1), kept_by_stage=keep, update_by_bucket=stage == 2)
     if everything:
         buckets = (replace(facts.buckets[0], nbytes=64), *facts.buckets[1:])  # beside it the others are small
-        facts = replace(facts, buckets=buckets, fuse=True, free=True, retain=frozenset({0, 2}))
+        facts = replace(facts, buckets=buckets, fuse=True, free=True, keep=frozenset({0, 2}))
     schedule = compile_schedule(stack(5, micro_steps=1 if stage == 1 else 2, calls=1), facts)
     assert everything == any(isinstance(i, Fuse) for i in schedule.instructions)
     rejected = judge(schedule, random.Random(stage), rounds=150)

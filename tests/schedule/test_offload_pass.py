@@ -46,7 +46,7 @@ def backward(block: int) -> Call:
 
 def of(record: tuple[Event, ...], blocks: int = 1, wanted: bool = True) -> Schedule:
     """The plain schedule, whose blocks stay gathered: calls and little else."""
-    facts = replace(stack_facts(blocks, 0), keep=frozenset(range(blocks)), offload=wanted)
+    facts = replace(stack_facts(blocks, 0), kept_by_stage=frozenset(range(blocks)), offload=wanted)
     return build(record, facts)
 
 

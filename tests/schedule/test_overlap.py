@@ -53,7 +53,7 @@ def blocks_of(blocks: int, micro_steps: int = 1, **settings: object) -> Schedule
     buckets = tuple(BucketFacts(i, f"layers.{i}", SIZE, True) for i in range(blocks))
     facts = Facts(
         buckets,
-        keep=frozenset(),
+        kept_by_stage=frozenset(),
         depth=2,
         prefetch="auto",
         update_by_bucket=True,
@@ -101,10 +101,10 @@ def test_auto_takes_one_call_where_that_is_as_fast() -> None:
 
 @pytest.mark.parametrize("memory", [0, SIZE, 2 * SIZE, 3 * SIZE, 5 * SIZE, 8 * SIZE])
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("retain", [frozenset(), "auto"], ids=["none", "auto"])
-def test_the_peak_stays_under_the_budget(retain: object, fuse: bool, memory: int) -> None:
+@pytest.mark.parametrize("keep", [frozenset(), "auto"], ids=["none", "auto"])
+def test_the_peak_stays_under_the_budget(keep: object, fuse: bool, memory: int) -> None:
     least = blocks_of(8, prefetch=0)
-    schedule = blocks_of(8, memory=memory, retain=retain, fuse=fuse)
+    schedule = blocks_of(8, memory=memory, keep=keep, fuse=fuse)
     assert schedule.costs is not None and least.costs is not None
     peak = simulate(schedule, schedule.costs).peak
     assert peak <= max(memory, simulate(least, least.costs).peak)
@@ -132,7 +132,7 @@ def test_no_random_record_goes_over_a_budget_that_the_plain_schedule_keeps(seed:
     least = compile_schedule(record, replace(facts, prefetch=0))
     floor = min(simulate(each, costs).peak for each in (least, settle(build(record, facts))))
     for memory in (floor, floor + 3, floor + 9, floor + 100):
-        auto = replace(facts, prefetch="auto", retain="auto", memory=memory, fuse=rng.random() < 0.5)
+        auto = replace(facts, prefetch="auto", keep="auto", memory=memory, fuse=rng.random() < 0.5)
         schedule = compile_schedule(record, auto)
         prediction = simulate(schedule, costs)
         assert prediction.peak <= memory
@@ -145,7 +145,7 @@ def test_keep_fills_the_budget_with_what_need_not_be_gathered_again(room: int) -
     """Gathers take longer than calls."""
     costs = costs_of_blocks(stack(8, 1, calls=1), 8, gather=1.6)
     none = blocks_of(8, costs=costs, memory=room * SIZE)
-    some = blocks_of(8, costs=costs, memory=room * SIZE, retain="auto")
+    some = blocks_of(8, costs=costs, memory=room * SIZE, keep="auto")
     assert simulate(some, costs).seconds < simulate(none, costs).seconds
     assert simulate(some, costs).peak <= room * SIZE
     assert len(some.collectives()) < len(none.collectives())
@@ -154,7 +154,7 @@ def test_keep_fills_the_budget_with_what_need_not_be_gathered_again(room: int) -
 def test_with_room_for_all_of_it_every_bucket_is_gathered_once() -> None:
     record = stack(6, 3, calls=1)
     costs = costs_of_blocks(record, 6, gather=1.6)
-    schedule = blocks_of(6, 3, costs=costs, memory=100 * SIZE, retain="auto")
+    schedule = blocks_of(6, 3, costs=costs, memory=100 * SIZE, keep="auto")
     assert [b for kind, b in schedule.collectives() if kind == "all_gather"] == list(range(6))
     assert sum(isinstance(i, Reduce) for i in schedule.instructions) == 18
 
@@ -162,7 +162,7 @@ def test_with_room_for_all_of_it_every_bucket_is_gathered_once() -> None:
 @pytest.mark.parametrize("micro_steps", [1, 2, 4])
 def test_a_kept_bucket_is_gathered_once_in_a_window(micro_steps: int) -> None:
     kept = frozenset({1, 3})
-    schedule = blocks_of(5, micro_steps, prefetch=1, retain=kept)
+    schedule = blocks_of(5, micro_steps, prefetch=1, keep=kept)
     gathers = [b for kind, b in schedule.collectives() if kind == "all_gather"]
     # The others for every forward and backward, but once where one follows the other at once: the last block's
     # backward behind its forward, and the first block's next forward behind its backward.
@@ -171,4 +171,4 @@ def test_a_kept_bucket_is_gathered_once_in_a_window(micro_steps: int) -> None:
 
 
 def test_auto_keeps_nothing_without_measured_costs() -> None:
-    assert blocks_of(4, costs=None, retain="auto").collectives() == blocks_of(4, costs=None).collectives()
+    assert blocks_of(4, costs=None, keep="auto").collectives() == blocks_of(4, costs=None).collectives()

@@ -193,11 +193,11 @@ def test_random_records(seed: int) -> None:
     runs = [event for event in record if isinstance(event, Entered)]
     before: frozenset[int] = frozenset()
     for run, resident, bound in zip(runs, executor.at_run, allowed, strict=True):
-        assert resident - facts.keep <= (bound if run.uses else bound | before)
+        assert resident - facts.kept_by_stage <= (bound if run.uses else bound | before)
         before = resident
     gathers = Counter(bucket for kind, bucket in schedule.collectives() if kind == "all_gather")
     assert gathers <= Counter(bucket for kind, bucket in plain.collectives() if kind == "all_gather")
-    assert all(gathers[bucket] == 1 for bucket in facts.keep)
+    assert all(gathers[bucket] == 1 for bucket in facts.kept_by_stage)
     reductions = [bucket for kind, bucket in schedule.collectives() if kind == "reduce_scatter"]
     assert reductions == [event.bucket for event in record if isinstance(event, Ready)]
 

@@ -22,12 +22,10 @@ def cases() -> list[Schedule]:
     made = []
     for seed in range(24):
         record, facts = random_case(seed)
-        retain = "auto" if seed % 3 == 0 else frozenset({0}) if seed % 3 == 1 else frozenset[int]()
+        keep = "auto" if seed % 3 == 0 else frozenset({0}) if seed % 3 == 1 else frozenset[int]()
         # One bucket is large, and the others small enough to be fused.
         buckets = tuple(replace(bucket, nbytes=1 if bucket.id else 64) for bucket in facts.buckets)
-        facts = replace(
-            facts, buckets=buckets, free=seed % 2 == 0, fuse=seed % 4 < 2, retain=retain, memory=seed or None
-        )
+        facts = replace(facts, buckets=buckets, free=seed % 2 == 0, fuse=seed % 4 < 2, keep=keep, memory=seed or None)
         if seed % 2:
             record, facts = with_needs(record, random.Random(seed)), replace(facts, offload=True)
         schedule = compile_schedule(record, facts)
@@ -109,3 +107,12 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, spoil: Callable[[str],
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match=r"nowhere\.json: cannot be read: No such file"):
         Schedule.load(tmp_path / "nowhere.json")
+
+
+def test_files_keep_their_words(tmp_path: Path) -> None:
+    """What the stage keeps is called `keep` there, what the user keeps `retain`."""
+    facts = replace(stack_facts(3, 1), kept_by_stage=frozenset({0}), keep=frozenset({1, 2}))
+    schedule = Schedule((), (), facts)
+    schedule.save(tmp_path / "schedule.json")
+    written = json.loads((tmp_path / "schedule.json").read_text())["facts"]
+    assert (written["keep"], written["retain"]) == ([0], [1, 2])

@@ -137,7 +137,7 @@ def _facts(
     by_bucket = optimizer is not None and optimizer.by_bucket and not whole
     return Facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
-        keep=policy.kept_by_stage,
+        kept_by_stage=policy.kept_by_stage,
         depth=settings.reduce.depth,
         prefetch=1,
         update_by_bucket=by_bucket,

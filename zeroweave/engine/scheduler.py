@@ -179,7 +179,7 @@ class Scheduler:
 
     @property
     def _automatic(self) -> bool:
-        auto = self.settings.prefetch == "auto" or self.settings.retain == "auto"
+        auto = self.settings.prefetch == "auto" or self.settings.keep == "auto"
         return auto and self._record_steps > 0
 
     def _improve(self, schedule: Schedule) -> Schedule:

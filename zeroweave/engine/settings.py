@@ -19,26 +19,26 @@ Keep = Literal["auto", "none", "all"] | Iterable[str]
 class ScheduleSettings:
     """What of the config decides schedules; see docs/schedule.md.
 
-    `retain`: "auto", "none", "all", or names of buckets. `budget`: bytes of device memory, None for no limit of
-    its own.
+    `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, None for no limit
+    of its own.
     """
 
     prefetch: int | Literal["auto"]
-    retain: Literal["auto", "none", "all"] | tuple[str, ...]
-    budget: int | None
+    keep: Literal["auto", "none", "all"] | tuple[str, ...]
+    memory_budget: int | None
     fuse: bool
     depth: int
 
     def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
         """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
-        memory = self.budget
+        memory = self.memory_budget
         if memory is not None and costs is not None and measured is not None and costs.peak:
             # What is allocated beside flats and activations does not change with the schedule.
             memory -= costs.peak - simulate(replace(measured, facts=replace(measured.facts, costs=costs)), costs).peak
         return replace(
             base,
             prefetch=self.prefetch,
-            retain=self._retained(base),
+            keep=self._kept(base),
             fuse=self.fuse,
             depth=self.depth,
             memory=memory,
@@ -49,18 +49,18 @@ class ScheduleSettings:
         """These settings with some of them changed."""
         return replace(self, **changes)
 
-    def _retained(self, base: Facts) -> frozenset[int] | Literal["auto"]:
-        match self.retain:
+    def _kept(self, base: Facts) -> frozenset[int] | Literal["auto"]:
+        match self.keep:
             case "auto":
-                return "auto" if self.budget is not None else frozenset()
+                return "auto" if self.memory_budget is not None else frozenset()
             case "none":
                 return frozenset()
             case "all":
                 return frozenset(base.by_id)
         known = {bucket.name: bucket.id for bucket in base.buckets}
-        if unknown := [name for name in self.retain if name not in known]:
+        if unknown := [name for name in self.keep if name not in known]:
             raise EngineError(f"keep names buckets that do not exist: {unknown}; there are {sorted(known)}")
-        return frozenset(known[name] for name in self.retain)
+        return frozenset(known[name] for name in self.keep)
 
 
 def changes_of(
@@ -72,8 +72,8 @@ def changes_of(
             raise EngineError(f"{name} must be a whole number of at least {least}, not {value!r}")
     if isinstance(keep, str) and keep not in ("auto", "none", "all"):
         raise EngineError(f"keep must be 'auto', 'none', 'all' or names of buckets, not {keep!r}")
-    retain = keep if keep is None or isinstance(keep, str) else tuple(keep)
-    changes = {"prefetch": prefetch, "retain": retain, "budget": budget, "fuse": fuse, "depth": depth}
+    chosen = keep if keep is None or isinstance(keep, str) else tuple(keep)
+    changes = {"prefetch": prefetch, "keep": chosen, "memory_budget": budget, "fuse": fuse, "depth": depth}
     return {name: value for name, value in changes.items() if value is not None}
 
 

@@ -29,7 +29,7 @@ class Inference(Replay):
         layouts = [bucket.layout for bucket in buckets.values()]
         self._facts = Facts(
             tuple(BucketFacts(b.id, b.name, b.nbytes, trainable=False) for b in layouts),
-            keep=frozenset(),
+            kept_by_stage=frozenset(),
             depth=1,
             prefetch=1,
             update_by_bucket=False,

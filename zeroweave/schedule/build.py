@@ -232,8 +232,8 @@ class Schedule:
         words = [f"{kind} {facts.name(bucket)}" for kind, bucket in self.collectives()]
         words += [f"one launch: {', '.join(map(self.describe, launch))}" for launch in self.launches if len(launch) > 1]
         words += [f"{b.id} {b.name!r} {b.nbytes} {b.trainable}" for b in facts.buckets]
-        words += [f"{sorted(facts.keep)} {facts.depth} {facts.prefetch} {facts.update_by_bucket} {facts.free}"]
-        words += [f"{facts.retain if facts.retain == 'auto' else sorted(facts.retain)} {facts.fuse} {facts.memory}"]
+        words += [f"{sorted(facts.kept_by_stage)} {facts.depth} {facts.prefetch} {facts.update_by_bucket} {facts.free}"]
+        words += [f"{facts.keep if facts.keep == 'auto' else sorted(facts.keep)} {facts.fuse} {facts.memory}"]
         words += ["activations are moved to host memory"] * facts.offload
         return words
 
@@ -258,11 +258,11 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     in_flight: deque[int] = deque()
     settled: dict[int, None] = {}  # in the order of each bucket's last Settle
     used = {bucket for event in record if isinstance(event, Entered) for bucket in event.uses}
-    unused = sorted(facts.keep - used)  # kept, used by no call, not yet unsharded
+    unused = sorted(facts.kept_by_stage - used)  # kept, used by no call, not yet unsharded
 
     def unshard(buckets: Iterable[int]) -> None:
         needed = [bucket for bucket in buckets if bucket not in kept]
-        kept.update((bucket, None) for bucket in needed if bucket in facts.keep)
+        kept.update((bucket, None) for bucket in needed if bucket in facts.kept_by_stage)
         out.extend(map(Unshard, needed))
         out.extend(map(Wait, needed))
 
@@ -288,7 +288,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
             case Left(call):
                 if index in marked:
                     out.append(End(call))
-                out.extend(Reshard(bucket) for bucket in open_calls[call].pop() if bucket not in facts.keep)
+                out.extend(Reshard(bucket) for bucket in open_calls[call].pop() if bucket not in facts.kept_by_stage)
             case Ready(bucket):
                 if bucket not in facts.by_id or not facts.by_id[bucket].trainable:
                     raise ScheduleError(

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
+
+from pydantic import Field
 
 from zeroweave.errors import ScheduleError
 
 Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
+
+IN_FILES: Final = {"kept_by_stage": "keep", "keep": "retain"}
+"""What saved schedules call two of the facts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ class BucketFacts:
 class Facts:
     """What decides the schedule of a given record.
 
-    keep: buckets that stay unsharded from their first use to the end of the step (stages 1 and 2: all).
+    kept_by_stage: buckets that stay unsharded from their first use to the end of the step (stages 1 and 2: all).
     depth: reductions in flight at most, at least 1.
     prefetch: how many calls ahead gathers are issued, at least 0; "auto": as far as measured times and memory
     say, 1 where nothing was measured (see passes/prefetch.py).
@@ -118,7 +123,7 @@ class Facts:
     optimizer needs nothing global (no clipping, no overflow check).
     free: let go of unused activations before the optimizer (see passes/free.py).
     offload: keep activations in host memory until they are needed (see passes/offload.py).
-    retain: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
+    keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     fuse: issue neighbouring gathers, or reductions, of small buckets in one launch (see passes/fuse.py).
     memory: bytes of flats, gradient flats and activations that "auto" may reach; None: what the schedule with
@@ -127,13 +132,13 @@ class Facts:
     """
 
     buckets: tuple[BucketFacts, ...]
-    keep: frozenset[int]
+    kept_by_stage: Annotated[frozenset[int], Field(alias=IN_FILES["kept_by_stage"])]
     depth: int
     prefetch: int | Literal["auto"]
     update_by_bucket: bool
     free: bool = False
     offload: bool = False
-    retain: frozenset[int] | Literal["auto"] = frozenset()
+    keep: Annotated[frozenset[int] | Literal["auto"], Field(alias=IN_FILES["keep"])] = frozenset()
     fuse: bool = False
     memory: int | None = None
     costs: Costs | None = None
@@ -141,7 +146,8 @@ class Facts:
     def __post_init__(self) -> None:
         if len(self.by_id) != len(self.buckets):
             raise ScheduleError("two buckets have the same id")
-        for name, ids in (("keep", self.keep), ("retain", () if self.retain == "auto" else self.retain)):
+        chosen = () if self.keep == "auto" else self.keep
+        for name, ids in (("kept_by_stage", self.kept_by_stage), ("keep", chosen)):
             if unknown := sorted(set(ids) - self.by_id.keys()):
                 raise ScheduleError(f"{name} names unknown buckets: {unknown}")
         if self.depth < 1 or (self.prefetch != "auto" and self.prefetch < 0):

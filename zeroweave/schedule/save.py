@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args
 from pydantic import BaseModel, ConfigDict, Discriminator, GetPydanticSchema, Tag, ValidationError
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.facts import Costs, Facts, Kind
+from zeroweave.schedule.facts import IN_FILES, Costs, Facts, Kind
 from zeroweave.schedule.instructions import Event, Instruction
 
 VERSION: Final = 1
@@ -64,9 +64,10 @@ def write(
     measured: Marks | None = None,
 ) -> None:
     """Writes one schedule, each instruction and event on a line of its own."""
+    named = {IN_FILES.get(name, name): value for name, value in asdict(facts).items()}
     parts = {
         "version": json.dumps(VERSION),
-        "facts": json.dumps(asdict(facts), default=sorted),  # frozensets
+        "facts": json.dumps(named, default=sorted),  # frozensets
         "record": _lines(record),
         "instructions": _lines(instructions),
     }

@@ -192,7 +192,7 @@ class _State:
 
     def _unshard(self, bucket: int) -> str | None:
         if not self.holds[bucket]:
-            if self.gathers[bucket] and bucket in self.facts.keep:
+            if self.gathers[bucket] and bucket in self.facts.kept_by_stage:
                 return "the bucket is kept and must be gathered once"
             self.gathers[bucket] += 1
             self.waited.discard(bucket)
@@ -260,7 +260,7 @@ class _State:
                 return f"{bucket.name} was never reduced: its gradient is lost"
             if bucket.trainable and bucket.id not in self.updated:
                 return f"{bucket.name} was never updated"
-            if bucket.id in self.facts.keep and not self.gathers[bucket.id]:
+            if bucket.id in self.facts.kept_by_stage and not self.gathers[bucket.id]:
                 return f"{bucket.name} is kept but was never gathered"
         return None
 

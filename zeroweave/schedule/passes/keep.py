@@ -14,7 +14,7 @@ from zeroweave.schedule.passes.room import Events, predict, price
 
 
 def keep(schedule: Schedule) -> Schedule:
-    """Drop ``Reshard b … Unshard b · Wait b`` for every bucket of ``facts.retain``, whatever lies between.
+    """Drop ``Reshard b … Unshard b · Wait b`` for every bucket of ``facts.keep``, whatever lies between.
 
     Before:  Run 0 · Reshard 0 · Unshard 1 · Wait 1 · Run 1 · … · Unshard 0 · Wait 0 · Run 0 backward · Reshard 0
     After:   Run 0 · Unshard 1 · Wait 1 · Run 1 · … · Run 0 backward · Reshard 0
@@ -24,9 +24,9 @@ def keep(schedule: Schedule) -> Schedule:
     those that save most time of the collectives' lane per byte and are needed again soonest; without measured
     costs it keeps none.
     """
-    retain, costs = schedule.facts.retain, schedule.costs
-    if retain != "auto":
-        return _without_gaps(schedule, retain)
+    wanted, costs = schedule.facts.keep, schedule.costs
+    if wanted != "auto":
+        return _without_gaps(schedule, wanted)
     if costs is None:
         return schedule
     most, ahead = limit(schedule, costs), prefetch(schedule)
@@ -41,8 +41,8 @@ def keep(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _without_gaps(schedule: Schedule, retain: frozenset[int]) -> Schedule:
-    dropped = {index for bucket, gaps in _gaps(schedule).items() if bucket in retain for gap in gaps for index in gap}
+def _without_gaps(schedule: Schedule, buckets: frozenset[int]) -> Schedule:
+    dropped = {index for bucket, gaps in _gaps(schedule).items() if bucket in buckets for gap in gaps for index in gap}
     if not dropped:
         return schedule
     return replace(schedule, instructions=tuple(i for n, i in enumerate(schedule.instructions) if n not in dropped))
