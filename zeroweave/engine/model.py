@@ -19,7 +19,7 @@ from zeroweave.runtime.runtime import Runtime
 
 
 @dataclass(frozen=True)
-class Parameter:
+class UserParameter:
     """One distinct parameter of the user's model, before it is sharded."""
 
     name: str
@@ -28,17 +28,17 @@ class Parameter:
     """the dtype it is computed with"""
 
 
-def parameters_of(model: nn.Module, settings: Config) -> dict[str, Parameter]:
+def parameters_of(model: nn.Module, settings: Config) -> dict[str, UserParameter]:
     wanted = settings.precision.params
     cast = None if wanted is None else getattr(torch, wanted)
     return {
-        name: Parameter(name, p, cast if cast is not None and p.is_floating_point() else p.dtype)
+        name: UserParameter(name, p, cast if cast is not None and p.is_floating_point() else p.dtype)
         for name, p in model.named_parameters()
     }
 
 
 def specs_of(
-    model: nn.Module, parameters: Mapping[str, Parameter], experts: frozenset[int], settings: Config
+    model: nn.Module, parameters: Mapping[str, UserParameter], experts: frozenset[int], settings: Config
 ) -> list[ParameterSpec]:
     """`experts`: `id` of each parameter that not all ranks share."""
     block_of: dict[int, str] = {}
@@ -83,7 +83,7 @@ def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], set
 
 
 @torch.no_grad()
-def fill(runtime: Runtime, parameters: Mapping[str, Parameter]) -> None:
+def fill(runtime: Runtime, parameters: Mapping[str, UserParameter]) -> None:
     """Gives every shard the values of the first rank of its group.
 
     Not rounded to the dtype of the computation where it is a master.

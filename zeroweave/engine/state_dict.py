@@ -88,24 +88,24 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def state_dict(model: nn.Module, runtime: Runtime, parts: EngineParts) -> dict[str, torch.Tensor]:
+def state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
     """What `stream` yields, parameters in the model's order."""
-    values = dict(stream(model, runtime, parts))
+    values = dict(stream(parts))
     if not values:
         return {}
-    ordered = {key: values.pop(key) for keys in _keys(model, runtime, parts).values() for key in keys}
+    ordered = {key: values.pop(key) for keys in _keys(parts).values() for key in keys}
     return ordered | values
 
 
-def _keys(model: nn.Module, runtime: Runtime, parts: EngineParts) -> dict[str, tuple[str, ...]]:
+def _keys(parts: EngineParts) -> dict[str, tuple[str, ...]]:
     """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`."""
-    layout_of = {slot.name: bucket.layout for bucket in runtime.buckets.values() for slot in bucket.layout.slots}
+    layout_of = {slot.name: bucket.layout for bucket in parts.runtime.buckets.values() for slot in bucket.layout.slots}
     aliases = parts.places.aliases
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
     return {name: layout_of[aliases.get(name, name)].keys(name) for name in names}
 
 
-def stream(model: nn.Module, runtime: Runtime, parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None]:
+def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None]:
     """Full parameters (tied ones under each name) and persistent buffers on the CPU of rank 0; nothing elsewhere.
 
     One bucket is gathered at a time; where each of several groups has its own, each group's in turn. Who leaves early
@@ -115,8 +115,8 @@ def stream(model: nn.Module, runtime: Runtime, parts: EngineParts) -> Generator[
     for alias, name in parts.places.aliases.items():
         names.setdefault(name, []).append(alias)
     wanted = parts.control.rank == 0
-    for bucket in runtime.buckets.values():
-        for number, flat in enumerate(_each_group(runtime, bucket)):
+    for bucket in parts.runtime.buckets.values():
+        for number, flat in enumerate(_each_group(parts.runtime, bucket)):
             views = bucket.views(flat)
             for slot, view in zip(bucket.layout.slots, views, strict=True) if wanted else ():
                 value = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
@@ -128,7 +128,7 @@ def stream(model: nn.Module, runtime: Runtime, parts: EngineParts) -> Generator[
                     break
             del views, flat
     if wanted:
-        for name, buffer in _persistent_buffers(model):
+        for name, buffer in _persistent_buffers(parts.model):
             yield name, buffer.detach().to("cpu", copy=True)
 
 
@@ -190,13 +190,13 @@ def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> 
 
 
 @torch.no_grad()
-def load_state_dict(given: Mapping[str, torch.Tensor], model: nn.Module, runtime: Runtime, parts: EngineParts) -> None:
+def load_state_dict(given: Mapping[str, torch.Tensor], parts: EngineParts) -> None:
     """Rank 0's full values into every rank's shards, masters and buffers. All or nothing."""
-    buffers = dict(_persistent_buffers(model))
+    runtime, buffers = parts.runtime, dict(_persistent_buffers(parts.model))
     names = {
         key: slot.shape for b in runtime.buckets.values() for slot in b.layout.slots for key in b.layout.keys(slot.name)
     }
-    known = {key for keys in _keys(model, runtime, parts).values() for key in keys}
+    known = {key for keys in _keys(parts).values() for key in keys}
     problems = None
     if parts.control.rank == 0:
         present = set(given)  # asking `given` itself might read a tensor each time

@@ -201,13 +201,13 @@ class Values:
         with self._guard("state_dict"):
             self._window.refuse_inside("state_dict()")
             self._guard.meet()
-            return state.state_dict(self._model, self._runtime, self._parts)
+            return state.state_dict(self._parts)
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._guard("stream_state_dict"):
             self._window.refuse_inside("stream_state_dict()")
             self._guard.meet()
-        items = state.stream(self._model, self._runtime, self._parts)
+        items = state.stream(self._parts)
         try:
             while True:
                 with self._guard("stream_state_dict"):
@@ -224,7 +224,7 @@ class Values:
             self._window.refuse_inside("load_state_dict()")
             self._guard.meet()
             with self._rewriting("load_state_dict()"):
-                state.load_state_dict(state_dict, self._model, self._runtime, self._parts)
+                state.load_state_dict(state_dict, self._parts)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         with self._guard("gradients"):
