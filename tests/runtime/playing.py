@@ -94,7 +94,7 @@ class Player:
         real = self.runtime.buckets[bucket].real[0]
         self.runtime.gradients.announce([(bucket, 0)])
         if self.runtime.gradients.deliver([(bucket, 0)], [(bucket, 0, torch.zeros(real.shape))]):
-            self.runtime.replay.ready()
+            self.runtime.replay.reduce_due()
         self.runtime.replay.turn(bucket)
 
     def _update(self, bucket: int) -> None:

@@ -52,7 +52,14 @@ class Pending(Protocol):
         """When the result is there, by `clock`. To be asked for before `wait`; nobody waits for it."""
 
 
-class Transport(Protocol):
+class Gatherer(Protocol):
+    """A transport, or what else gathers flats: one that uploads shards first."""
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order, cast to its dtype."""
+
+
+class Transport(Gatherer, Protocol):
     """Asynchronous collectives over the ranks of an engine, each in the sharding group of its layout.
 
     All ranks issue the same collectives in the same order. Whatever is handed in stays alive until `wait`
@@ -70,9 +77,6 @@ class Transport(Protocol):
 
         Equally on all ranks: NCCL hangs where one rank launches together what another launches one after the other.
         """
-
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        """Fills `flat` [numel] with every rank's `shard` [numel / world], in rank order, cast to its dtype."""
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         """Reduces the group's parts in the dtype of `out` and leaves this rank's chunk in `out`.

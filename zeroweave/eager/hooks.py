@@ -66,13 +66,10 @@ class ModuleCall:
         self.module._compiled_call_impl = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._runtime.in_session:
-            return self._call(*args, **kwargs)
-        with self._session():
-            return self._call(*args, **kwargs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
         runtime = self._runtime
+        if not runtime.in_session:
+            with self._session():
+                return self(*args, **kwargs)
         frame = runtime.enter(self.name, "forward", self.uses, self._trains)
         try:
             # a recomputation inside a backward runs as its forward ran

@@ -45,7 +45,7 @@ class Bucket(Flat):
         it is gathered. So nothing is kept twice, and the optimizer has nothing to round.
         """
         self.home = home
-        super().__init__(layout, dtype, device, home.gather, flats)
+        super().__init__(layout, dtype, device, home.gatherer, lambda: home.source, flats)
         self.rank = layout.place(transport.rank)
         """this rank's place in the bucket's sharding group"""
         self.number = layout.number(transport.rank)

@@ -14,15 +14,15 @@ import torch
 
 from zeroweave._torch import storage_use_count
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.transport import Pending, Transport
+from zeroweave.comm.transport import Gatherer, Pending, Transport
 from zeroweave.layout import BucketLayout
 
 
 class Flat:
     """A flat [numel], gathered in `dtype` on `device`. Costs numel elements while not resharded.
 
-    `gather(flat, layout)` starts the all-gather. Nothing is gathered where there are no elements.
-    `gauge` counts the bytes of its storage.
+    `source()`: what this rank has of it [numel / world], which `gatherer` gathers. Nothing is gathered where there are
+    no elements. `gauge` counts the bytes of its storage.
     """
 
     def __init__(
@@ -30,11 +30,12 @@ class Flat:
         layout: BucketLayout,
         dtype: torch.dtype,
         device: torch.device,
-        gather: Callable[[torch.Tensor, BucketLayout], Pending],
+        gatherer: Gatherer,
+        source: Callable[[], torch.Tensor],
         gauge: Gauge,
     ) -> None:
         self.layout, self.dtype = layout, dtype
-        self._gather, self._gauge = gather, gauge
+        self._gatherer, self._source, self._gauge = gatherer, source, gauge
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.storage = self.flat.untyped_storage()
         # `.data` has a version counter of its own: a gather is no write to the parameters.
@@ -76,7 +77,7 @@ class Flat:
             if not self.resident:
                 self.storage.resize_(self.layout.nbytes)
                 self._gauge.add(self.layout.nbytes)
-            self._pending = self._gather(self._target, self.layout)
+            self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
 
     def wait(self) -> None:
         """Makes the flat usable on the current stream."""
@@ -118,8 +119,5 @@ class ShardedFlat(Flat):
     """The flat of a tensor `shard` [numel / world], on its device and in its dtype."""
 
     def __init__(self, layout: BucketLayout, shard: torch.Tensor, transport: Transport, gauge: Gauge) -> None:
-        def gather(flat: torch.Tensor, layout: BucketLayout) -> Pending:
-            return transport.all_gather(flat, shard, layout)
-
-        super().__init__(layout, shard.dtype, shard.device, gather, gauge)
+        super().__init__(layout, shard.dtype, shard.device, transport, lambda: shard, gauge)
         self.shard = shard

@@ -105,16 +105,16 @@ class Gradients:
 
     # ------------------------------------------------------------------ reductions
     @torch.no_grad()
-    def fold(self, bucket_id: int) -> None:
-        """Adds the parts of a backward that does not reduce to the local sum.
+    def fold(self, buckets: Iterable[int]) -> None:
+        """Adds the parts of a backward that does not reduce to the local sums.
 
-        A backward that runs further ones inside completes the bucket once more for each: all are added there.
+        A backward that runs further ones inside completes a bucket once more for each: all are added there.
         """
-        account = self._accounts[bucket_id]
-        first = account.local is None
-        account.fold()
-        if first:
-            self.local_peak = max(self.local_peak, self._local_bytes())
+        for account in map(self._accounts.__getitem__, buckets):
+            first = account.local is None
+            account.fold()
+            if first:
+                self.local_peak = max(self.local_peak, self._local_bytes())
 
     @torch.no_grad()
     def issue(self, bucket_id: int) -> None:

@@ -126,7 +126,7 @@ class Replay:
             self._execute(run)
         self._open.append(_OpenCall(call, uses, lasts, index, supposed))
         self._calls[call] += 1
-        self._reduce_due()
+        self.reduce_due()
         return self._calls[call] - 1
 
     def left(self, call: Call) -> None:
@@ -148,7 +148,7 @@ class Replay:
                 if ended.lasts:
                     self.executor.execute(self._cursor.to_event())
                 self.executor.execute(self._cursor.trail())
-                self._reduce_due()
+                self.reduce_due()
         else:
             self._execute(*(Reshard(bucket) for bucket in ended.uses if bucket not in self.kept_by_stage))
         self.lingering.sweep()
@@ -156,10 +156,6 @@ class Replay:
     def backward_began(self, reducing: bool) -> None:
         """A backward that accumulates gradients runs; `reducing`: and they are reduced."""
         self.reducing = reducing
-
-    def ready(self) -> None:
-        """Some bucket's gradients of this backward are complete: reduced now, if the schedule has it next."""
-        self._reduce_due()
 
     def turn(self, bucket: int) -> None:
         """Nothing that is still to come in this backward uses the bucket: its turn, where no schedule says when.
@@ -171,7 +167,7 @@ class Replay:
             return
         self._passed[bucket] = None
         if self.following:
-            self._reduce_due()
+            self.reduce_due()
         else:
             self.record.add(Ready(bucket))
             self._issue_in_turn()
@@ -280,8 +276,8 @@ class Replay:
         """Is the event still to come in the schedule?"""
         return self.following and self._cursor.ahead(event)
 
-    def _reduce_due(self) -> None:
-        """Reduces what is complete and has its turn; a bucket that was complete early has waited for it."""
+    def reduce_due(self) -> None:
+        """Reduces what is complete, if the schedule has it next; a bucket that was complete early has waited for it."""
         while self.reducing and (due := self._next_reductions()) and all(map(self._is_due, due)):
             self._flush(due[0])
 

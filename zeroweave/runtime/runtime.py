@@ -285,19 +285,20 @@ class Runtime:
         if not announced:
             return
         self.note_backward()
-        self._complete(self.gradients.deliver(announced, parts))
+        complete = self.gradients.deliver(announced, parts)
+        if not self.replay.reducing:
+            self.gradients.fold(complete)
+        elif complete:
+            self.replay.reduce_due()
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the eager autograd engine."""
         self.note_backward()
-        self._complete(self.gradients.deliver_eager(bucket_id, slot, gradient))
-
-    def _complete(self, buckets: list[int]) -> None:
+        complete = self.gradients.deliver_eager(bucket_id, slot, gradient)
         if not self.replay.reducing:
-            for bucket_id in buckets:
-                self.gradients.fold(bucket_id)
-        elif buckets:
-            self.replay.ready()
+            self.gradients.fold(complete)
+        elif complete:
+            self.replay.reduce_due()
 
     def template_ran(self) -> None:
         """Counts one execution of compiled code."""
@@ -344,8 +345,7 @@ class Runtime:
         if self._accumulating:
             reducing = self.replay.reducing
             if not reducing:
-                for bucket_id in self.gradients.unissued():
-                    self.gradients.fold(bucket_id)
+                self.gradients.fold(self.gradients.unissued())
             self.replay.backward_ended(reducing)
             self.gradients.end_backward(reducing)
         self._backward = None

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
-from zeroweave.comm.transport import Pending, Transport
+from zeroweave.comm.transport import Gatherer, Transport
 from zeroweave.layout import BucketLayout
-from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
+from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload, UploadingGatherer
 
 
 class Shard:
@@ -48,10 +48,13 @@ class Shard:
             self.master = transport.empty(self._numel, kind)
         self.source = self.master
         """in host memory or on the device"""
+        self.gatherer: Gatherer = transport
+        """through which the source is gathered"""
         if source_off:
             self._host_source = transfers.zeros(self._numel, dtype) if wider else self._host
             assert self._host_source is not None
             self.source = self._host_source.tensor
+            self.gatherer = UploadingGatherer(transfers, transport, self._host_source)
         elif self.movable:
             self.source = transport.empty(self._numel, dtype)
 
@@ -112,9 +115,3 @@ class Shard:
         else:
             self.master = self.source = self.values()
             self._host = None
-
-    def gather(self, flat: torch.Tensor, layout: BucketLayout) -> Pending:
-        """Starts the all-gather of all ranks' sources into `flat` [numel]."""
-        if self._host_source is None:
-            return self._transport.all_gather(flat, self.source, layout)
-        return self._transfers.gather(self._transport, flat, self._host_source, layout)

@@ -250,3 +250,14 @@ class Transfers:
                     event = self._up.mark()
         self.staged.add(staged.nbytes)
         return _Gathering(pending, event, staged, self.staged.add)
+
+
+class UploadingGatherer:
+    """Gathers through `transport` what lies in host memory: each gather uploads `host` first."""
+
+    def __init__(self, transfers: Transfers, transport: Transport, host: HostTensor) -> None:
+        self._transfers, self._transport, self._host = transfers, transport, host
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        """See `Transport.all_gather`; `shard` is what `host` holds."""
+        return self._transfers.gather(self._transport, flat, self._host, layout)
