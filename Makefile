@@ -16,9 +16,6 @@ OLDEST_PYTHON ?= $(OLDEST_VENV)/bin/python
 # `make gpu` tests the environment of the machine as it is.
 GPU_PYTHON ?= python3
 ARGS ?=
-# Where each attribute is written by the object that owns it.
-WIRED := $(addprefix zeroweave/,_torch cli.py compile config dc demo eager engine errors.py experts.py layout.py \
-	notices.py optim parameters ranks report runtime schedule)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Several ranks share the cores: more threads each would only get in each other's way.
@@ -49,7 +46,7 @@ lint: $(VENV)/.ready-lint ## style, types and the floors of the design
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/python tools/wiring.py $(WIRED)
+	$(VENV)/bin/python tools/wiring.py zeroweave
 
 format: $(VENV)/.ready-lint ## rewrite the code in the project's style
 	$(VENV)/bin/ruff check --fix .

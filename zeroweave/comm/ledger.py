@@ -8,9 +8,11 @@ numbers without an error.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -43,6 +45,19 @@ class Traffic:
         return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
 
 
+class _Mark(NamedTuple):
+    """What is remembered of a collective; as `Issued`, and not in words, which few ever read."""
+
+    number: int
+    hash: int
+    kind: str
+    bucket: int
+    dtype: str
+    payload: int
+    call: str
+    module: str
+
+
 class Ledger:
     """Counts the collectives that this rank issues. `names`: of buckets, by id, for people; more may be added.
 
@@ -54,19 +69,20 @@ class Ledger:
     ) -> None:
         self.world, self.rank, self.gathers_on_entry = world, rank, gathers_on_entry
         self.names = dict(names or {})
-        self._totals: dict[str, Traffic] = {}
+        self._moved: dict[str, list[int]] = {}
+        """of each kind calls, payload and wire, see `Traffic`"""
         self._at_begin: dict[str, Traffic] = {}
         self._gauges: dict[str, Gauge] = {}
         self._count = 0
         self._hash = xxhash.xxh3_64()
-        self._marks: deque[Issued] = deque([Issued(0, self._hash.intdigest(), "", "")], maxlen=_REMEMBERED)
+        self._marks: deque[_Mark] = deque([_Mark(0, self._hash.intdigest(), "", -1, "", 0, "", "")], maxlen=_REMEMBERED)
         self.call = ""
         """where this rank is, for people: "in forward", "after step"; the guard says so"""
         self.module = ""
         """the module entered last, for people: "blocks.1" or "blocks.1 on the way back from end"; see `entering`"""
         self._turned = ""
         self.waiting: tuple[int, float] | None = None
-        """number and time (`time.monotonic`) of the collective that this rank began to wait for last; None: it has come
+        """number and time (`time.monotonic`) of the collective that this rank began to wait for last; None: it came
 
         On a device nobody knows when it has come: there it stays.
         """
@@ -84,12 +100,14 @@ class Ledger:
         (None: all). This rank, and which of the groups of that name it is in, are no part of the hash.
         """
         world = self.world if world is None else world
-        wire = _TRIPS[kind] * payload * (world - 1) // world
-        self._totals[kind] = self._totals.get(kind, Traffic()) + Traffic(1, payload, wire)
+        moved = self._moved.get(kind) or self._moved.setdefault(kind, [0, 0, 0])
+        moved[0] += 1
+        moved[1] += payload
+        moved[2] += _TRIPS[kind] * payload * (world - 1) // world
         self._count += 1
         self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
-        spelled = f"{kind} {self.name_of(bucket)}, {payload} bytes of {dtype}".replace(" ,", ",")
-        self._marks.append(Issued(self._count, self._hash.intdigest(), spelled, self.call, self.module))
+        digest = self._hash.intdigest()
+        self._marks.append(_Mark(self._count, digest, kind, bucket, dtype, payload, self.call, self.module))
 
     def entering(self, module: str, back: bool = False) -> None:
         """The module of this name is entered; what is issued from now on may be for it.
@@ -101,6 +119,14 @@ class Ledger:
             self._turned = module
         turned = back and module != self._turned
         self.module = f"{module} on the way back from {self._turned}" if turned else module
+
+    def waits(self, count: int) -> None:
+        """This rank begins to wait for collective number `count`; see `waiting`."""
+        self.waiting = count, time.monotonic()
+
+    def came(self) -> None:
+        """It has come."""
+        self.waiting = None
 
     def name_of(self, bucket: int) -> str:
         """What people call the bucket; "" for a tensor that is in none."""
@@ -124,7 +150,7 @@ class Ledger:
     def mark(self) -> tuple[int, int]:
         """Count and hash that belong together. Read by the alarm's thread, too."""
         last = self._marks[-1]
-        return last.count, last.hash
+        return last.number, last.hash
 
     def hash_at(self, count: int) -> int | None:
         """The hash after the first `count` collectives; None where it is too long ago or not yet."""
@@ -134,31 +160,36 @@ class Ledger:
     def text_at(self, count: int) -> str:
         """Collective number `count`, from 1, in words; "" where that is too long ago or not yet."""
         mark = self._mark_at(count)
-        return "" if mark is None else mark.text
+        return "" if mark is None else self._spelled(mark)
 
     def texts(self, after: int) -> list[str]:
         """The collectives behind the first `after`, in words, as far back as they are remembered."""
-        return [mark.text for mark in self._marks if mark.count > after]
+        return [self._spelled(mark) for mark in self._marks if mark.number > after]
 
     @property
     def marks(self) -> tuple[Issued, ...]:
         """All that is remembered, the latest last; the first may stand for none. Read by the alarm's thread, too."""
-        return tuple(self._marks)
+        marks = tuple(self._marks)
+        return tuple(Issued(m.number, m.hash, self._spelled(m), m.call, m.module) for m in marks)
 
-    def _mark_at(self, count: int) -> Issued | None:
-        last = (marks := tuple(self._marks))[-1].count
+    def _spelled(self, mark: _Mark) -> str:
+        name = self.name_of(mark.bucket)
+        return mark.kind and f"{mark.kind}{name and f' {name}'}, {mark.payload} bytes of {mark.dtype}"
+
+    def _mark_at(self, count: int) -> _Mark | None:
+        last = (marks := tuple(self._marks))[-1].number
         index = count - last - 1
         return marks[index] if -len(marks) <= index < 0 else None
 
     def totals(self) -> dict[str, Traffic]:
         """Traffic per kind since the ledger was made; only the kinds that occurred."""
-        return dict(self._totals)
+        return {kind: Traffic(*moved) for kind, moved in self._moved.items()}
 
     def begin_step(self) -> None:
         """From here on counts as the step that `step()` tells of."""
-        self._at_begin = dict(self._totals)
+        self._at_begin = self.totals()
 
     def step(self) -> dict[str, Traffic]:
         """Traffic per kind since `begin_step()`; only the kinds that occurred."""
-        parts = {kind: total - self._at_begin.get(kind, Traffic()) for kind, total in self._totals.items()}
+        parts = {kind: total - self._at_begin.get(kind, Traffic()) for kind, total in self.totals().items()}
         return {kind: part for kind, part in parts.items() if part.calls}

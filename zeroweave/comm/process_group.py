@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,13 +39,13 @@ class _Work:
         # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
         if self._work is None:
             raise RuntimeError("a collective was waited for twice")
-        self._ledger.waiting = self._count, time.monotonic()
+        self._ledger.waits(self._count)
         try:
             self._work.wait()
         except RuntimeError as error:
             raise _broken(self._ledger.text_at(self._count), error) from None
         if self._alive[0].device.type == "cpu":
-            self._ledger.waiting = None
+            self._ledger.came()
         self._work, self._alive = None, ()
         if self._waited is not None:
             self._waited()
@@ -72,10 +71,14 @@ class _Launch:
     """Collectives of one kind that are issued together, when the scope in which they were asked for ends."""
 
     def __init__(self) -> None:
-        self.works: Sequence[dist.Work] = ()
+        self._works: Sequence[dist.Work] = ()
+
+    def issued(self, works: Sequence[dist.Work]) -> None:
+        """These are they."""
+        self._works = works
 
     def wait(self) -> None:
-        for work in self.works:
+        for work in self._works:
             work.wait()
 
 
@@ -168,13 +171,13 @@ class ProcessGroupTransport:
         try:
             with self._beside(), coalescing(self.group, self.device) as together:
                 yield
-            launch.works = tuple(together.works)
+            launch.issued(tuple(together.works))
         finally:
             self._launch = None
 
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self.ledger.record(kind, bucket, dtype, tensor.numel() * tensor.element_size(), self._name, self.world)
+        self.ledger.record(kind, bucket, dtype, tensor.nbytes, self._name, self.world)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
@@ -237,13 +240,13 @@ class ProcessGroupTransport:
     def _waiting(self) -> Iterator[None]:
         """Around a collective that waits for itself."""
         count = self.ledger.count
-        self.ledger.waiting = count, time.monotonic()
+        self.ledger.waits(count)
         try:
             yield
         except RuntimeError as error:
             raise _broken(self.ledger.text_at(count), error) from None
         if self.device.type == "cpu":
-            self.ledger.waiting = None
+            self.ledger.came()
 
 
 class LocalTransport:
