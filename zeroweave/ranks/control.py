@@ -165,13 +165,16 @@ class Control:
         inline = data[:_INLINE]
         self._sent[_HEADER.size : _HEADER.size + len(inline)] = inline
         self._gather(self._outputs, self._input, label)
-        headers = [_HEADER.unpack_from(self._received, rank * _FRAME) for rank in range(self.world)]
-        _same_place([text.rstrip(b"\0").decode(errors="replace") for _, text in headers])
-        sizes = [size for size, _ in headers]
+        starts, sizes = range(0, self.world * _FRAME, _FRAME), [len(data)] * self.world
+        headers = [self._received[start : start + _HEADER.size] for start in starts]
+        if headers.count(headers[0]) < self.world:
+            told = [_HEADER.unpack(header) for header in headers]
+            _same_place([text.rstrip(b"\0").decode(errors="replace") for _, text in told])
+            sizes = [size for size, _ in told]
         if max(sizes) > _INLINE:
             return self._gather_long(data, sizes, label)
-        starts = [rank * _FRAME + _HEADER.size for rank in range(self.world)]
-        return [bytes(self._received[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+        begins = [start + _HEADER.size for start in starts]
+        return [bytes(self._received[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
 
     def close(self) -> None:
         """Ends the group, and on rank 0 the board. At any time on each rank; after `Alarm.close`."""

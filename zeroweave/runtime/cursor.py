@@ -18,33 +18,31 @@ class Cursor:
     def __init__(self, instructions: Sequence[Instruction] = ()) -> None:
         self._instructions = instructions
         self.index = 0
-
-    @property
-    def next(self) -> int:
-        """Where the next event or update is; the end where nothing like that comes any more."""
-        rest = range(self.index, len(self._instructions))
-        return next((i for i in rest if isinstance(self._instructions[i], _EVENTS)), len(self._instructions))
+        at = len(instructions)
+        self._next = [at] * (at + 1)
+        """for each place, where the next event or update is; the end where nothing like that comes any more"""
+        for index in reversed(range(at)):
+            at = self._next[index] = index if isinstance(instructions[index], _EVENTS) else at
 
     @property
     def event(self) -> Instruction | None:
         """The next event or update; None where nothing like that comes any more."""
-        at = self.next
+        at = self._next[self.index]
         return None if at == len(self._instructions) else self._instructions[at]
 
     @property
     def launch(self) -> Sequence[Instruction]:
         """The next event or update, with the others of its launch."""
-        at = self.next
+        at = self._next[self.index]
         before = self._instructions[at - 1] if at > self.index else None
         return self._instructions[at : at + (before.count if isinstance(before, Fuse) else 1)]
 
     def beyond(self, kind: type[Instruction]) -> Instruction | None:
         """The next event or update that is not of this kind."""
-        for index in range(self.index, len(self._instructions)):
-            instruction = self._instructions[index]
-            if isinstance(instruction, _EVENTS) and not isinstance(instruction, kind):
-                return instruction
-        return None
+        at = self._next[self.index]
+        while at < len(self._instructions) and isinstance(self._instructions[at], kind):
+            at = self._next[at + 1]
+        return None if at == len(self._instructions) else self._instructions[at]
 
     def ahead(self, instruction: Instruction) -> bool:
         """Is the instruction still to come?"""
@@ -52,7 +50,7 @@ class Cursor:
 
     def to_event(self) -> Iterator[Instruction]:
         """Takes all up to and including the next event or update, one by one; of a launch, all that belong to it."""
-        return self._take(self.next + 1)
+        return self._take(self._next[self.index] + 1)
 
     def rest(self) -> Iterator[Instruction]:
         """Takes all that are left, one by one."""

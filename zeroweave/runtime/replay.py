@@ -265,8 +265,9 @@ class Replay:
 
     def _next_reductions(self) -> tuple[int, ...]:
         """The buckets of the schedule's next event, if that is a reduction whose turn has come, and of its launch."""
-        launch = self._cursor.launch if self.following and not self._outlasted else ()
-        return tuple(event.bucket for event in launch if isinstance(event, Reduce))
+        if not isinstance(self._cursor.event, Reduce) or not self.following or self._outlasted:
+            return ()
+        return tuple(event.bucket for event in self._cursor.launch if isinstance(event, Reduce))
 
     def _next_reduction(self) -> int | None:
         """The first of them."""
@@ -296,7 +297,7 @@ class Replay:
 
     def _comes_next(self, event: Instruction) -> bool:
         """Is it the schedule's next event?"""
-        return self.following and not self._outlasted and self._cursor.event == event
+        return self._cursor.event == event and self.following and not self._outlasted
 
     def _depart(self) -> None:
         """Leaves the schedule for the rest of the window; drops what it gathered ahead."""
