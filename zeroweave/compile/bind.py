@@ -119,9 +119,6 @@ class Caller(Protocol):
     def region(self) -> tuple[str, frozenset[int]]:
         """The name of the region that is running, and the buckets that are usable while it does."""
 
-    def ran(self) -> None:
-        """Counts one execution."""
-
 
 def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Callable[[Boxed], Boxed]:
     """Puts the compiled code of a forward graph on the runtime; `split` is None for an inference graph.
@@ -143,7 +140,7 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
             split.regions[tuple(places[i] for i in split.shared)] = region
             announced = [place for i in split.announce if _is_slot(place := places[i])]
         outputs = _hold(host, region, "forward", others, run, args) if others else run(args)
-        caller.ran()
+        host.template_ran()
         if announced and not recomputing():
             host.announce(announced)
         if split is not None:
@@ -179,7 +176,7 @@ def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles)
             if _is_slot(place := places[i]):
                 gradient, outputs[output] = outputs[output], None
                 parts.append((*place, gradient.contiguous()))
-        caller.ran()
+        host.template_ran()
         if parts:
             host.deliver([part[:2] for part in parts], parts)
         return outputs

@@ -34,8 +34,7 @@ class Templates:
     `names` maps each region's module to its qualified name, which becomes the name of its calls. Dynamo compiles
     at most `recompile_limit` variants of all regions that share a callable (see `compile`). `activation_budget` is
     the share of activation bytes that forwards may save. Counters: `graphs` captured by Dynamo, `templates` lowered,
-    `found` of them in Inductor's cache, `calls` of templates so far; `phases` tells where the time went,
-    `announcer` tells the user what takes it.
+    `found` of them in Inductor's cache; `phases` tells where the time went, `announcer` tells the user what takes it.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Templates:
         self.graphs = 0
         self.templates = 0
         self.found = 0
-        self.calls = 0
         self.phases = Phases()
         self._host: TemplateHost | None = host
         self._names = dict(names)
@@ -158,11 +156,6 @@ class Templates:
             return "", frozenset()
         module = self._running[-1]
         return self._names.get(module, ""), self._own[module]
-
-    def ran(self) -> None:
-        """Counts one execution of a template."""
-        self.calls += 1
-        self.host.template_ran()
 
     def fallback_reason(self, key: Hashable, module: nn.Module) -> str:
         """Why a call of `module`, compiled under `key`, ran no template, and what to do, in a few sentences.
