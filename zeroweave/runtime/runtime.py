@@ -179,8 +179,7 @@ class Runtime:
         if phase == "backward":
             return self._back.enter(name, uses)
         frame = Frame(Call(name, "forward"), uses, self._forwards, self._frame, trains=trains)
-        self._note_forward(frame)
-        if not frame.covered:
+        if not self._is_covered(frame):
             frame.acquire()
         self._frame = frame
         return frame
@@ -190,11 +189,13 @@ class Runtime:
         """What executes the forward calls of now."""
         return self.replay if self._training else self._inference
 
-    def _note_forward(self, frame: Frame) -> None:
+    def _is_covered(self, frame: Frame) -> bool:
+        """Notes a forward call. Does the backward that runs it again hold its buckets already?"""
         again = recomputing()
         self._back.recompute(frame, again)
         if self._training and not again:
             self._back.tape.entered(frame, silent=not torch.is_grad_enabled())
+        return frame.covered
 
     def leave(self, frame: Frame) -> None:
         """A call ends, and with it the reads of parameters that happened inside."""
@@ -235,8 +236,7 @@ class Runtime:
         self.transfers.sweep()
         call = Call(f"{bucket.layout.name} (read)", "forward")
         frame = Frame(call, (bucket.id,), self._forwards, self._frame, is_read=True)
-        self._note_forward(frame)
-        if not frame.covered:
+        if not self._is_covered(frame):
             frame.acquire()
         reads.append(frame)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import xxhash
@@ -96,6 +96,15 @@ class Schedule:
                     if not holds[bucket]:
                         last.add(index)
         return frozenset(first), frozenset(last)
+
+    def rearranged(self, moved: Mapping[int, Iterable[Instruction]], taken: Container[int] = ()) -> Schedule:
+        """With ``moved[i]`` in front of index i, and without the instructions at the indices ``taken``."""
+        out: list[Instruction] = []
+        for index, instruction in enumerate(self.instructions):
+            out.extend(moved.get(index, ()))
+            if index not in taken:
+                out.append(instruction)
+        return replace(self, instructions=tuple(out)) if moved else self
 
     def describe(self, instruction: Instruction) -> str:
         """One instruction in words, buckets by name: ``Run layers.0 forward [layers.0]``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import replace
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event
@@ -33,14 +32,11 @@ def offload(schedule: Schedule) -> Schedule:
         if leave + 1 < back:
             for run, kind in ((leave, Offload), (leave + 1, Release), (back, Reload)):
                 inserted.setdefault(runs.slots[run], []).append(kind(call, number))
-    if not inserted:
-        return schedule
-    out: list[Instruction] = []
-    for index, instruction in enumerate(schedule.instructions):
-        # what waits for nothing first, and memory is given back before the next copy takes some
-        out += sorted(inserted.get(index, ()), key=lambda each: (Reload, Release, Offload).index(type(each)))
-        out.append(instruction)
-    return replace(schedule, instructions=tuple(out))
+    for (
+        moves
+    ) in inserted.values():  # what waits for nothing first; memory is given back before the next copy takes some
+        moves.sort(key=lambda each: (Reload, Release, Offload).index(type(each)))
+    return schedule.rearranged(inserted)
 
 
 class _Runs:

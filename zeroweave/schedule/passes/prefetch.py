@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
 from itertools import accumulate
 from typing import Final
 
@@ -87,7 +85,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
         if event < here:
             moved.setdefault(events.slots[event], []).insert(0, instructions[index])
             taken.add(index)
-    return _move(schedule, moved, taken)
+    return schedule.rearranged(moved, taken)
 
 
 def _gathers(schedule: Schedule, events: Events) -> list[tuple[int, int, int, int]]:
@@ -123,18 +121,6 @@ def _reductions_end(schedule: Schedule, costs: Costs, begins: list[float]) -> li
         ends.append(free)
         event += 1
     return ends
-
-
-def _move(schedule: Schedule, moved: Mapping[int, list[Instruction]], taken: set[int]) -> Schedule:
-    """The schedule without the instructions at the indices ``taken``, and with ``moved[i]`` in front of index i."""
-    if not taken:
-        return schedule
-    out: list[Instruction] = []
-    for index, instruction in enumerate(schedule.instructions):
-        out.extend(moved.get(index, ()))
-        if index not in taken:
-            out.append(instruction)
-    return replace(schedule, instructions=tuple(out))
 
 
 def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
@@ -174,7 +160,7 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
                 if target < run or (target == run and run < len(stretches.slots) and stretches.slots[run] < index):
                     moved.setdefault(stretches.slots[target], []).append(instruction)
                     taken.add(index)
-    return _move(schedule, moved, taken)
+    return schedule.rearranged(moved, taken)
 
 
 class _Stretches:

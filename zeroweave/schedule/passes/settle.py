@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import replace
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
@@ -46,11 +45,4 @@ def settle(schedule: Schedule) -> Schedule:
                 if event < index and not isinstance(instructions[event], Update):
                     moved.setdefault(event, []).append(instruction)
                     taken.add(index)
-    if not taken:
-        return schedule
-    out: list[Instruction] = []
-    for index, instruction in enumerate(instructions):
-        out.extend(moved.get(index, ()))
-        if index not in taken:
-            out.append(instruction)
-    return replace(schedule, instructions=tuple(out))
+    return schedule.rearranged(moved, taken)
