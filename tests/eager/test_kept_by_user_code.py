@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroweave as zw
-from tests.support.marks import daily
+from tests.support.marks import STAGES
 from tests.support.reference import Expected, Plain, judge
 from zeroweave.errors import ParameterError
 
@@ -106,9 +106,6 @@ def gathered(engine: Any) -> int:
 
 def lingering(engine: Any) -> int:
     return sum(bucket.resident and bucket.holds == 0 for bucket in engine._runtime.buckets.values())
-
-
-STAGES = daily("stage", [3], [1, 2])
 
 
 @STAGES

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.twins import MODES, WIDTH, Block
+from tests.support.marks import MODES
+from tests.support.twins import WIDTH, Block
 
 ROWS, BLOCKS = 512, 6
 BYTES = ROWS * WIDTH * 4

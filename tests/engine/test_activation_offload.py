@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.offloading import BLOCKS, BYTES, Net, engine_of, in_both, resident, rows, train
-from tests.support.marks import slow
-from tests.support.twins import MODES
+from tests.support.marks import MODES, slow
 from zeroweave.runtime.transfers import CopyStream
 from zeroweave.schedule import Free, Offload, Release, Reload
 

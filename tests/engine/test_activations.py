@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.marks import slow
-from tests.support.twins import MODES, WIDTH, Block
+from tests.support.marks import MODES, slow
+from tests.support.twins import WIDTH, Block
 from zeroweave.schedule import Free
 
 pytestmark = pytest.mark.oldest

@@ -16,23 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.marks import slow
+from tests.support.marks import FEW, STAGES, slow
 from tests.support.reference import Expected, judge
-from tests.support.twins import (
-    FEW,
-    MODE,
-    SOME,
-    STAGES,
-    WIDTH,
-    Block,
-    Multiplying,
-    Net,
-    learn,
-    loss_of,
-    penalty,
-    rows,
-    twins,
-)
+from tests.support.twins import MODE, SOME, WIDTH, Block, Multiplying, Net, learn, loss_of, penalty, rows, twins
 from zeroweave.errors import EngineError
 
 

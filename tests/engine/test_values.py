@@ -16,23 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import zeroweave as zw
-from tests.support.marks import slow
+from tests.support.marks import FEW, MODES, STAGES, slow
 from tests.support.reference import judge
-from tests.support.twins import (
-    FEW,
-    GATHERED,
-    MODE,
-    MODES,
-    SOME,
-    STAGES,
-    WIDTH,
-    Multiplying,
-    Net,
-    learn,
-    loss_of,
-    rows,
-    twins,
-)
+from tests.support.twins import GATHERED, MODE, SOME, WIDTH, Multiplying, Net, learn, loss_of, rows, twins
 from zeroweave.errors import EngineError, ParameterError
 
 

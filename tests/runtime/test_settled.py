@@ -11,9 +11,9 @@ import torch
 
 import zeroweave as zw
 from tests.runtime.playing import ITEM, Player
-from tests.support.marks import slow
+from tests.support.marks import MODES, slow
 from tests.support.schedules import SEEDS, due_together
-from tests.support.twins import MODES, WIDTH, Net
+from tests.support.twins import WIDTH, Net
 from zeroweave.schedule import (
     BucketFacts,
     Call,

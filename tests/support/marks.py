@@ -43,3 +43,9 @@ def move_slow_rows(items: Iterable[pytest.Function]) -> None:
                 raise pytest.Collector.CollectError(f"{item.originalname} has no row {name!r} that could be slow")
             if name == row:
                 item.add_marker(pytest.mark.matrix)
+
+
+# Rows that several files have.
+STAGES = daily("stage", [3], [1, 2])
+FEW = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager")])
+SETTINGS = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])

@@ -17,14 +17,12 @@ from tests.support.marks import MODES, daily
 from tests.support.reference import Expected, Plain, judge
 
 WIDTH = 8
-STAGES = daily("stage", [3], [1, 2])
 SOME = daily(("stage", "mode"), [(2, "aot_eager"), (3, "eager")], [(1, "eager"), (3, "aot_eager")])
 GATHERED = daily(
     ("stage", "gather", "mode"),
     [(1, True, "eager"), (3, False, "aot_eager")],
     [(2, True, "aot_eager"), (1, False, "aot_eager"), (2, False, "eager"), (3, False, "eager")],
 )
-FEW = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager")])
 MODE = pytest.mark.parametrize("mode", list(MODES))
 
 

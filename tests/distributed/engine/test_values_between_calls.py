@@ -12,12 +12,10 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Pools
-from tests.support.marks import MODES, daily, slow
+from tests.support.marks import FEW, MODES, SETTINGS, daily, slow
 from tests.support.reference import SEED, Expected, Plain, judge
 from tests.support.zoo import WIDTH, Block, Stack, rows
 
-SETTINGS = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])
-FEW = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager")])
 DEADLINE = 200.0
 LR = 0.1
 Difference = tuple[float, str]

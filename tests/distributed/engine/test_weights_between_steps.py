@@ -11,12 +11,10 @@ import torch.nn.functional as F
 
 import zeroweave as zw
 from tests.support.harness import Pools
-from tests.support.marks import MODES, daily
+from tests.support.marks import MODES, SETTINGS
 from tests.support.models import entry
 from tests.support.reference import Expected, Plain, build, draw, judge
 from tests.support.zoo import rows
-
-SETTINGS = daily(("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager")])
 
 
 def config(stage: int, mode: str, **more: Any) -> dict[str, Any]:
