@@ -78,6 +78,7 @@ class Runtime:
         homes = {b.id: Shard(b, dtypes[b.dtype], transport, self.transfers, *off) for b in layouts}
         self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport, self.flats, homes[b.id], device) for b in layouts}
         self.directory = Directory(self.buckets.values())
+        self.find = self.directory.find
         self.gradients = Gradients(
             list(self.buckets.values()),
             transport,
@@ -264,10 +265,6 @@ class Runtime:
         self._back.use(bucket, origin)
 
     # ------------------------------------------------------------------ gradients
-    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """(bucket id, slot index) of a view of a flat; see `Directory.find`."""
-        return self.directory.find(tensor)
-
     def announce(self, parts: Sequence[tuple[int, int]]) -> None:
         """The backward of the template that runs now will deliver these (bucket id, slot index)."""
         self.gradients.announce(parts)

@@ -32,9 +32,8 @@ def offload(schedule: Schedule) -> Schedule:
         if leave + 1 < back:
             for run, kind in ((leave, Offload), (leave + 1, Release), (back, Reload)):
                 inserted.setdefault(runs.slots[run], []).append(kind(call, number))
-    for (
-        moves
-    ) in inserted.values():  # what waits for nothing first; memory is given back before the next copy takes some
+    for moves in inserted.values():
+        # what waits for nothing first, and memory is given back before the next copy takes some
         moves.sort(key=lambda each: (Reload, Release, Offload).index(type(each)))
     return schedule.rearranged(inserted)
 
