@@ -1,5 +1,6 @@
-"""Collectives: how gathers and reductions reach the other ranks' devices, and the ledger of what was sent.
+"""How data crosses ranks: collectives on devices, and the wrappers around them.
 
-`transport` is the interface and `process_group` what communicates. The others stand around that: `wire` puts them there
-where an engine is timed (`timed`) or skips communication (`skip`).
+`transport` is the interface, `process_group` and `symmetric` communicate, `grouped` hands each sharding group's
+collectives to its own. `wire` is what an engine issues them through: it puts `timed` and `skip` around the transport
+while they are on. `fence` and `paired` stay around it where they are asked for. `ledger` counts what was issued.
 """
