@@ -52,7 +52,7 @@ class Agreements:
         candidate: Schedule,
         nonfinite: Callable[[], bool] = lambda: False,
     ) -> Found:
-        """The agreement of an optimizer step; see `comm.control.Agreement`.
+        """The agreement of an optimizer step; see `ranks.control.Agreement`.
 
         `nonfinite()` may wait for collectives: by then this rank has told how many it has issued. Raises
         `AgreementError` where the ranks would follow different schedules although they compute the same.

@@ -2,8 +2,8 @@
 
 The life of a gradient: a forward *announces* that its backward will deliver it. The backward *delivers* it as a part
 (slot, tensor). When nothing announced is missing the bucket is *complete*. In its turn the bucket is *issued*
-(reduce-scattered) or, in a backward that does not reduce, *folded* into a local sum. *Settling* makes the result usable
-and copies or adds it into the gradient shard, which the optimizer step *takes*.
+(reduce-scattered) or, in a backward that does not reduce, *folded* into a local sum. *Settling* makes the result
+usable: the window's first one is the gradient shard, later ones are added to it. The optimizer step *takes* it.
 """
 
 from __future__ import annotations
