@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroweave.runtime.record import Record
+from zeroweave.runtime.timeline import Record
 from zeroweave.schedule import Call, Entered, Left, Ready
 
 X, Y = Call("x", "backward"), Call("y", "backward")

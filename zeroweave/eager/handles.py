@@ -14,7 +14,7 @@ import torch
 from zeroweave._torch import version, view_base
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
-from zeroweave.runtime.saved import Saved
+from zeroweave.runtime.storages import Saved
 from zeroweave.runtime.tape import Frame
 
 

@@ -22,8 +22,7 @@ from torch import nn
 
 from zeroweave._torch import storage_key
 from zeroweave.comm.gauge import Gauge
-from zeroweave.runtime.saved import Group, Home, HostCopy, Saved
-from zeroweave.runtime.storages import free_storages, unshared
+from zeroweave.runtime.storages import Group, Home, HostCopy, Saved, free_storages, unshared
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.runtime.transfers import CopyStream
 from zeroweave.schedule import Call, Instruction, Needed, Offload, Release, Reload

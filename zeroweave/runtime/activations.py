@@ -7,8 +7,7 @@ import weakref
 import torch
 
 from zeroweave.runtime.activation_offload import Offloading
-from zeroweave.runtime.saved import Saved
-from zeroweave.runtime.storages import free_storages
+from zeroweave.runtime.storages import Saved, free_storages
 from zeroweave.schedule import Call
 
 

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradients import Gradients
-from zeroweave.runtime.record import Record
 from zeroweave.runtime.replay import Replay
+from zeroweave.runtime.timeline import Record
 from zeroweave.schedule import BucketFacts, Event, Facts, compile_schedule
 
 

@@ -17,7 +17,7 @@ from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.cursor import Cursor
 from zeroweave.runtime.executor import Executor
 from zeroweave.runtime.gradients import Gradients
-from zeroweave.runtime.record import Record
+from zeroweave.runtime.timeline import Record
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import (
     Call,

@@ -28,10 +28,10 @@ from zeroweave.runtime.bucket import Bucket, Directory
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
 from zeroweave.runtime.policy import Policy
-from zeroweave.runtime.record import Record
 from zeroweave.runtime.replay import Replay
 from zeroweave.runtime.shard import Shard
 from zeroweave.runtime.tape import Frame
+from zeroweave.runtime.timeline import Record
 from zeroweave.runtime.transfers import Transfers
 from zeroweave.schedule import Call, Schedule
 

@@ -1,14 +1,19 @@
-"""Freeing the storage of tensors that nobody else can read: activations, before their owner lets go of them."""
+"""What autograd keeps of activations, and how their storages are freed before their owner lets go of them."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from zeroweave._torch import storage_key, storage_use_count, use_count, view_base
+from zeroweave.comm.gauge import Gauge
+from zeroweave.errors import EngineError
+from zeroweave.schedule import Call
 
 
 def owners_beside(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -59,3 +64,132 @@ def free_storages(tensors: Sequence[torch.Tensor], threshold: int, held: int = 0
             storage.resize_(0)
             freed += nbytes
     return freed
+
+
+class Saved:
+    """One activation that autograd keeps through the engine's hooks; `home` and `group` where it may be moved."""
+
+    __slots__ = ("__weakref__", "_tensor", "group", "home", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self.version = version
+        self.home: Home | None = None
+        self.group: Group | None = None
+        """None: no call has ended since it was saved"""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor. Its values may be read after `Activations.use` only."""
+        if self._tensor is None:
+            raise EngineError(
+                "a backward of an earlier optimizer step's forward: what it saved was freed in engine.step() "
+                "(activations.free_threshold_bytes); call backward before engine.step()"
+            )
+        return self._tensor
+
+    def lies_in(self, home: Home) -> None:
+        """Its storage may be moved."""
+        self.home = home
+        home.saved.add(self)
+
+    def belongs_to(self, group: Group) -> None:
+        """A call has ended since it was saved."""
+        self.group = group
+        if self.home is not None:
+            self.home.saved_for(group)
+
+    def take(self) -> torch.Tensor:
+        """The tensor, which is gone from here."""
+        tensor, self._tensor = self.tensor, None
+        if self.home is not None:
+            self.home.saved.discard(self)
+            self.home = None
+        return tensor
+
+
+class Home:
+    """A storage of `nbytes` that saved tensors view; lives as long as one of them."""
+
+    __slots__ = ("__weakref__", "away", "group", "host", "mark", "nbytes", "saved")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+        self.group: Group | None = None
+        """the last one that has saved it"""
+        self.host: HostCopy | None = None
+        """its content, while it is leaving or away"""
+        self.away = False
+        """is its content in host memory only?"""
+        self.mark: Any = None
+        """where its way back ends, see `CopyStream.mark`"""
+
+    def saved_for(self, group: Group) -> None:
+        """A call has saved it."""
+        self.group = group
+
+    def leaves(self, copy: HostCopy) -> None:
+        """Its content is on the way to host memory."""
+        self.host = copy
+
+    def stays(self) -> None:
+        """It does not leave, or not any more."""
+        self.host = None
+
+    def gone(self) -> None:
+        """Its content is in host memory only."""
+        self.away = True
+
+    def returns(self, mark: Any) -> None:
+        """Its content is on the way back, and there at `mark`."""
+        self.away, self.host, self.mark = False, None, mark
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [saved.tensor for saved in self.saved]
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        return next(iter(self.saved)).tensor.untyped_storage()
+
+
+class Group:
+    """What was saved up to the end of a forward call, the `number`-th of its window's equal ones."""
+
+    __slots__ = ("call", "needed", "number", "out", "saved")
+
+    def __init__(self, call: Call, number: int, saved: weakref.WeakSet[Saved]) -> None:
+        self.call, self.number, self.saved = call, number, saved
+        self.out = False
+        """does the schedule want it to be in host memory now?"""
+        self.needed = False
+        """has a backward asked for it?"""
+
+    def send_out(self) -> None:
+        """The schedule wants it in host memory, unless a backward has asked for it."""
+        self.out = not self.needed
+
+    def bring_back(self) -> None:
+        """The schedule wants it on the device again."""
+        self.out = False
+
+    def ask_for(self) -> None:
+        """A backward asks for it."""
+        self.needed, self.out = True, False
+
+    def homes(self) -> list[Home]:
+        """The storages, each once."""
+        return list(dict.fromkeys(saved.home for saved in self.saved if saved.home is not None))
+
+
+class HostCopy:
+    """The content of a storage, uint8 [bytes], in host memory, where `gauge` counts it."""
+
+    __slots__ = ("_gauge", "content")
+
+    def __init__(self, content: torch.Tensor, gauge: Gauge) -> None:
+        self.content, self._gauge = content, gauge
+        gauge.add(content.nbytes)
+
+    def __del__(self) -> None:
+        self._gauge.add(-self.content.nbytes)
