@@ -56,7 +56,7 @@ def test_the_peaks_of_a_schedule() -> None:
     first, second = (bucket.nbytes for bucket in buckets)
     facts = Facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in buckets),
-        keep=frozenset(),
+        kept_by_stage=frozenset(),
         depth=1,
         prefetch=1,
         update_by_bucket=True,
