@@ -16,7 +16,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from tests.support.operator_graphs import GRAPH, SHAPES, compiled, ops, reference, step, trace, uses, with_code
 from tests.support.reference import Expected, judge
 from zeroweave import dc
-from zeroweave._torch import boxed
+from zeroweave._torch.fx import boxed
 from zeroweave.dc.operators import SCHEMAS, add_free_tensors
 from zeroweave.errors import EngineError, ParameterError
 

@@ -12,7 +12,8 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from zeroweave import _torch, dc
+from zeroweave import dc
+from zeroweave._torch.fx import boxed, mark_boxed
 from zeroweave.errors import ConfigError
 from zeroweave.runtime.storages import free_storages, owners_beside
 
@@ -154,13 +155,13 @@ def freeing_backend(seen: list[torch.UntypedStorage]) -> Callable[..., Any]:
     def backward(graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         assert dc.add_free_tensors(graph.graph)
         graph.graph.lint()
-        run = _torch.boxed(graph)
+        run = boxed(graph)
 
         def remember(arguments: list[Any]) -> Any:
             seen.extend(a.untyped_storage() for a in arguments)
             return run(arguments)
 
-        return _torch.mark_boxed(remember)
+        return mark_boxed(remember)
 
     return aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph.forward),

@@ -12,7 +12,9 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zeroweave import _torch, dc
+from zeroweave import dc
+from zeroweave._torch.fx import boxed
+from zeroweave._torch.inductor import inductor_compile, inductor_decompositions
 
 GRAPH = 0
 SHAPES = ((9, 6), (5, 9))
@@ -61,17 +63,17 @@ def reference(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def trace(function: Callable[..., Any], inputs: Sequence[Tensor], lower: str = "aot_eager") -> fx.GraphModule:
     """The graph of a function, with fake values in `meta["val"]`."""
-    table = _torch.inductor_decompositions() if lower == "inductor" else {}
+    table = inductor_decompositions() if lower == "inductor" else {}
     return make_fx(function, decomposition_table=table, tracing_mode="fake")(*inputs)
 
 
 def compiled(function: Callable[..., Any], inputs: Sequence[Tensor], lower: str) -> Callable[[list[Tensor]], Any]:
     graph = trace(function, inputs, lower)
     if lower == "aot_eager":
-        return _torch.boxed(graph)
+        return boxed(graph)
     fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with config.patch(dc.inductor_options()):
-        return _torch.inductor_compile(graph, fakes, is_backward=True, is_inference=False)
+        return inductor_compile(graph, fakes, is_backward=True, is_inference=False)
 
 
 def with_code(function: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, list[str]]:

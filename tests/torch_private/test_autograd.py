@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import zeroweave._torch as private
+from zeroweave._torch.autograd import checkpoint_segment, recomputing
 
 pytestmark = pytest.mark.oldest
 
@@ -14,7 +14,7 @@ def test_recomputation_is_noticed() -> None:
     seen = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        seen.append(private.recomputing())
+        seen.append(recomputing())
         return torch.sin(x) * x
 
     x = torch.ones(2, requires_grad=True)
@@ -27,9 +27,9 @@ def test_each_checkpoint_is_a_segment_of_its_own() -> None:
     seen: list[object] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
-        seen.append(private.checkpoint_segment())
+        seen.append(checkpoint_segment())
         x = x.sin()
-        seen.append(private.checkpoint_segment())
+        seen.append(checkpoint_segment())
         return x
 
     x = torch.ones(2, requires_grad=True)

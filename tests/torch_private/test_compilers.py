@@ -11,27 +11,57 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
-import zeroweave._torch as private
 from tests.support.marks import slow
+from zeroweave._torch.aot import (
+    aot_base,
+    aot_gradient_of,
+    aot_metadata,
+    aot_partition,
+    aot_position,
+    aot_saved,
+    dynamo_backend,
+    keep_random_numbers,
+)
+from zeroweave._torch.dynamo import (
+    compile_with_limit,
+    dynamo_attempts,
+    dynamo_backend_error,
+    dynamo_entries,
+    dynamo_example,
+    dynamo_frame_seconds,
+    dynamo_graph_breaks,
+    dynamo_operator_error,
+    keep_from_dynamo,
+    module_runner,
+)
+from zeroweave._torch.fx import boxed, mark_boxed
+from zeroweave._torch.inductor import (
+    inductor_cache_hits,
+    inductor_compile,
+    inductor_decompositions,
+    inductor_lock_folder,
+    inductor_partition,
+    inductor_settings,
+)
 
 pytestmark = pytest.mark.oldest
 
 
 def test_dynamo_is_asked_what_it_kept_and_why() -> None:
-    runner = private.module_runner("a_name")
-    assert runner.__code__ is not private.module_runner("a_name").__code__
+    runner = module_runner("a_name")
+    assert runner.__code__ is not module_runner("a_name").__code__
     compiled = torch.compile(runner, backend="eager")
     linear, x = nn.Linear(2, 2), torch.ones(1, 2)
-    assert private.dynamo_entries(runner.__code__) == 0
+    assert dynamo_entries(runner.__code__) == 0
     assert torch.equal(compiled(linear, x), linear(x))
-    assert private.dynamo_entries(runner.__code__) == 1
-    attempt = private.dynamo_attempts()[-1]
+    assert dynamo_entries(runner.__code__) == 1
+    attempt = dynamo_attempts()[-1]
     assert attempt.co_name == "a_name" and attempt.co_filename and attempt.co_firstlineno
     assert attempt.recompile_reason is None and attempt.fail_reason is None
     torch.compile(lambda x: (x + 1, torch._dynamo.graph_break())[0], backend="eager")(x)
-    assert any("graph_break" in reason for reason in private.dynamo_graph_breaks())
-    assert issubclass(private.dynamo_backend_error(), RuntimeError)
-    assert issubclass(private.dynamo_operator_error(), RuntimeError)
+    assert any("graph_break" in reason for reason in dynamo_graph_breaks())
+    assert issubclass(dynamo_backend_error(), RuntimeError)
+    assert issubclass(dynamo_operator_error(), RuntimeError)
 
 
 @pytest.mark.parametrize("limit", [2, 10])
@@ -46,7 +76,7 @@ def test_a_limit_of_variants_counts_for_one_function_only(limit: int) -> None:
     def scaled(x: torch.Tensor, factor: int) -> torch.Tensor:
         return x * factor
 
-    run = private.compile_with_limit(scaled, limit, backend=backend, dynamic=False)
+    run = compile_with_limit(scaled, limit, backend=backend, dynamic=False)
     for factor in range(limit + 2):
         assert run(torch.ones(2), factor).tolist() == [float(factor)] * 2
     assert len(compiled) == limit and torch._dynamo.config.recompile_limit == usual
@@ -62,7 +92,7 @@ def _called(x: torch.Tensor) -> torch.Tensor:
 
 def test_kept_code_and_what_it_calls_make_no_graphs_but_are_inlined() -> None:
     torch._dynamo.reset()
-    private.keep_from_dynamo(_kept.__code__)
+    keep_from_dynamo(_kept.__code__)
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
@@ -89,31 +119,31 @@ def test_aot_graphs_say_what_their_values_are(lower: str) -> None:
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         nodes = list(graph.graph.find_nodes(op="placeholder"))
-        seen["parameter"] = [i for i, node in enumerate(nodes) if private.dynamo_example(node) is weight]
+        seen["parameter"] = [i for i, node in enumerate(nodes) if dynamo_example(node) is weight]
 
         def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
-            split = private.inductor_partition if lower == "inductor" else private.aot_partition
+            split = inductor_partition if lower == "inductor" else aot_partition
             return split(joint, joint_inputs, **options)
 
         def compile_graph(kind: str) -> Any:
             def compile_one(graph: torch.fx.GraphModule, inputs: Any) -> Any:
                 descs = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder") if "desc" in node.meta]
-                seen[kind] = [private.aot_position(desc) for desc in descs]
-                assert all(private.aot_base(desc) is None for desc in descs)
+                seen[kind] = [aot_position(desc) for desc in descs]
+                assert all(aot_base(desc) is None for desc in descs)
                 if kind == "backward":
                     outputs = graph.graph.output_node().meta["desc"]
-                    seen["gradients"] = [private.aot_gradient_of(desc) for desc in outputs]
+                    seen["gradients"] = [aot_gradient_of(desc) for desc in outputs]
                 else:
-                    assert len(private.aot_metadata().input_info) == len(inputs)
-                    private.aot_metadata().bw_donated_idxs = []
+                    assert len(aot_metadata().input_info) == len(inputs)
+                    aot_metadata().bw_donated_idxs = []
                 if lower == "inductor":
-                    return private.inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=False)
-                return private.mark_boxed(partial(private.boxed(graph)))
+                    return inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=False)
+                return mark_boxed(partial(boxed(graph)))
 
             return compile_one
 
-        decompositions = private.inductor_decompositions() if lower == "inductor" else {}
-        return private.dynamo_backend(
+        decompositions = inductor_decompositions() if lower == "inductor" else {}
+        return dynamo_backend(
             fw_compiler=compile_graph("forward"),
             bw_compiler=compile_graph("backward"),
             partition_fn=partition,
@@ -125,7 +155,7 @@ def test_aot_graphs_say_what_their_values_are(lower: str) -> None:
     assert torch.allclose(x.grad, torch.cos(torch.ones(3))) and torch.allclose(weight.grad, x.grad)
     (parameter,) = seen["parameter"]
     assert sorted(seen["forward"]) == sorted(seen["gradients"]) == [0, 1] and parameter in seen["backward"]
-    assert private.aot_saved(3).idx == 3
+    assert aot_saved(3).idx == 3
 
 
 def test_operators_that_draw_random_numbers_are_saved() -> None:
@@ -147,7 +177,7 @@ def test_operators_that_draw_random_numbers_are_saved() -> None:
     ]
     recomputed = graph.call_function(aten.rand_like.default, (x,))
     recomputed.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    private.keep_random_numbers(graph)
+    keep_random_numbers(graph)
     assert not any("recompute" in node.meta for node in [x, *without])
     assert all(node.meta["recompute"] == CheckpointPolicy.MUST_SAVE for node in drawing)
     assert recomputed.meta["recompute"] == CheckpointPolicy.MUST_RECOMPUTE
@@ -166,7 +196,7 @@ def test_budgets_leave_the_process_as_it_was(lower: str, budget: float) -> None:
         ]
 
     before = options()
-    split = private.aot_partition if lower == "aot" else private.inductor_partition
+    split = aot_partition if lower == "aot" else inductor_partition
     seen = []
 
     def partition(joint: torch.fx.GraphModule, inputs: Any, **more: Any) -> Any:
@@ -174,9 +204,9 @@ def test_budgets_leave_the_process_as_it_was(lower: str, budget: float) -> None:
         seen.append(len(forward.graph.output_node().args[0]))
         return forward, backward
 
-    backend = private.dynamo_backend(
-        fw_compiler=lambda graph, inputs: private.mark_boxed(partial(private.boxed(graph))),
-        bw_compiler=lambda graph, inputs: private.mark_boxed(partial(private.boxed(graph))),
+    backend = dynamo_backend(
+        fw_compiler=lambda graph, inputs: mark_boxed(partial(boxed(graph))),
+        bw_compiler=lambda graph, inputs: mark_boxed(partial(boxed(graph))),
         partition_fn=partition,
     )
     torch._dynamo.reset()
@@ -187,15 +217,15 @@ def test_budgets_leave_the_process_as_it_was(lower: str, budget: float) -> None:
 
 
 def test_inductor_tells_of_its_cache() -> None:
-    folder = private.inductor_lock_folder()
+    folder = inductor_lock_folder()
     assert folder is not None and folder.is_dir()
     with torch._inductor.config.patch(fx_graph_cache=False):
-        assert private.inductor_lock_folder() is None
-    settings = private.inductor_settings()
-    assert torch.__version__ in settings and settings == private.inductor_settings()
+        assert inductor_lock_folder() is None
+    settings = inductor_settings()
+    assert torch.__version__ in settings and settings == inductor_settings()
     with torch._inductor.config.patch(max_fusion_size=3):
-        assert private.inductor_settings() != settings
-    assert private.inductor_cache_hits() >= 0
-    frames = len(private.dynamo_frame_seconds())
+        assert inductor_settings() != settings
+    assert inductor_cache_hits() >= 0
+    frames = len(dynamo_frame_seconds())
     torch.compile(lambda x: x + 7, backend="eager")(torch.ones(3))
-    assert len(private.dynamo_frame_seconds()) == frames + 1 and private.dynamo_frame_seconds()[-1] > 0
+    assert len(dynamo_frame_seconds()) == frames + 1 and dynamo_frame_seconds()[-1] > 0

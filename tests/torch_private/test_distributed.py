@@ -7,13 +7,13 @@ from datetime import timedelta
 import pytest
 import torch
 
-import zeroweave._torch as private
+from zeroweave._torch.distributed import has_symmetric_memory, new_process_group
 
 pytestmark = pytest.mark.oldest
 
 
 def test_symmetric_memory_is_found() -> None:
-    assert private.has_symmetric_memory()
+    assert has_symmetric_memory()
 
 
 def test_a_process_group_can_be_made_again_with_a_store_of_its_own() -> None:
@@ -22,7 +22,7 @@ def test_a_process_group_can_be_made_again_with_a_store_of_its_own() -> None:
     try:
         for name in ("first", "second"):
             store, timeout = torch.distributed.HashStore(), timedelta(seconds=60)
-            group = private.new_process_group([0], "gloo", store, name, timeout)
+            group = new_process_group([0], "gloo", store, name, timeout)
             assert torch.distributed.get_process_group_ranks(group) == [0] and group.group_name == name
             torch.distributed.all_reduce(torch.ones(1), group=group)
             torch.distributed.destroy_process_group(group)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import zeroweave._torch as private
+from zeroweave._torch.optimizers import has_step_hooks, is_step_replaced, step_unheard, without_hooks
 
 pytestmark = pytest.mark.oldest
 
@@ -15,16 +15,16 @@ pytestmark = pytest.mark.oldest
 def test_who_listens_to_an_optimizer_is_seen() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert not private.is_step_replaced(optimizer) and not private.has_step_hooks(optimizer)
+    assert not is_step_replaced(optimizer) and not has_step_hooks(optimizer)
     handle = optimizer.register_step_pre_hook(lambda *_: None)
-    assert private.has_step_hooks(optimizer)
+    assert has_step_hooks(optimizer)
     handle.remove()
     everywhere = register_optimizer_step_post_hook(lambda *_: None)
-    assert private.has_step_hooks(optimizer)
+    assert has_step_hooks(optimizer)
     everywhere.remove()
-    assert not private.has_step_hooks(optimizer)
+    assert not has_step_hooks(optimizer)
     optimizer.step = lambda: None
-    assert private.is_step_replaced(optimizer)
+    assert is_step_replaced(optimizer)
 
 
 def test_a_step_that_nobody_hears() -> None:
@@ -34,10 +34,10 @@ def test_a_step_that_nobody_hears() -> None:
     everywhere = register_optimizer_step_post_hook(lambda *_: heard.append("after"))
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.own = 7
-    attributes = private.without_hooks(optimizer)
+    attributes = without_hooks(optimizer)
     assert {"defaults", "state", "param_groups", "own"} <= attributes.keys()
     assert "step" not in attributes and not any("hooks" in name for name in attributes)
     parameter.grad = torch.ones(2)
-    private.step_unheard(optimizer)
+    step_unheard(optimizer)
     everywhere.remove()
     assert parameter.tolist() == [-0.5, -0.5] and heard == []

@@ -8,8 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-import zeroweave._torch as private
 from tests.support.reference import NORM
+from zeroweave._torch.foreach import foreach_add_, foreach_maxima, foreach_norms
+from zeroweave._torch.modules import forward_pre_hooks, is_compiled_in_place
+from zeroweave._torch.storages import lent, owners, storage_use_count, use_count
+from zeroweave._torch.tensors import (
+    exchange,
+    has_post_accumulate_hooks,
+    has_tensor_hooks,
+    mark_as_parameter,
+    metadata_getters,
+    without_torch_function,
+    wrapper_like,
+)
 
 pytestmark = pytest.mark.oldest
 
@@ -21,49 +32,49 @@ def test_stubs_can_be_made_and_counted_as_parameters() -> None:
             raise AssertionError(func)
 
     like = nn.Parameter(torch.zeros(2, 3).t())
-    stub = private.wrapper_like(Stub, like)
+    stub = wrapper_like(Stub, like)
     assert type(stub) is Stub and stub.shape == (3, 2) and stub.stride() == like.stride() and stub.requires_grad
     assert not isinstance(stub, nn.Parameter)
-    private.mark_as_parameter(stub)
+    mark_as_parameter(stub)
     assert isinstance(stub, nn.Parameter)
-    assert [getter(like) for getter in private.metadata_getters()] == [0, None, None, 0]
-    with private.without_torch_function():
+    assert [getter(like) for getter in metadata_getters()] == [0, None, None, 0]
+    with without_torch_function():
         assert stub.numel() == 6
 
 
 def test_owners_of_a_parameter_are_counted() -> None:
     """What the check before the exchange relies on: more than 2 means a live graph."""
     layer = nn.Linear(2, 2)
-    assert private.use_count(layer.weight) == 1
+    assert use_count(layer.weight) == 1
     loss = layer(torch.ones(1, 2, requires_grad=True)).sum()
-    assert private.use_count(layer.weight) > 2
+    assert use_count(layer.weight) > 2
     loss.backward()
-    assert private.use_count(layer.weight) <= 2
+    assert use_count(layer.weight) <= 2
     del loss
-    assert private.use_count(layer.weight) == 1
+    assert use_count(layer.weight) == 1
 
 
 def test_owners_are_counted_but_for_graphs() -> None:
     p = nn.Parameter(torch.ones(3))
-    base = private.owners(p)
+    base = owners(p)
     graphs = [(p * 2).sum(), (p * 3).sum()]
-    assert private.owners(p) == base, "an AccumulateGrad node alone"
+    assert owners(p) == base, "an AccumulateGrad node alone"
     kept = [p]
-    assert private.owners(p) == base + 1
+    assert owners(p) == base + 1
     graphs[0].backward()
-    assert private.owners(p) == base + 1
+    assert owners(p) == base + 1
     graphs.clear()
-    assert private.owners(p) == base + 1
+    assert owners(p) == base + 1
     kept.clear()
     saved = p.pow(2).sum()
-    assert private.owners(p) > base, "C++ alone"
+    assert owners(p) > base, "C++ alone"
     del saved
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         saved = p.pow(2).sum()
-    assert private.owners(p) > base
+    assert owners(p) > base
     del saved
     alive = weakref.ref(p)
-    assert private.owners(p) == base, "a weak one"
+    assert owners(p) == base, "a weak one"
     del alive
 
 
@@ -73,7 +84,7 @@ def test_graphs_and_hooks_stay_with_the_content_that_is_exchanged() -> None:
     vars(other)["mark"] = 1
     p.register_post_accumulate_grad_hook(lambda t: ran.append("first"))
     saves, saves_nothing = p.pow(2).sum(), (p * 3).sum()
-    private.exchange(p, other)
+    exchange(p, other)
     assert vars(p) == {"mark": 1} and not vars(other)
     assert p.sum() == 0 and other.sum() == 3
     other.register_post_accumulate_grad_hook(lambda t: ran.append("second"))
@@ -82,49 +93,49 @@ def test_graphs_and_hooks_stay_with_the_content_that_is_exchanged() -> None:
     assert p.grad is not None and other.grad is not None
     assert p.grad.tolist() == [1.0] * 3 and other.grad.tolist() == [5.0] * 3
     del saves, saves_nothing
-    assert private.owners(p) == private.owners(other)
+    assert owners(p) == owners(other)
 
 
 def test_lent_memory_has_no_part_in_the_storage() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         tensor = torch.zeros(6, dtype=dtype)
-        users = private.storage_use_count(tensor.untyped_storage())
-        lent = private.lent(tensor)
-        assert private.storage_use_count(tensor.untyped_storage()) == users
-        lent[2] = 1
-        assert tensor.tolist() == [0, 0, 1, 0, 0, 0] and lent.shape == tensor.shape
-    assert private.lent(torch.zeros(0)).numel() == 0
+        users = storage_use_count(tensor.untyped_storage())
+        loan = lent(tensor)
+        assert storage_use_count(tensor.untyped_storage()) == users
+        loan[2] = 1
+        assert tensor.tolist() == [0, 0, 1, 0, 0, 0] and loan.shape == tensor.shape
+    assert lent(torch.zeros(0)).numel() == 0
     scalar = torch.tensor(3.0)
-    assert private.lent(scalar).shape == () and float(private.lent(scalar)) == 3.0
+    assert lent(scalar).shape == () and float(lent(scalar)) == 3.0
 
 
 def test_hooks_on_tensors_and_modules_are_seen() -> None:
     layer = nn.Linear(2, 2)
-    assert not private.has_tensor_hooks(layer.weight) and not private.has_post_accumulate_hooks(layer.weight)
+    assert not has_tensor_hooks(layer.weight) and not has_post_accumulate_hooks(layer.weight)
     layer.weight.register_hook(lambda gradient: gradient)
     layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert private.has_tensor_hooks(layer.weight) and private.has_post_accumulate_hooks(layer.weight)
+    assert has_tensor_hooks(layer.weight) and has_post_accumulate_hooks(layer.weight)
 
     def hook(*_: object) -> None: ...
 
     layer.register_forward_pre_hook(hook)
-    assert private.forward_pre_hooks(layer) == (hook,)
-    assert not private.is_compiled_in_place(layer)
+    assert forward_pre_hooks(layer) == (hook,)
+    assert not is_compiled_in_place(layer)
     layer.compile()
-    assert private.is_compiled_in_place(layer)
+    assert is_compiled_in_place(layer)
 
 
 def test_sums_of_two_dtypes_keep_that_of_the_target() -> None:
     sums = [torch.ones(3), torch.ones(2, dtype=torch.bfloat16)]
-    private.foreach_add_(sums, [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((2,), 2.0)])
+    foreach_add_(sums, [torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((2,), 2.0)])
     assert [s.tolist() for s in sums] == [[3.0] * 3, [3.0] * 2]
     assert [s.dtype for s in sums] == [torch.float32, torch.bfloat16]
 
 
 def test_several_tensors_at_once() -> None:
     tensors = [torch.ones(3), torch.full((2,), 2.0), torch.zeros(0)]
-    assert [norm.item() for norm in private.foreach_norms(tensors)] == pytest.approx([3**0.5, 8**0.5, 0.0])
-    rounded = private.foreach_norms([torch.ones(1000, dtype=torch.bfloat16)])[0]
+    assert [norm.item() for norm in foreach_norms(tensors)] == pytest.approx([3**0.5, 8**0.5, 0.0])
+    rounded = foreach_norms([torch.ones(1000, dtype=torch.bfloat16)])[0]
     assert rounded.dtype == torch.float32 and rounded.item() == pytest.approx(1000**0.5, rel=NORM)
 
 
@@ -132,6 +143,6 @@ def test_several_tensors_at_once() -> None:
 def test_maxima_show_what_is_not_finite(dtype: torch.dtype) -> None:
     inf, nan, most = float("inf"), float("nan"), torch.finfo(dtype).max
     rows = [[1.0, -3.0], [most, -most], [-inf, 1.0], [nan, inf], [1.0] * 999 + [nan]]
-    maxima = private.foreach_maxima([torch.tensor(row, dtype=dtype) for row in rows])
+    maxima = foreach_maxima([torch.tensor(row, dtype=dtype) for row in rows])
     assert maxima[0].item() == 3.0 and maxima[1].item() == most and maxima[2].item() == inf
     assert [bool(maximum.isfinite()) for maximum in maxima] == [True, True, False, False, False]

@@ -11,7 +11,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch import coalescing, foreach_copy_, lent, new_process_group
+from zeroweave._torch.distributed import coalescing, new_process_group
+from zeroweave._torch.foreach import foreach_copy_
+from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch import symmetric_empty, symmetric_rendezvous
+from zeroweave._torch.distributed import symmetric_empty, symmetric_rendezvous
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.ledger import Ledger

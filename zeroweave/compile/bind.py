@@ -15,7 +15,10 @@ from typing import Any, Literal, Protocol, TypeGuard
 import torch
 from torch import Tensor, fx, nn
 
-from zeroweave._torch import aot_base, aot_gradient_of, aot_position, dynamo_example, mark_boxed, recomputing
+from zeroweave._torch.aot import aot_base, aot_gradient_of, aot_position
+from zeroweave._torch.autograd import recomputing
+from zeroweave._torch.dynamo import dynamo_example
+from zeroweave._torch.fx import mark_boxed
 from zeroweave.errors import ParameterError
 
 Place = tuple[int, int]  # (bucket id, slot index); slot -1: a view of the flat that is no whole slot

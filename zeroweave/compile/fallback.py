@@ -15,7 +15,7 @@ from types import CodeType
 
 from torch import nn
 
-from zeroweave import _torch
+from zeroweave._torch.dynamo import dynamo_attempts, dynamo_entries
 
 SHOWN = 4  # values of one guard that a report lists
 
@@ -28,9 +28,9 @@ UNKNOWN = (
 def explain(runner: CodeType, module: nn.Module, graph_breaks: Sequence[str], limit: int) -> str:
     """Sentences for a user. `runner` is the code object that calls regions like `module`; `graph_breaks` are
     the reasons that Dynamo counted while it first saw one; `limit` is `compile.recompile_limit`."""
-    attempts = [attempt for attempt in _torch.dynamo_attempts() if attempt.co_name is not None]
+    attempts = [attempt for attempt in dynamo_attempts() if attempt.co_name is not None]
     for code in (runner, *_forwards(module)):
-        if (variants := _torch.dynamo_entries(code)) >= limit:
+        if (variants := dynamo_entries(code)) >= limit:
             return _limit(module, variants, [a.recompile_reason for a in attempts if _is_attempt(a, code)])
     for attempt in reversed(attempts):
         if attempt.fail_reason and any(_is_attempt(attempt, code) for code in (runner, *_forwards(module))):

@@ -15,7 +15,7 @@ from types import CodeType, FunctionType, ModuleType
 
 from torch import nn
 
-from zeroweave._torch import keep_from_dynamo
+from zeroweave._torch.dynamo import keep_from_dynamo
 
 
 def keep_package_from_dynamo(package: str) -> None:

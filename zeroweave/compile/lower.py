@@ -21,7 +21,15 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zeroweave import _torch
+from zeroweave._torch.aot import aot_partition, aot_saved
+from zeroweave._torch.fx import boxed, operator_schema
+from zeroweave._torch.inductor import (
+    inductor_compile,
+    inductor_decompositions,
+    inductor_lock_folder,
+    inductor_partition,
+    inductor_settings,
+)
 from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of, graph_outputs
 from zeroweave.compile.lock import compile_lock, graph_key
 from zeroweave.compile.phases import Phases
@@ -32,7 +40,7 @@ Kind = Literal["forward", "backward", "inference"]
 
 
 def decompositions(lower: Lower) -> dict[Any, Callable[..., Any]]:
-    return _torch.inductor_decompositions() if lower == "inductor" else {}
+    return inductor_decompositions() if lower == "inductor" else {}
 
 
 def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind, phases: Phases) -> Boxed:
@@ -42,13 +50,11 @@ def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], ki
     """
     with phases("lower"):
         if lower == "aot_eager":
-            return _torch.boxed(graph)
-        folder = _torch.inductor_lock_folder()
-        key = graph_key(graph, inputs, f"{kind} {_torch.inductor_settings()}")
+            return boxed(graph)
+        folder = inductor_lock_folder()
+        key = graph_key(graph, inputs, f"{kind} {inductor_settings()}")
         with compile_lock(folder, key, phases) if folder else nullcontext():
-            return _torch.inductor_compile(
-                graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference"
-            )
+            return inductor_compile(graph, inputs, is_backward=kind == "backward", is_inference=kind == "inference")
 
 
 def partition(
@@ -61,7 +67,7 @@ def partition(
     Raises ParameterError if a parameter enters the graph in another form than itself.
     """
     tag_recomputed(joint.graph, roles)
-    split = _torch.inductor_partition if lower == "inductor" else _torch.aot_partition
+    split = inductor_partition if lower == "inductor" else aot_partition
     forward, backward = split(joint, inputs, activation_budget, **options)
     save_parameters(forward, backward, roles, options["num_fwd_outputs"])
     make_gradients_contiguous(backward, roles)
@@ -125,7 +131,7 @@ def tag_recomputed(graph: fx.Graph, roles: Roles) -> None:
 
 def _is_pure(node: fx.Node) -> bool:
     """Whether the node's value depends on its inputs only. Higher-order operators are not looked into."""
-    if (schema := _torch.operator_schema(node.target)) is None:
+    if (schema := operator_schema(node.target)) is None:
         return getattr(node.target, "__module__", None) == "_operator"
     return not (schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags)  # type: ignore[union-attr]
 
@@ -148,7 +154,7 @@ def save_parameters(forward: fx.GraphModule, backward: fx.GraphModule, roles: Ro
     values[stop:stop] = nodes
     output.args = (tuple(values),)
     if "desc" in output.meta:  # checkpointing with random operators drops them
-        saved = [_torch.aot_saved(i) for i in range(len(values) - outputs)]
+        saved = [aot_saved(i) for i in range(len(values) - outputs)]
         output.meta["desc"] = [*output.meta["desc"][:outputs], *saved]
 
     index = _sizes(forward.graph, outputs) + stop - outputs
@@ -212,6 +218,6 @@ def _may_alias(node: fx.Node) -> bool:
     """Whether a value may be an argument or a view of one."""
     if node.op != "call_function":
         return True
-    if (schema := _torch.operator_schema(node.target)) is not None:
+    if (schema := operator_schema(node.target)) is not None:
         return any(value.alias_info is not None for value in schema.returns)
     return any(_may_alias(parent) for parent in node.all_input_nodes)

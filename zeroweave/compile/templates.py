@@ -15,7 +15,16 @@ from uuid import uuid4
 
 from torch import fx, nn
 
-from zeroweave import _torch
+from zeroweave._torch.aot import aot_metadata, dynamo_backend
+from zeroweave._torch.dynamo import (
+    compile_with_limit,
+    dynamo_backend_error,
+    dynamo_frame_seconds,
+    dynamo_graph_breaks,
+    dynamo_operator_error,
+    module_runner,
+)
+from zeroweave._torch.inductor import inductor_cache_hits
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Roles, Split, TemplateHost, backward_binder, forward_binder, roles_of
@@ -78,24 +87,24 @@ class Templates:
         Raises ParameterError where the region does with a parameter what a compiled graph must not.
         """
         if key not in self._compiled:
-            run = _torch.module_runner(f"region_{uuid4().hex[:12]}")
+            run = module_runner(f"region_{uuid4().hex[:12]}")
             self._codes[key] = run.__code__
             me = weakref.proxy(self)
-            compiled = _torch.compile_with_limit(
+            compiled = compile_with_limit(
                 run, self._limit, backend=lambda graph, inputs: me._backend(graph, inputs), dynamic=dynamic
             )
             self._compiled[key] = self._guarded(key, compiled)
         return self._compiled[key]
 
     def _guarded(self, key: Hashable, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        backend_error, operator_error = _torch.dynamo_backend_error(), _torch.dynamo_operator_error()
+        backend_error, operator_error = dynamo_backend_error(), dynamo_operator_error()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._own:
                 found = (self.host.find(p) for p in module.parameters())
                 self._own[module] = frozenset(place[0] for place in found if place is not None)
-            before = _torch.dynamo_graph_breaks() if key not in self._breaks else None
-            frames, backends = len(_torch.dynamo_frame_seconds()), self.phases.total
+            before = dynamo_graph_breaks() if key not in self._breaks else None
+            frames, backends = len(dynamo_frame_seconds()), self.phases.total
             self._running.append(module)
             try:
                 if before is None:
@@ -117,10 +126,10 @@ class Templates:
                 ) from error
             finally:
                 self._running.pop()
-                if seconds := sum(_torch.dynamo_frame_seconds()[frames:]):
+                if seconds := sum(dynamo_frame_seconds()[frames:]):
                     self.phases.add("dynamo", seconds - (self.phases.total - backends))
                 if before is not None:
-                    after = _torch.dynamo_graph_breaks()
+                    after = dynamo_graph_breaks()
                     self._breaks[key] = [reason for reason, n in after.items() if n > before.get(reason, 0)]
 
         return call
@@ -132,7 +141,7 @@ class Templates:
         roles = roles_of(graph.graph, self.host, module, name)
         compilation = _Compilation(weakref.proxy(self), self._lower, self._budget, roles, name)
         with self.phases("aot"):
-            return _torch.dynamo_backend(
+            return dynamo_backend(
                 fw_compiler=compilation.forward,
                 bw_compiler=compilation.backward,
                 inference_compiler=compilation.inference,
@@ -143,11 +152,11 @@ class Templates:
 
     def lowered(self, region: str, kind: Kind, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """The code of one graph of a region."""
-        hits = _torch.inductor_cache_hits()
+        hits = inductor_cache_hits()
         with self.announcer.graph(region, kind):
             run = lowering.compile_graph(self._lower, graph, inputs, kind, self.phases)
         self.templates += 1
-        self.found += _torch.inductor_cache_hits() - hits
+        self.found += inductor_cache_hits() - hits
         return run
 
     def region(self) -> tuple[str, frozenset[int]]:
@@ -196,7 +205,7 @@ class _Compilation:
         return self._forward(graph, inputs, None)
 
     def _forward(self, graph: fx.GraphModule, inputs: Sequence[Any], split: Split | None) -> Boxed:
-        metadata = _torch.aot_metadata()
+        metadata = aot_metadata()
         lowering.check_mutations(graph.graph, self._roles, metadata.input_info)
         metadata.bw_donated_idxs = []
         bind = forward_binder(self._templates, graph.graph, split)

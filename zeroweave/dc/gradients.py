@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import xxhash
 
-from zeroweave._torch import at_end_of_backward, current_graph_task
+from zeroweave._torch.autograd import at_end_of_backward, current_graph_task
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.dc.reduce_buckets import ReduceBuckets

@@ -23,7 +23,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from zeroweave import _torch
+from zeroweave._torch.fx import operator_schema
+from zeroweave._torch.inductor import inductor_reads_first
 from zeroweave.dc.runtime import runtime_of
 from zeroweave.errors import EngineError
 from zeroweave.runtime.storages import free_storages, owners_beside
@@ -144,7 +145,7 @@ def inductor_options(namespaces: Iterable[str]) -> dict[str, Any]:
 
     It also tells Inductor, once and for the process, to compute what reads an argument before the operator runs.
     """
-    _torch.inductor_reads_first(
+    inductor_reads_first(
         [
             getattr(getattr(torch.ops, namespace), name).default
             for namespace in namespaces
@@ -199,7 +200,7 @@ def _bases(graph: fx.Graph) -> dict[fx.Node, frozenset[fx.Node]]:
     """For each node, the placeholders whose storage its value may share."""
     bases: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
-        schema = _torch.operator_schema(node.target)
+        schema = operator_schema(node.target)
         if node.op == "placeholder":
             bases[node] = frozenset([node])
         elif schema is not None and all(value.alias_info is None for value in schema.returns):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from zeroweave._torch import version, view_base
+from zeroweave._torch.storages import version, view_base
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.storages import Saved

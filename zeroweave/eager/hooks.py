@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroweave._torch import map_tensors, recomputing
+from zeroweave._torch.autograd import recomputing
+from zeroweave._torch.fx import map_tensors
 from zeroweave.eager.access import Access
 from zeroweave.errors import EngineError
 from zeroweave.runtime.runtime import Runtime

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from zeroweave._torch import use_count
+from zeroweave._torch.storages import use_count
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import delivery
 from zeroweave.parameters.places import Places

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroweave._torch import map_tensors, recomputing
+from zeroweave._torch.autograd import recomputing
+from zeroweave._torch.fx import map_tensors
 from zeroweave.compile import Announcer, Templates, call_modules, find_regions, region_key
 from zeroweave.config import Config
 from zeroweave.eager.access import Access

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import xxhash
 
-from zeroweave._torch import version
+from zeroweave._torch.storages import version
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 

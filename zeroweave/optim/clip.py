@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from zeroweave._torch import foreach_norms
+from zeroweave._torch.foreach import foreach_norms
 
 
 def local_square_norm(gradients: Iterable[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:

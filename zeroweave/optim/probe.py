@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import nn
 
-from zeroweave import _torch
+from zeroweave._torch.optimizers import step_unheard, without_hooks
 from zeroweave.optim.states import is_cut
 
 _CAPS: Final[Mapping[int, tuple[int, ...]]] = {1: (521,), 2: (131, 129)}
@@ -252,7 +252,7 @@ class _Copy:
                     gradient = gradient.reshape(-1)[one.fragment(self._rank)]
                 parameter.grad = None if gradient is None or not parameter.numel() else gradient.clone()
         try:
-            _torch.step_unheard(self._optimizer)
+            step_unheard(self._optimizer)
         except Exception as error:
             raise _CannotProbe(f"a step of a copy of it fails ({type(error).__name__}: {error})") from error
 
@@ -287,7 +287,7 @@ def _copied(
         for group, copied in zip(groups, copies, strict=True):
             copied.update({key: _deep(value, memo, f"param_groups' {key!r}") for key, value in group.items()})
     attributes = {}
-    for name, value in _torch.without_hooks(optimizer).items():
+    for name, value in without_hooks(optimizer).items():
         if isinstance(value, torch.optim.Optimizer) and id(value) not in memo:
             attributes[name] = _copied(value, None, memo)
         else:

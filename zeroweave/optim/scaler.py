@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from zeroweave._torch import foreach_maxima
+from zeroweave._torch.foreach import foreach_maxima
 from zeroweave.config import Config
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.clip import clip_coefficient, global_norm

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zeroweave._torch import storage_key
+from zeroweave._torch.storages import storage_key
 from zeroweave.optim.fragments import Fragments
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload

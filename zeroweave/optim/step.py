@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zeroweave import _torch
+from zeroweave._torch.optimizers import has_step_hooks, is_step_replaced
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.optim.check import ELEMENT_WISE, check_optimizer
@@ -83,7 +83,7 @@ class ShardedOptimizer:
     def by_bucket(self) -> bool:
         """Whether buckets may be updated one at a time: a known optimizer that nobody listens to."""
         optimizer = self.optimizer
-        listened_to = _torch.has_step_hooks(optimizer) or _torch.is_step_replaced(optimizer)
+        listened_to = has_step_hooks(optimizer) or is_step_replaced(optimizer)
         return type(optimizer) in ELEMENT_WISE and not listened_to
 
     def update(self, bucket: int, gradient: torch.Tensor, absent: Set[int] = frozenset()) -> None:

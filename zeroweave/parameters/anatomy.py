@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from zeroweave import _torch
+from zeroweave._torch.modules import child_modules, is_compiled_function
 from zeroweave.errors import ParameterError
 
 
@@ -19,7 +19,7 @@ class Anatomy:
         named = [(name or "the model", module) for name, module in model.named_modules() if id(module) in own]
         self._attributes = [(name, vars(module)) for name, module in named]
         self._children = [
-            (f"{name}.{child}" if module is not model else child, _torch.child_modules(module), child, inner)
+            (f"{name}.{child}" if module is not model else child, child_modules(module), child, inner)
             for name, module in named
             for child, inner in module.named_children()
             if id(inner) in own
@@ -34,9 +34,7 @@ class Anatomy:
                 "resize_token_embeddings(...) does), so its parameters would not be trained; call engine.destroy(), "
                 "change the model, and initialize again with a new optimizer"
             )
-        compiled = [
-            name for name, own in self._attributes if "forward" in own and _torch.is_compiled_function(own["forward"])
-        ]
+        compiled = [name for name, own in self._attributes if "forward" in own and is_compiled_function(own["forward"])]
         if compiled:
             raise ParameterError(
                 f"{', '.join(compiled)}: forward was compiled with torch.compile under an engine; leave that out, "

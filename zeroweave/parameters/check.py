@@ -18,7 +18,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.weight_norm import WeightNorm
 
-from zeroweave import _torch
+from zeroweave._torch.modules import forward_pre_hooks, is_compiled_function, is_compiled_in_place, watch_rnn_weights
+from zeroweave._torch.storages import storage_key, use_count
+from zeroweave._torch.tensors import has_post_accumulate_hooks, has_tensor_hooks
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.stub import AtRest
 
@@ -90,9 +92,9 @@ def _check_wrappers(model: nn.Module, offenders: _Offenders) -> None:
                 offenders.add(_WRAPPERS[base.__name__], name)
                 break
         else:
-            if _torch.is_compiled_in_place(module):
+            if is_compiled_in_place(module):
                 offenders.add("compiled with module.compile(); leave that out, the engine compiles its regions", name)
-            if _torch.is_compiled_function(vars(module).get("forward")):
+            if is_compiled_function(vars(module).get("forward")):
                 offenders.add("forward = torch.compile(...); leave that out, the engine compiles its regions", name)
 
 
@@ -161,7 +163,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     last = first + int(reach) + 1
-    return _torch.storage_key(tensor), first * tensor.itemsize, last * tensor.itemsize
+    return storage_key(tensor), first * tensor.itemsize, last * tensor.itemsize
 
 
 def _check_sharing(model: nn.Module, parameters: dict[str, nn.Parameter], offenders: _Offenders) -> None:
@@ -190,7 +192,7 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
     normed = {
         id(parameter)
         for module in model.modules()
-        if any(isinstance(hook, WeightNorm) for hook in _torch.forward_pre_hooks(module))
+        if any(isinstance(hook, WeightNorm) for hook in forward_pre_hooks(module))
         for parameter in module.parameters(recurse=False)
     }
     watched = _weakly_referenced(model, parameters)
@@ -204,9 +206,9 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
             else:
                 reason = "in a live autograd graph; delete earlier losses and outputs"
             offenders.add(reason, name)
-        if _torch.has_tensor_hooks(parameter):
+        if has_tensor_hooks(parameter):
             offenders.add("has tensor hooks, which would never run; remove them, or hook modules instead", name)
-        if _torch.has_post_accumulate_hooks(parameter):
+        if has_post_accumulate_hooks(parameter):
             offenders.add("has post-accumulate-grad hooks, which would never run; remove them", name)
         if parameter.grad is not None:
             offenders.add("has a gradient; call model.zero_grad() first", name)
@@ -214,7 +216,7 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
 
 def _is_in_use(parameter: nn.Parameter) -> bool:
     """Does anything in C++ hold the parameter? An AccumulateGrad node is no obstacle."""
-    return _torch.use_count(parameter) > 1 + parameter.requires_grad
+    return use_count(parameter) > 1 + parameter.requires_grad
 
 
 def _await_references(parameters: dict[str, nn.Parameter]) -> None:
@@ -228,9 +230,9 @@ def _weakly_referenced(model: nn.Module, parameters: dict[str, nn.Parameter]) ->
     """Parameters with weak references other than those that RNN modules keep to their own weights."""
     rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for rnn in rnns:
-        _torch.watch_rnn_weights(rnn, watch=False)
+        watch_rnn_weights(rnn, watch=False)
     try:
         return {name for name, parameter in parameters.items() if weakref.getweakrefs(parameter)}
     finally:
         for rnn in rnns:
-            _torch.watch_rnn_weights(rnn, watch=True)
+            watch_rnn_weights(rnn, watch=True)

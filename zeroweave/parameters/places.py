@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zeroweave import _torch
+from zeroweave._torch.modules import parameter_entries, refresh_rnn_weights, watch_rnn_weights
+from zeroweave._torch.tensors import exchange
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.anatomy import Anatomy
 from zeroweave.parameters.check import check
@@ -46,7 +47,7 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
     current = ""
     other: torch.Tensor
     for rnn in rnns:
-        _torch.watch_rnn_weights(rnn, watch=False)
+        watch_rnn_weights(rnn, watch=False)
     try:
         for current, parameter in named.items():
             other = AtRest(reals[current], current, status)
@@ -60,7 +61,7 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
         for parameter, other in reversed(swapped):
             torch.utils.swap_tensors(parameter, other)
         for rnn in rnns:
-            _torch.watch_rnn_weights(rnn, watch=True)
+            watch_rnn_weights(rnn, watch=True)
         if isinstance(error, RuntimeError):
             raise ParameterError(
                 f"parameter {current!r} cannot be put to rest; nothing was changed: {error}"
@@ -96,7 +97,7 @@ class Places:
         self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._handles: list[RemovableHandle] = []
         for path, module in model.named_modules():
-            entries = _torch.parameter_entries(module)
+            entries = parameter_entries(module)
             for name, stub in entries.items():
                 if stub is not None:
                     self._entries.append((entries, name))
@@ -159,7 +160,7 @@ class Places:
         other: torch.Tensor = AtRest(parameter, name, self._status)
         vars(other).update({**vars(parameter), **vars(other)})
         try:
-            _torch.exchange(parameter, other)
+            exchange(parameter, other)
         except RuntimeError:
             return parameter
         content = cast(nn.Parameter, other)
@@ -187,8 +188,8 @@ class Places:
             full.__dict__.update({key: value for key, value in vars(stub).items() if key not in _OWN})
             torch.utils.swap_tensors(stub, full)
         for rnn in self._rnns:
-            _torch.refresh_rnn_weights(rnn)
-            _torch.watch_rnn_weights(rnn, watch=True)
+            refresh_rnn_weights(rnn)
+            watch_rnn_weights(rnn, watch=True)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -213,7 +214,7 @@ class Places:
             if i not in but:
                 entries[name] = new
         for rnn in self._rnns:
-            _torch.refresh_rnn_weights(rnn)
+            refresh_rnn_weights(rnn)
         self._shown = wanted
         if wanted is self._stubs:
             self._status.show(Showing.STUBS)
@@ -240,7 +241,7 @@ class _StateDictGuard:
 
     def __init__(self, module: nn.Module, path: str, parameter: str, status: StubStatus) -> None:
         self._where = f"of {path!r}, parameter {parameter!r}" if path else f"with parameter {parameter!r}"
-        self._own = tuple(_torch.parameter_entries(module))
+        self._own = tuple(parameter_entries(module))
         self._status = status
         self.handles: list[RemovableHandle] = [
             module.register_state_dict_pre_hook(self._before_save),

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zeroweave import _torch
+from zeroweave._torch.tensors import mark_as_parameter, metadata_getters, without_torch_function, wrapper_like
 from zeroweave.errors import ParameterError
 
 
@@ -58,7 +58,7 @@ _ANSWERED = frozenset(
         *_getters("shape dtype device layout requires_grad is_leaf grad_fn grad_dtype ndim name names itemsize"),
         *_getters("nbytes retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested"),
         *_getters("is_mkldnn is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan"),
-        *_torch.metadata_getters(),
+        *metadata_getters(),
         *_methods("size stride dim ndimension numel nelement element_size dim_order is_contiguous has_names"),
         *_methods("storage_offset get_device is_floating_point is_complex is_signed is_inference is_conj is_neg"),
         *_methods("is_shared is_distributed __len__ __hash__ __dir__"),
@@ -111,9 +111,9 @@ class AtRest(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, name: str, status: StubStatus) -> AtRest:
-        stub = _torch.wrapper_like(cls, like)
+        stub = wrapper_like(cls, like)
         stub._zeroweave_name, stub._zeroweave_status = name, status
-        _torch.mark_as_parameter(stub)
+        mark_as_parameter(stub)
         return stub
 
     def __init__(self, like: torch.Tensor, name: str, status: StubStatus) -> None:
@@ -144,7 +144,7 @@ class AtRest(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _ANSWERED or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
-            with _torch.without_torch_function():
+            with without_torch_function():
                 return func(*args, **(kwargs or {}))
         stub = _first_stub((args, kwargs))
         assert stub is not None, func  # else PyTorch would not have asked this class

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from zeroweave import _torch
+from zeroweave._torch.distributed import has_symmetric_memory
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, FIRST_UNSUPPORTED_TORCH = (2, 11), (2, 14)
@@ -128,7 +128,7 @@ def peer_access() -> Check:
     ]
     if apart:
         return Check(name, "ok", f"GPUs {', '.join(apart)} cannot reach each other's memory; not used yet")
-    found = _torch.has_symmetric_memory()
+    found = has_symmetric_memory()
     return Check(name, "ok", "available; not used yet" if found else "not in this PyTorch; not used yet")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from zeroweave._torch import foreach_add_
+from zeroweave._torch.foreach import foreach_add_
 from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.errors import EngineError, ZeroweaveError

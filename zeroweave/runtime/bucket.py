@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zeroweave._torch import owners, storage_key, storage_use_count, version
+from zeroweave._torch.storages import owners, storage_key, storage_use_count, version
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from zeroweave._torch import storage_use_count
+from zeroweave._torch.storages import storage_use_count
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Gatherer, Pending, Transport
 from zeroweave.layout import BucketLayout

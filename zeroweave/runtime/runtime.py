@@ -16,7 +16,8 @@ from functools import partial
 
 import torch
 
-from zeroweave._torch import accumulates, at_end_of_backward, current_graph_task, place_key, recomputing
+from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing
+from zeroweave._torch.storages import place_key
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from zeroweave._torch import checkpoint_segment
+from zeroweave._torch.autograd import checkpoint_segment
 from zeroweave.runtime.replay import Replay
 from zeroweave.schedule import Call
 
