@@ -89,6 +89,19 @@ def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int
 
 
 @pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("steps", "stage"),
+    [
+        pytest.param(2, 1, id="after the recorded step, whose peaks no schedule tells"),
+        pytest.param(4, 3, id="before the schedule changes by measured times"),
+    ],
+)
+def test_a_short_run_is_checked_by_a_step_that_follows_its_schedule(steps: int, stage: int) -> None:
+    done = zeroweave("demo", "--eager", "--steps", steps, "--stage", stage)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.matrix
 def test_an_error_of_a_rank_ends_the_demo_with_its_reason(tmp_path: Path) -> None:
     done = zeroweave("demo", "--eager", "--steps", 1, "--json", tmp_path / "no" / "such" / "folder.json")
     assert done.returncode == 1

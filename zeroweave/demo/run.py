@@ -134,6 +134,7 @@ class Demo:
             start = time.perf_counter()
             losses = self.train(engine)
             training = time.perf_counter() - start
+            engine.reschedule()  # figures are those of one step: no peak of an earlier schedule, no change at its end
             counted = measure.profiled(lambda: self.step(engine, settings.steps))
             stats, schedule = engine.stats, engine.schedule
             assert schedule is not None  # recorded and agreed in the first step
