@@ -40,6 +40,8 @@ def breaches(root: Path, code: str) -> list[str]:
         "del owner.fact",
         "setattr(owner, 'fact', 2)",
         "object.__setattr__(owner, 'fact', 2)",
+        "owner.__dict__['fact'] = 2",
+        "del vars(owner)['fact']",
         "for owner.fact in range(3): pass",
         "self.owner.fact = 2",
         "owner = Owner() if owner is None else owner; owner.fact = 2",
@@ -67,6 +69,14 @@ def test_a_write_from_outside_is_found(tmp_path, function, write):
 )
 def test_what_is_ones_own_or_other_peoples_may_be_written(tmp_path, write):
     assert breaches(tmp_path, f"def use(self, owner):\n    {write}\n") == []
+
+
+@pytest.mark.parametrize(
+    "write", ["setattr(owner, name, 2)", "object.__setattr__(owner, name, 2)", "vars(owner)[name] = 2"]
+)
+def test_an_attribute_whose_name_is_computed_may_be_any(tmp_path, write):
+    assert breaches(tmp_path, f"def use(owner, name):\n    {write}\n") == ["user.py:2: owner.?"]
+    assert breaches(tmp_path, f"def use(self, name):\n    {write.replace('owner', 'self')}\n") == []
 
 
 def test_what_another_function_has_made_is_another_object(tmp_path):

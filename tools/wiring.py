@@ -3,9 +3,11 @@
     python tools/wiring.py zeroweave/runtime zeroweave/comm ...
 
 Lists each place in these files and folders where an attribute of an object other than `self` or `cls` is assigned,
-deleted or set with `setattr`, and ends with status 1 where there is one. Meant are the attributes that a class of the
-package owns: it assigns them on `self`, or declares them in its body. Those of other people's objects (`sys.argv`, a
-tensor's `grad`) are not. An object that the same function has made does not count as another one.
+deleted, set with `setattr` or put into its `__dict__`, and ends with status 1 where there is one. Meant are the
+attributes that a class of the package owns: it assigns them on `self`, or declares them in its body. Those of other
+people's objects (`sys.argv`, a tensor's `grad`) are not. An attribute whose name is computed may be any. An object that
+the same function has made does not count as another one. What `vars(tensor).update(vars(other))` copies is not seen:
+so parameters carry what their users have put on them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _OWN = ("self", "cls")
 _TENSORS = {"data", "grad", "requires_grad"}
 """What tensors let everybody write, whatever a class of the package calls so."""
+_ANY = "?"
+"""The name of an attribute that is computed."""
 
 
 class Package:
@@ -44,7 +48,7 @@ class Package:
                 own = {*_OWN, *self._made(scope)}
                 for node in _inside(scope):
                     write = _written(node)
-                    if write is not None and write[1] in self.attributes and not _is_named(write[0], own):
+                    if write is not None and write[1] in (*self.attributes, _ANY) and not _is_named(write[0], own):
                         yield f"{file}:{node.lineno}: {ast.unparse(write[0])}.{write[1]}"
 
     def _made(self, scope: ast.AST) -> set[str]:
@@ -82,11 +86,19 @@ def _written(node: ast.AST) -> tuple[ast.expr, str] | None:
     match node:
         case ast.Attribute(value, name, ast.Store() | ast.Del()):
             return value, name
-        case ast.Call(ast.Name("setattr" | "delattr"), [value, ast.Constant(str(name)), *_]):
-            return value, name
-        case ast.Call(ast.Attribute(_, "__setattr__" | "__delattr__"), [value, ast.Constant(str(name)), *_]):
-            return value, name
+        case ast.Call(ast.Name("setattr" | "delattr"), [value, name, *_]):
+            return value, _literal(name)
+        case ast.Call(ast.Attribute(_, "__setattr__" | "__delattr__"), [value, name, *_]):
+            return value, _literal(name)
+        case ast.Subscript(ast.Attribute(value, "__dict__"), name, ast.Store() | ast.Del()):
+            return value, _literal(name)
+        case ast.Subscript(ast.Call(ast.Name("vars"), [value]), name, ast.Store() | ast.Del()):
+            return value, _literal(name)
     return None
+
+
+def _literal(name: ast.expr) -> str:
+    return str(name.value) if isinstance(name, ast.Constant) else _ANY
 
 
 def _is_named(value: ast.expr, names: Iterable[str]) -> bool:

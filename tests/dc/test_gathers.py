@@ -52,7 +52,7 @@ def test_what_is_prefetched_together_is_one_launch(runtime: dc.Runtime) -> None:
     for ds_id, shard in enumerate(shards):
         registry.register_z3_param(ds_id, [4], shard, torch.zeros(4), persistent=ds_id == 3)
     registry.register_graph(7, range(4), True, True, lambda graph_id: None)
-    gathers = Gathers(registry, transport.together)
+    gathers = Gathers(registry, transport)
 
     with pytest.raises(ParameterError, match="not the memory that was registered"):
         gathers.prefetch_params_fused(7, [shards[0], torch.zeros(4)], [0, 1])

@@ -64,7 +64,7 @@ def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     with without_torch_function():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # else a later hook would replace the earlier
-            mine, theirs = getattr(tensor, name), getattr(other, name)
-            setattr(tensor, name, theirs)
-            setattr(other, name, mine)
+        # Else a later hook would replace the earlier.
+        tensor._backward_hooks, other._backward_hooks = other._backward_hooks, tensor._backward_hooks
+        mine, theirs = tensor._post_accumulate_grad_hooks, other._post_accumulate_grad_hooks
+        tensor._post_accumulate_grad_hooks, other._post_accumulate_grad_hooks = theirs, mine

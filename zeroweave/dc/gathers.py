@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import torch
 from torch.autograd.graph import increment_version
 
+from zeroweave.comm.transport import Transport
 from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.runtime.flat import ShardedFlat
 
 
 class Gathers:
-    """The gathered parameters of one runtime. `together`: the scope in which gathers are issued in one launch."""
+    """The gathered parameters of one runtime."""
 
-    def __init__(self, registry: Registry, together: Callable[[], AbstractContextManager[None]]) -> None:
-        self._registry, self._together = registry, together
+    def __init__(self, registry: Registry, transport: Transport) -> None:
+        self._registry, self._transport = registry, transport
         self._prefetched: set[int] = set()
         """parameters that a prefetch holds for the next `allgather_param`"""
         self._releases: Counter[int] = Counter()
@@ -65,7 +65,7 @@ class Gathers:
             _check_partition(parameter, flat, ds_tensor)
             if ds_id not in self._prefetched:
                 wanted[ds_id] = parameter, flat
-        with self._together():
+        with self._transport.together():
             for ds_id, (parameter, flat) in wanted.items():
                 self._prefetched.add(ds_id)
                 _unshard(parameter, flat)

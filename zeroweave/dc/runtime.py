@@ -114,8 +114,7 @@ class Runtime:
             self.device,
             self._check,
         )
-        wire = self.transport  # whose way may change
-        return _Parts(registry, gradients, Gathers(registry, lambda: wire.together()))
+        return _Parts(registry, gradients, Gathers(registry, self.transport))
 
     @property
     def _parts(self) -> _Parts:

@@ -249,7 +249,9 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any) -> Engine:
     hook_gradients(runtime)
     shown = Shown(runtime, parts.places, access)
     calls = Calls(parts.model, runtime, settings, access, shown, rank, lambda: progress.step == 0)
-    scaler = _scaler(parts)
+    layouts = [b.layout for b in runtime.buckets.values()]
+    looks = checks(settings, layouts)
+    scaler = Scaler(runtime.gradients, loss_scale_of(settings, layouts), looks, parts.transport, parts.device)
     window = Window(parts, scaler, scheduler, shown)
     runtime.attach(window)
     if settings.gather_after_step:
@@ -257,16 +259,6 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any) -> Engine:
     step = OptimizerStep(parts, window, scaler, scheduler, shown, _adaptive(parts), lr_scheduler)
     values = Values(parts, window, scaler, shown)
     return Engine(parts, calls, scheduler, window, step, values, samples)
-
-
-def _scaler(parts: EngineParts) -> Scaler:
-    layouts = [b.layout for b in parts.runtime.buckets.values()]
-    scale, looks, transport = loss_scale_of(parts.config, layouts), checks(parts.config, layouts), parts.transport
-
-    def all_reduce(tensor: torch.Tensor) -> None:
-        transport.all_reduce_sum(tensor)  # the way there may be another in the next step
-
-    return Scaler(parts.runtime.gradients, scale, looks, all_reduce, parts.device)
 
 
 def _adaptive(parts: EngineParts) -> Adaptive | None:

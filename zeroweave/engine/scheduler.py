@@ -154,7 +154,7 @@ class Scheduler:
         A step that was not `applied` says nothing about the time that steps take.
         """
         if self._transport.skips:  # nothing that is tried out decides anything
-            self.abandon()
+            self.abort()
             return self.schedule
         step = self._take_step() if applied else None
         if not adopt:
@@ -203,7 +203,7 @@ class Scheduler:
         self._runtime.replay.executor.note_times(timeline)
         self._transport.time(None if timeline is None else timeline.collectives)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """What was timed of the open window is no step."""
         self._time(self._timeline is not None)
 

@@ -28,13 +28,12 @@ class Snapshot:
     trained parameters, the optimizer state and the buffers, on their devices.
     """
 
-    def __init__(self, parts: EngineParts, lr_scheduler: Any) -> None:
+    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep) -> None:
         self._runtime, self._device = parts.runtime, parts.device
         self._schedule = self._runtime.replay.schedule
         self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._attributes: list[tuple[object, str, Any]] = []
         self._seen: set[int] = set()
         self._runtime.transfers.finish()  # what lies in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
@@ -44,20 +43,11 @@ class Snapshot:
             self._keep(module._buffers)
         if parts.optimizer is not None:
             self._keep(parts.optimizer.optimizer)
-        if hasattr(lr_scheduler, "__dict__"):
-            self._keep(vars(lr_scheduler))
-        self.attributes(parts.progress, "step")
-        self.attributes(self._runtime, "compiled_calls", "eager_calls")
-        self.attributes(self._runtime.replay, "departures", "on_demand")
+        if hasattr(step.lr_scheduler, "__dict__"):
+            self._keep(vars(step.lr_scheduler))
+        self._back = [owner.remember() for owner in (parts.progress, self._runtime, window, step)]
         self._random = torch.get_rng_state()
         self._device_random = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-
-    def attributes(self, owner: object, *names: str) -> None:
-        """Keeps these attributes of an object, too."""
-        for name in names:
-            value = getattr(owner, name)
-            self._attributes.append((owner, name, value))
-            self._keep(value)
 
     def _keep(self, value: object) -> None:
         """Keeps the contents of tensors and containers, and the attributes of optimizers and schedulers.
@@ -90,8 +80,8 @@ class Snapshot:
     def restore(self) -> None:
         """Everything is as it was. To be called between windows, with nothing gathered; local."""
         self._runtime.transfers.finish()
-        for owner, name, value in self._attributes:
-            setattr(owner, name, value)
+        for bring_back in self._back:
+            bring_back()
         for table, entries in self._dicts:
             table.clear()
             table.update(entries)
@@ -120,9 +110,7 @@ def tried_out(parts: EngineParts, window: Window, step: OptimizerStep, values: V
         was_open = shown.is_open
         shown.close()
         window.abort()  # nothing stays gathered
-        before = Snapshot(parts, step.lr_scheduler)
-        window.keep(before.attributes)
-        step.keep(before.attributes)
+        before = Snapshot(parts, window, step)
     with ExitStack() as after:  # all of it, whichever raises; the last first
         if was_open:
             after.callback(_reopen, parts, shown)

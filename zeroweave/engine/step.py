@@ -51,10 +51,15 @@ class OptimizerStep:
         """what the last one and its window have sent; at first, what `initialize` has"""
         parts.ledger.begin_step()
 
-    def keep(self, attributes: Callable[..., None]) -> None:
-        """Tells `attributes(owner, *names)` what steps change."""
-        attributes(self, "skipped", "applied", "executed")
-        self._scaler.keep(attributes)
+    def remember(self) -> Callable[[], None]:
+        """What brings back what steps change, here and in the scaler."""
+        now, scaler_back = (self.skipped, self.applied, self.executed), self._scaler.remember()
+
+        def back() -> None:
+            self.skipped, self.applied, self.executed = now
+            scaler_back()
+
+        return back
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See `Engine.clip_grad_norm_`."""
@@ -114,9 +119,9 @@ class OptimizerStep:
         return found
 
     def _ask(self, candidate: Schedule) -> Found:
-        gradients = self._runtime.gradients
+        gradients, viewed = self._runtime.gradients, self._runtime.replay.lingering.viewed()
         return self._parts.agreements.step(
-            gradients.had_gradient(), gradients.late(), self._runtime.viewed(), candidate, self._nonfinite
+            gradients.had_gradient(), gradients.late(), viewed, candidate, self._nonfinite
         )
 
     def _nonfinite(self) -> bool:
@@ -140,7 +145,7 @@ class OptimizerStep:
         runtime.next_window(self._scheduler.next(candidate, found.decision.adopt, applied))
         runtime.release_kept()
         if applied:
-            runtime.rewrite_views(found.viewed)
+            runtime.replay.lingering.rewrite(found.viewed)
         self._scaler.next_window(stepped=applied)
         if self._adaptive is not None and applied and not parts.transport.skips:
             self._adaptive.step_ended(self._scheduler.settled)

@@ -192,7 +192,7 @@ class Values:
             if refused:
                 raise EngineError(refused)  # on all ranks, or those that did not raise by themselves
         finally:
-            written.forget(buckets)
+            written.abort(buckets)
             self.shown.close()
             if self._parts.config.gather_after_step and not self._guard.lost:
                 self.shown.open()
@@ -259,8 +259,8 @@ class Values:
 
     def rewrite_views(self) -> None:
         """Views that user code keeps show new values. Collective."""
-        viewed = self._parts.agreements.union("which parameters are viewed", self._runtime.viewed())
-        self._runtime.rewrite_views(viewed)
+        lingering = self._runtime.replay.lingering
+        lingering.rewrite(self._parts.agreements.union("which parameters are viewed", lingering.viewed()))
 
 
 def tell_dropped(lacking: str, rank: int) -> None:

@@ -53,9 +53,14 @@ class Window(Observer):
         self._warned = False
         """was it said that a loss was not?"""
 
-    def keep(self, attributes: Callable[..., None]) -> None:
-        """Tells `attributes(owner, *names)` what steps change."""
-        attributes(self, "micro_steps", "_boundary")
+    def remember(self) -> Callable[[], None]:
+        """What brings back, of all that steps change, what `abort` leaves."""
+        now = self.micro_steps, self._boundary
+
+        def back() -> None:
+            self.micro_steps, self._boundary = now
+
+        return back
 
     # ------------------------------------------------------------------ backwards
     def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
@@ -183,7 +188,7 @@ class Window(Observer):
         with self._guard.cleaning():
             self._runtime.abort()
             self._runtime.next_window(schedule)
-            self._scheduler.abandon()
+            self._scheduler.abort()
             self._shown.reset()
             self._scaler.next_window()
             self._parts.stubs.gradients_gone()

@@ -88,7 +88,7 @@ def keep(buckets: Sequence[Bucket], before: list[int], control: Control, label: 
     return ""
 
 
-def forget(buckets: Iterable[Bucket]) -> None:
+def abort(buckets: Iterable[Bucket]) -> None:
     """Takes what was written as not written: the shards have the old values, and the next gather brings them back."""
     for bucket in buckets:
         if bucket.written:

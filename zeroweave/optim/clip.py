@@ -40,12 +40,3 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     Of a norm that is not finite it is 0 or NaN, as in torch; whoever skips such steps looks at the norm.
     """
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def global_norm(
-    gradients: Iterable[torch.Tensor],
-    all_reduce: Callable[[torch.Tensor], object],
-    device: torch.device | None = None,
-) -> torch.Tensor:
-    """The global 2-norm of all ranks' gradients, fp32, 0-dim; see `local_square_norm` and `total_norm`."""
-    return total_norm(local_square_norm(gradients, device), all_reduce)

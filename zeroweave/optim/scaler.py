@@ -13,9 +13,10 @@ from typing import Final
 import torch
 
 from zeroweave._torch.foreach import foreach_maxima
+from zeroweave.comm.transport import Transport
 from zeroweave.config import Config
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.clip import clip_coefficient, global_norm
+from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
 from zeroweave.runtime.gradients import Gradients
 
 _LARGEST: Final = 2.0**127
@@ -72,6 +73,15 @@ class LossScale:
         else:
             self.value = max(self.value / 2.0, self._minimum)
 
+    def remember(self) -> Callable[[], None]:
+        """What brings the scale and its counters back to what they are now."""
+        now = self.value, self.good_steps, self.patience
+
+        def back() -> None:
+            self.value, self.good_steps, self.patience = now
+
+        return back
+
 
 def loss_scale_of(config: Config, layouts: Iterable[BucketLayout]) -> LossScale | None:
     """The loss scale that a config asks for: where it names none, a dynamic one if anything is trained in float16."""
@@ -101,7 +111,7 @@ def checks(config: Config, layouts: Iterable[BucketLayout]) -> bool:
 class Scaler:
     """What is done to a window's gradients on this rank between their reduction and the optimizer.
 
-    `loss_scale`: None for none. `checks`: see the function. `all_reduce` sums a tensor over the ranks, in place.
+    `loss_scale`: None for none. `checks`: see the function.
     """
 
     def __init__(
@@ -109,11 +119,11 @@ class Scaler:
         gradients: Gradients,
         loss_scale: LossScale | None,
         checks: bool,
-        all_reduce: Callable[[torch.Tensor], object],
+        transport: Transport,
         device: torch.device,
     ) -> None:
         self.checks = checks
-        self._gradients, self._all_reduce, self._device = gradients, all_reduce, device
+        self._gradients, self._transport, self._device = gradients, transport, device
         self.loss_scale = loss_scale or LossScale(1.0)
         self.norm: torch.Tensor | None = None
         """the global norm that the last clipping found"""
@@ -128,7 +138,8 @@ class Scaler:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Makes the global 2-norm of the gradients at most `max_norm`; returns the norm before, fp32, 0-dim."""
         self._gradients.reductions.settle_all()
-        norm = global_norm(self._gradients.shards(), self._all_reduce, self._device)
+        local = local_square_norm(self._gradients.shards(), self._device)
+        norm = total_norm(local, self._transport.all_reduce_sum)
         if (factor := self._factor) is not None:
             norm = norm * factor
         coefficient = clip_coefficient(norm, max_norm)
@@ -180,7 +191,12 @@ class Scaler:
         if stepped:
             self.loss_scale.update(overflow=False)
 
-    def keep(self, attributes: Callable[..., None]) -> None:
-        """Tells `attributes(owner, *names)` what steps change."""
-        attributes(self, "norm")
-        attributes(self.loss_scale, "value", "good_steps", "patience")
+    def remember(self) -> Callable[[], None]:
+        """What brings the loss scale and the norm back to what they are now."""
+        norm, scale_back = self.norm, self.loss_scale.remember()
+
+        def back() -> None:
+            self.norm = norm
+            scale_back()
+
+        return back

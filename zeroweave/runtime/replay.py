@@ -73,11 +73,19 @@ class Replay:
         self.lingering = self.executor.lingering
         self.record = record
         self.schedule: Schedule | None = None
-        self.departures = 0
         self._depth = 1
-        self.on_demand = 0
-        """unshards that no schedule ordered although there was one"""
+        self.departures = self.on_demand = 0
+        """of the latter: unshards that no schedule ordered although there was one"""
         self._begin()
+
+    def remember(self) -> Callable[[], None]:
+        """What brings the counters back to what they are now."""
+        counters = self.departures, self.on_demand
+
+        def back() -> None:
+            self.departures, self.on_demand = counters
+
+        return back
 
     def _begin(self) -> None:
         self.record.clear()

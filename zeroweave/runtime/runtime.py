@@ -306,6 +306,16 @@ class Runtime:
         """Counts one call that did not run compiled code."""
         self.eager_calls += 1
 
+    def remember(self) -> Callable[[], None]:
+        """What brings the counters back to what they are now."""
+        calls, replay_back = (self.compiled_calls, self.eager_calls), self.replay.remember()
+
+        def back() -> None:
+            self.compiled_calls, self.eager_calls = calls
+            replay_back()
+
+        return back
+
     # ------------------------------------------------------------------ backward
     def note_backward(self, trains: bool = False) -> None:
         """Called at every sign of a backward: the first one begins it.
@@ -376,14 +386,6 @@ class Runtime:
         self._inference.next_window(None)
         self.replay.lingering.sweep()
         self._inference.lingering.sweep()
-
-    def viewed(self) -> bytes:
-        """A byte per bucket, by id: 1 where user code still has a view of its flat."""
-        return self.replay.lingering.viewed()
-
-    def rewrite_views(self, viewed: bytes) -> None:
-        """The shards have changed: such views, of the buckets that all ranks agree on, show the new values."""
-        self.replay.lingering.rewrite(viewed)
 
     def abort(self) -> None:
         """Forgets the window and drops every hold: after an exception, or `zero_grad` in mid-window."""
