@@ -45,7 +45,7 @@ class Snapshot:
             self._keep(parts.optimizer.optimizer)
         if hasattr(step.lr_scheduler, "__dict__"):
             self._keep(vars(step.lr_scheduler))
-        self._back = [owner.remember() for owner in (parts.progress, self._runtime, window, step)]
+        self._back = [owner.remember() for owner in (parts.progress, self._runtime, self._runtime.replay, window, step)]
         self._random = torch.get_rng_state()
         self._device_random = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 

@@ -97,7 +97,6 @@ class Runtime:
         self.replay = Replay(self.buckets, self.gradients, policy.kept_by_stage, together, record, free, offloading)
         self._inference = Inference(self.buckets, self.gradients, policy.kept_by_stage, together)
         self.compiled_calls = self.eager_calls = 0
-        """over the engine's life"""
         self._frame: Frame | None = None
         self._training = True
         self._backward: int | None = None
@@ -308,11 +307,10 @@ class Runtime:
 
     def remember(self) -> Callable[[], None]:
         """What brings the counters back to what they are now."""
-        calls, replay_back = (self.compiled_calls, self.eager_calls), self.replay.remember()
+        calls = self.compiled_calls, self.eager_calls
 
         def back() -> None:
             self.compiled_calls, self.eager_calls = calls
-            replay_back()
 
         return back
 
