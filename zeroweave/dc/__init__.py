@@ -5,71 +5,40 @@ other groups can be made beside it; a graph id belongs to one Runtime, and the o
 find it by that id.
 """
 
-from zeroweave.config import RuntimeConfig
-from zeroweave.dc.functions import (
-    add_free_tensors,
-    cleanup,
-    enable_profiling,
-    end_forward,
-    free_tensors,
-    inductor_options,
-    init,
-    install_ops,
-    is_profiling,
-    lazy_init_symm_memory,
-    register_graph_z1,
-    register_graph_z2,
-    register_graph_z3,
-    register_param,
-    register_z3_param,
-    reset,
-    start_backward,
-    start_forward,
-    take_gradients,
-    update_param_grad_buffer,
-    zero_grad,
-)
-from zeroweave.dc.operators import (
-    allgather_param,
-    end_backward,
-    prefetch_params_fused,
-    reduce_grad,
-    release_param,
-    wait_allgather,
-)
-from zeroweave.dc.runtime import Runtime, runtime_of
-from zeroweave.dc.targets import GradientPartition
+from zeroweave.compile.frames import keep_package_from_dynamo
+from zeroweave.config import RuntimeConfig as RuntimeConfig
+from zeroweave.dc.default import cleanup as cleanup
+from zeroweave.dc.default import init as init
+from zeroweave.dc.default import of_default
+from zeroweave.dc.operators import add_free_tensors as add_free_tensors
+from zeroweave.dc.operators import allgather_param as allgather_param
+from zeroweave.dc.operators import end_backward as end_backward
+from zeroweave.dc.operators import free_tensors as free_tensors
+from zeroweave.dc.operators import inductor_options as inductor_options
+from zeroweave.dc.operators import install_ops as install_ops
+from zeroweave.dc.operators import prefetch_params_fused as prefetch_params_fused
+from zeroweave.dc.operators import reduce_grad as reduce_grad
+from zeroweave.dc.operators import release_param as release_param
+from zeroweave.dc.operators import wait_allgather as wait_allgather
+from zeroweave.dc.runtime import Runtime as Runtime
+from zeroweave.dc.runtime import runtime_of as runtime_of
+from zeroweave.dc.targets import GradientPartition as GradientPartition
 
-__all__ = [
-    "GradientPartition",
-    "Runtime",
-    "RuntimeConfig",
-    "add_free_tensors",
-    "allgather_param",
-    "cleanup",
-    "enable_profiling",
-    "end_backward",
-    "end_forward",
-    "free_tensors",
-    "inductor_options",
-    "init",
-    "install_ops",
-    "is_profiling",
-    "lazy_init_symm_memory",
-    "prefetch_params_fused",
-    "reduce_grad",
-    "register_graph_z1",
-    "register_graph_z2",
-    "register_graph_z3",
-    "register_param",
-    "register_z3_param",
-    "release_param",
-    "reset",
-    "runtime_of",
-    "start_backward",
-    "start_forward",
-    "take_gradients",
-    "update_param_grad_buffer",
-    "wait_allgather",
-    "zero_grad",
-]
+register_param = of_default(Runtime.register_param)
+register_z3_param = of_default(Runtime.register_z3_param)
+update_param_grad_buffer = of_default(Runtime.update_param_grad_buffer)
+register_graph_z1 = of_default(Runtime.register_graph_z1)
+register_graph_z2 = of_default(Runtime.register_graph_z2)
+register_graph_z3 = of_default(Runtime.register_graph_z3)
+start_forward = of_default(Runtime.start_forward)
+end_forward = of_default(Runtime.end_forward)
+start_backward = of_default(Runtime.start_backward)
+take_gradients = of_default(Runtime.take_gradients)
+zero_grad = of_default(Runtime.zero_grad)
+enable_profiling = of_default(Runtime.enable_profiling)
+is_profiling = of_default(Runtime.is_profiling)
+reset = of_default(Runtime.reset)
+lazy_init_symm_memory = of_default(Runtime.lazy_init_symm_memory)
+
+install_ops("zeroweave")
+keep_package_from_dynamo("zeroweave")

@@ -25,7 +25,6 @@ class Gathers:
         """how many of its users have released a parameter"""
 
     def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """See `Runtime.allgather_param`."""
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = _flat(parameter)
         _check_partition(parameter, flat, ds_tensor)
@@ -36,7 +35,6 @@ class Gathers:
         return flat.flat[: parameter.numel].view(parameter.shape)  # one tensor more that views the flat, not two
 
     def wait_allgather(self, gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """See `Runtime.wait_allgather`."""
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = _flat(parameter)
         if not flat.holds:
@@ -45,7 +43,6 @@ class Gathers:
         return gathered
 
     def release_param(self, gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
-        """See `Runtime.release_param`."""
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = _flat(parameter)
         self._releases[ds_id] += 1
@@ -57,7 +54,6 @@ class Gathers:
         flat.reshard(handed_in=1)
 
     def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
-        """See `Runtime.prefetch_params_fused`."""
         wanted: dict[int, tuple[RegisteredParameter, ShardedFlat]] = {}
         for ds_tensor, ds_id in zip(ds_tensors, ds_ids, strict=True):
             _, parameter = self._registry.of(graph_id, ds_id)

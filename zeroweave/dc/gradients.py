@@ -73,7 +73,6 @@ class WindowGradients:
         """has a forward of the next window begun?"""
 
     def start_backward(self, update: bool) -> None:
-        """See `Runtime.start_backward`."""
         self.check_finished()
         if self._update and not self._ended:
             raise EngineError("start_backward: the updating backward was not ended; call end_backward or zero_grad()")
@@ -106,7 +105,6 @@ class WindowGradients:
             raise EngineError("an earlier backward did not finish; call zero_grad() and start the window anew")
 
     def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """See `Runtime.reduce_grad`."""
         graph, parameter = self._registry.of(graph_id, ds_id)
         self._check_begun(f"reduce_grad of {parameter.name}")
         if tuple(grad.shape) != parameter.shape:
@@ -166,7 +164,6 @@ class WindowGradients:
         self._check_reductions()
 
     def end_backward(self, graph_id: int, release_reduce_buckets: bool | None = None) -> None:
-        """See `Runtime.end_backward`."""
         self._registry.graph(graph_id)
         self._check_begun("end_backward")
         if release_reduce_buckets is False:
@@ -195,7 +192,6 @@ class WindowGradients:
         self._ended = True
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
-        """See `Runtime.update_param_grad_buffer`."""
         self._reductions.settle_all()  # what is under way may be on its way into the old one
         old = self._registry.parameter(ds_id).buffer
         self._registry.update_param_grad_buffer(ds_id, grad_buffer)
@@ -281,7 +277,6 @@ class WindowGradients:
         return new
 
     def take_gradients(self) -> GradientPartition:
-        """See `Runtime.take_gradients`."""
         if not (self._update and self._ended):
             raise EngineError("take_gradients: call it once, after the end of the updating backward")
         taken = self._step_partition()

@@ -25,6 +25,7 @@ from torch import fx
 
 from zeroweave._torch.fx import operator_schema
 from zeroweave._torch.inductor import inductor_reads_first
+from zeroweave.dc.default import free_threshold
 from zeroweave.dc.runtime import runtime_of
 from zeroweave.errors import EngineError
 from zeroweave.runtime.storages import free_storages, owners_beside
@@ -41,21 +42,26 @@ SCHEMAS = {
 }
 
 
-def install(namespace: str, threshold: Callable[[], int]) -> torch.library.Library:
-    """Defines `torch.ops.<namespace>.*`; they live as long as what is returned.
+_LIBRARIES: Final[dict[str, torch.library.Library]] = {}
+"""The operators live as long as these."""
 
-    `threshold()` is that of `free_tensors`, in elements.
-    EngineError, and nothing is defined, where the namespace has an operator of one of the names.
+
+def install_ops(namespace: str) -> None:
+    """Defines the operators as `torch.ops.<namespace>.*`, too; a second call does nothing.
+
+    EngineError, and nothing is defined, where the namespace has an operator of one of the names from elsewhere.
     """
+    if namespace in _LIBRARIES:
+        return
     taken = [name for name in SCHEMAS if hasattr(getattr(torch.ops, namespace), name)]
     if taken:
         raise EngineError(f"torch.ops.{namespace} has operators of other origin: {', '.join(taken)}")
-    library = torch.library.Library(namespace, "FRAGMENT")
+    library = _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
 
     def free(tensors: Sequence[torch.Tensor]) -> None:
         # asked each time: how Python calls functions changes when Dynamo is first used
         held = _owners_of_a_variable(getattr(torch.ops, namespace)._owners.default)
-        free_storages(tensors, threshold(), held)
+        free_storages(tensors, free_threshold(), held)
 
     kernels = {
         "reduce_grad": reduce_grad,
@@ -73,7 +79,6 @@ def install(namespace: str, threshold: Callable[[], int]) -> torch.library.Libra
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         if name != "_owners":
             torch.library.register_fake(f"{namespace}::{name}", _FAKES.get(name, _nothing), lib=library)
-    return library
 
 
 # ---------------------------------------------------------------------- calls of the runtime that a graph belongs to
@@ -140,15 +145,21 @@ def _owners_of_a_variable(count: Callable[[list[torch.Tensor]], list[int]]) -> i
     return count([variable])[0]
 
 
-def inductor_options(namespaces: Iterable[str]) -> dict[str, Any]:
-    """Inductor's options under which the operators of `namespaces` do in its code what they do in the graph.
+def free_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    """`Runtime.free_tensors` of the default runtime; above the default threshold while there is none."""
+    free_storages(tensors, free_threshold(), held=1)
 
-    It also tells Inductor, once and for the process, to compute what reads an argument before the operator runs.
+
+def inductor_options() -> dict[str, Any]:
+    """Inductor's options under which the operators do in its code what they do in the graph.
+
+    To be called after `install_ops`, and its result handed to `torch._inductor.config.patch` around a compilation. It
+    also tells Inductor, once and for the process, to compute what reads an argument before the operator runs.
     """
     inductor_reads_first(
         [
             getattr(getattr(torch.ops, namespace), name).default
-            for namespace in namespaces
+            for namespace in _LIBRARIES
             for name, schema in SCHEMAS.items()
             if "!" in schema
         ]
@@ -169,12 +180,16 @@ def inductor_options(namespaces: Iterable[str]) -> dict[str, Any]:
     }
 
 
-def add_free_tensors(graph: fx.Graph, threshold: int, tensors: Iterable[fx.Node] | None = None) -> list[fx.Node]:
+def add_free_tensors(
+    graph: fx.Graph, tensors: Iterable[fx.Node] | None = None, threshold: int | None = None
+) -> list[fx.Node]:
     """Frees placeholders of a graph after their last use; returns those. `graph` is changed, not recompiled.
 
     `tensors`: the placeholders to look at, all by default; nodes carry their values in `meta["val"]`. Left out are
-    those of at most `threshold` elements, those that nobody uses, and whatever an output of the graph may alias.
+    those of at most `threshold` elements (None: the default runtime's), those that nobody uses, and whatever an output
+    of the graph may alias.
     """
+    threshold = free_threshold() if threshold is None else threshold
     order = {node: place for place, node in enumerate(graph.nodes)}
     bases = _bases(graph)
     returned = {base for node in graph.output_node().all_input_nodes for base in bases[node]}

@@ -68,7 +68,6 @@ class Registry:
         grad_buffer: torch.Tensor | None = None,
         offset: int = 0,
     ) -> None:
-        """See `Runtime.register_param`."""
         parameter = self._new(ds_id, ds_shape, grad_buffer, offset)
         self.check_tensor(parameter, "ds_tensor", ds_tensor)
         if tuple(ds_tensor.shape) != parameter.shape:
@@ -89,7 +88,6 @@ class Registry:
         grad_buffer: torch.Tensor | None = None,
         persistent: bool = False,
     ) -> None:
-        """See `Runtime.register_z3_param`."""
         parameter = self._new(ds_id, ds_shape, grad_buffer, 0)
         self.check_tensor(parameter, "ds_tensor", ds_tensor)
         size = ds_tensor.numel()
