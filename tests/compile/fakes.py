@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroweave.compile import Place, Region, Templates, find_regions, region_key
-from zeroweave.compile.bind import Part
+from zeroweave.compile.bind import Part, Place
+from zeroweave.compile.regions import Region, find_regions, region_key
+from zeroweave.compile.templates import Templates
 
 
 class Flat:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tests.compile.comparing import agree, gradients_of
 from tests.compile.fakes import FakeHost
 from tests.support.reference import Plain
-from zeroweave.compile import region_key
 from zeroweave.compile.fallback import differences
+from zeroweave.compile.regions import region_key
 
 pytestmark = pytest.mark.oldest
 

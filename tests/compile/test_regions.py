@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroweave.compile import call_modules, find_blocks, find_regions, region_key
+from zeroweave.compile.regions import call_modules, find_blocks, find_regions, region_key
 from zeroweave.errors import ConfigError
 
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from tests.compile.comparing import WIDTH, agree, compare, rows
 from tests.compile.fakes import FakeHost
 from tests.support.marks import slow
 from tests.support.reference import Expected, Plain
-from zeroweave.compile import region_key
+from zeroweave.compile.regions import region_key
 
 pytestmark = pytest.mark.oldest
 both = pytest.mark.parametrize("lower", ["aot_eager", pytest.param("inductor", marks=pytest.mark.matrix)])

@@ -67,7 +67,7 @@ def check(schedule: Schedule, costs: Costs) -> None:
     step = player.play(schedule.record, schedule)
     assert step is not None, "the step departed from its schedule"
     assert max(player.clock.now, player.transport.free) == prediction.seconds
-    assert step.exposed == prediction.exposed
+    assert step.waits == prediction.waits
     lanes = [(s.lane, s.start, s.stop) for s in prediction.spans if s.lane != "compute"]
     assert [(kind, over) for kind, _, _, over in player.transport.calls] == [(lane, stop) for lane, _, stop in lanes]
     assert [(o.kind, o.started, o.over) for o in step.operations] == lanes

@@ -261,7 +261,7 @@ def test_what_is_away_is_no_device_memory(seconds: float) -> None:
     last = schedule.instructions.index(run(forward(3)))
     assert before.peak == 1 + 32 and after.memory[last] == 1 + 16  # beside the flat
     assert after.peak == 1 + 24  # one comes back while the last backward runs
-    assert after.seconds == before.seconds and not after.exposed
+    assert after.seconds == before.seconds and not after.waits
     assert {span.lane for span in after.spans} == {"compute", "copy", "all_gather", "reduce_scatter"}
 
 

@@ -12,7 +12,9 @@ from torch import nn
 
 from zeroweave._torch.autograd import recomputing
 from zeroweave._torch.fx import map_tensors
-from zeroweave.compile import Announcer, Templates, call_modules, find_regions, region_key
+from zeroweave.compile.announce import Announcer
+from zeroweave.compile.regions import call_modules, find_regions, region_key
+from zeroweave.compile.templates import Templates
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors

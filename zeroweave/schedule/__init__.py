@@ -5,84 +5,48 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.build import Schedule, build
-from zeroweave.schedule.cost import Prediction, Span, simulate
-from zeroweave.schedule.facts import BucketFacts, Costs, Facts, Line
-from zeroweave.schedule.graph import Graph, dependencies
-from zeroweave.schedule.instructions import (
-    Call,
-    End,
-    Entered,
-    Event,
-    Free,
-    Fuse,
-    Instruction,
-    Left,
-    Micro,
-    Needed,
-    Offload,
-    Phase,
-    Ready,
-    Reduce,
-    Release,
-    Reload,
-    Reshard,
-    Run,
-    Settle,
-    Unshard,
-    Update,
-    Wait,
-)
-from zeroweave.schedule.measured import Measured
-from zeroweave.schedule.passes import PASSES, Pass
-from zeroweave.schedule.record import Moment, Operation, Operations, Step, costs_of
-from zeroweave.schedule.verify import verify
-
-__all__ = [
-    "PASSES",
-    "BucketFacts",
-    "Call",
-    "Costs",
-    "End",
-    "Entered",
-    "Event",
-    "Facts",
-    "Free",
-    "Fuse",
-    "Graph",
-    "Instruction",
-    "Left",
-    "Line",
-    "Measured",
-    "Micro",
-    "Moment",
-    "Needed",
-    "Offload",
-    "Operation",
-    "Operations",
-    "Pass",
-    "Phase",
-    "Prediction",
-    "Ready",
-    "Reduce",
-    "Release",
-    "Reload",
-    "Reshard",
-    "Run",
-    "Schedule",
-    "Settle",
-    "Span",
-    "Step",
-    "Unshard",
-    "Update",
-    "Wait",
-    "build",
-    "compile_schedule",
-    "costs_of",
-    "dependencies",
-    "simulate",
-    "verify",
-]
+from zeroweave.schedule.build import Schedule as Schedule
+from zeroweave.schedule.build import build as build
+from zeroweave.schedule.cost import Prediction as Prediction
+from zeroweave.schedule.cost import Span as Span
+from zeroweave.schedule.cost import simulate as simulate
+from zeroweave.schedule.facts import BucketFacts as BucketFacts
+from zeroweave.schedule.facts import Costs as Costs
+from zeroweave.schedule.facts import Facts as Facts
+from zeroweave.schedule.facts import Line as Line
+from zeroweave.schedule.graph import Graph as Graph
+from zeroweave.schedule.graph import dependencies as dependencies
+from zeroweave.schedule.instructions import Call as Call
+from zeroweave.schedule.instructions import End as End
+from zeroweave.schedule.instructions import Entered as Entered
+from zeroweave.schedule.instructions import Event as Event
+from zeroweave.schedule.instructions import Free as Free
+from zeroweave.schedule.instructions import Fuse as Fuse
+from zeroweave.schedule.instructions import Instruction as Instruction
+from zeroweave.schedule.instructions import Left as Left
+from zeroweave.schedule.instructions import Micro as Micro
+from zeroweave.schedule.instructions import Needed as Needed
+from zeroweave.schedule.instructions import Offload as Offload
+from zeroweave.schedule.instructions import Phase as Phase
+from zeroweave.schedule.instructions import Ready as Ready
+from zeroweave.schedule.instructions import Reduce as Reduce
+from zeroweave.schedule.instructions import Release as Release
+from zeroweave.schedule.instructions import Reload as Reload
+from zeroweave.schedule.instructions import Reshard as Reshard
+from zeroweave.schedule.instructions import Run as Run
+from zeroweave.schedule.instructions import Settle as Settle
+from zeroweave.schedule.instructions import Unshard as Unshard
+from zeroweave.schedule.instructions import Update as Update
+from zeroweave.schedule.instructions import Wait as Wait
+from zeroweave.schedule.measured import Measured as Measured
+from zeroweave.schedule.passes import PASSES as PASSES
+from zeroweave.schedule.passes import Pass as Pass
+from zeroweave.schedule.record import Moment as Moment
+from zeroweave.schedule.record import Operation as Operation
+from zeroweave.schedule.record import Operations as Operations
+from zeroweave.schedule.record import Step as Step
+from zeroweave.schedule.record import costs_of as costs_of
+from zeroweave.schedule.verify import verify as verify
 
 
 def compile_schedule(record: tuple[Event, ...], facts: Facts, passes: Sequence[Pass] = PASSES) -> Schedule:

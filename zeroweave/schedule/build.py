@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,6 +28,7 @@ from zeroweave.schedule.instructions import (
     Micro,
     Needed,
     Offload,
+    Prepares,
     Ready,
     Reduce,
     Release,
@@ -97,14 +98,23 @@ class Schedule:
                         last.add(index)
         return frozenset(first), frozenset(last)
 
-    def rearranged(self, moved: Mapping[int, Iterable[Instruction]], taken: Container[int] = ()) -> Schedule:
+    def rearranged(self, moved: Mapping[int, Iterable[Instruction]], taken: Collection[int] = ()) -> Schedule:
         """With ``moved[i]`` in front of index i, and without the instructions at the indices ``taken``."""
+        if not (moved or taken):
+            return self
         out: list[Instruction] = []
         for index, instruction in enumerate(self.instructions):
             out.extend(moved.get(index, ()))
             if index not in taken:
                 out.append(instruction)
-        return replace(self, instructions=tuple(out)) if moved else self
+        return replace(self, instructions=tuple(out))
+
+    def slot(self, index: int) -> int:
+        """The index in front of a ``Run`` and what prepares it; ``index`` itself for any other instruction."""
+        if isinstance(self.instructions[index], Run):
+            while index and isinstance(self.instructions[index - 1], Prepares):
+                index -= 1
+        return index
 
     def describe(self, instruction: Instruction) -> str:
         """One instruction in words, buckets by name: ``Run layers.0 forward [layers.0]``."""

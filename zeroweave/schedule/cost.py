@@ -64,11 +64,6 @@ class Prediction:
     memory: tuple[int, ...]
     spans: tuple[Span, ...]
 
-    @property
-    def exposed(self) -> float:
-        """Seconds of communication that no computation hides."""
-        return sum(self.waits.values())
-
     @cached_property
     def peak(self) -> int:
         """Bytes of flats, gradient flats and activations at most."""
@@ -97,7 +92,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     """
     _check(schedule, costs)
     copies = _Copies(schedule, costs)
-    sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
+    sizes = schedule.facts.sizes
     now = free = 0.0  # of the compute lane, of the collectives' lane
     event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
     due: list[tuple[int, int]] = []  # reductions that wait for the last of their Fuse: index, bucket
@@ -114,12 +109,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         spans.append(Span("compute", index, now, now + seconds))
         return now + seconds
 
+    def wait(index: int, until: float) -> float:
+        if until > now:
+            waits[index] = until - now
+        return max(now, until)
+
     for index, instruction in enumerate(schedule.instructions):
         if behind is not None and not isinstance(instruction, Unshard | Reshard | Fuse | Reload):
             now, behind = compute(*behind), None
-        if is_event(instruction) and (gap := copies.needed(event + 1) - now) > 0:
-            waits[index] = gap
-            now += gap
+        if is_event(instruction):
+            now = wait(index, copies.needed(event + 1))
         starts.append(now)
         match instruction:
             case Unshard(bucket):
@@ -135,9 +134,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
             case Reshard(bucket) if index in schedule.drops:
                 flats -= sizes[bucket]
             case Wait(bucket):
-                if (gap := arrives.get(bucket, 0.0) - now) > 0:
-                    waits[index] = gap
-                    now += gap
+                now = wait(index, arrives.get(bucket, 0.0))
             case Fuse(count):
                 together, launched = count, False
             case Run() | End() | Reduce():
@@ -158,16 +155,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                 else:
                     behind = index, costs.compute[event]
             case Settle(bucket):
-                if (gap := flying[bucket].popleft() - now) > 0:
-                    waits[index] = gap
-                    now += gap
+                now = wait(index, flying[bucket].popleft())
                 held -= sizes[bucket]
             case Offload(call, number):
                 spans.append(copies.start(index, (call, number), now))
             case Release(call, number):
-                if (gap := copies.over[call, number] - now) > 0:
-                    waits[index] = gap
-                    now += gap
+                now = wait(index, copies.over[call, number])
                 copies.away += copies.nbytes(call, number)
             case Reload(call, number):
                 spans.append(copies.start(index, (call, number), now))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean, linear_regression
 from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import Field
@@ -33,20 +34,17 @@ class Line:
     @classmethod
     def fit(cls, points: Iterable[tuple[int, float]]) -> Line:
         """The least-squares line through (bytes, seconds) with neither term negative; zero without points."""
-        points = list(points)
-        if not points:
-            return cls()
-        count = len(points)
-        mean_x, mean_y = sum(x for x, _ in points) / count, sum(y for _, y in points) / count
-        spread = sum((x - mean_x) ** 2 for x, _ in points)
-        beta = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
-        alpha = mean_y - beta * mean_x
-        if spread and beta >= 0.0 <= alpha:
-            return cls(alpha, beta)
-        if spread and beta < 0.0:
-            return cls(mean_y, 0.0)
-        squares = sum(x * x for x, _ in points)  # through the origin
-        return cls(0.0, sum(x * y for x, y in points) / squares) if squares else cls(mean_y, 0.0)
+        found = list(points)
+        sizes, seconds = [x for x, _ in found], [y for _, y in found]
+        if len(set(sizes)) > 1:
+            beta, alpha = linear_regression(sizes, seconds)
+            if beta < 0.0:
+                return cls(fmean(seconds), 0.0)
+            if alpha >= 0.0:
+                return cls(alpha, beta)
+        if any(sizes):  # through the origin, which is one of the points then: there may be no other
+            return cls(0.0, linear_regression([0, *sizes], [0.0, *seconds], proportional=True).slope)
+        return cls(fmean(seconds), 0.0) if found else cls()
 
 
 @dataclass(frozen=True)
@@ -156,6 +154,11 @@ class Facts:
     @cached_property
     def by_id(self) -> dict[int, BucketFacts]:
         return {bucket.id: bucket for bucket in self.buckets}
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Bytes of the full flats, by bucket."""
+        return {bucket.id: bucket.nbytes for bucket in self.buckets}
 
     def name(self, bucket: int) -> str:
         return self.by_id[bucket].name if bucket in self.by_id else f"<unknown bucket {bucket}>"

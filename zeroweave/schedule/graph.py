@@ -69,7 +69,7 @@ class Graph:
 
     def _seconds(self, costs: Costs) -> tuple[list[float], list[float | None]]:
         """Seconds of the compute stream for each instruction, and of the collective that it starts, if any."""
-        sizes = {bucket.id: bucket.nbytes for bucket in self.schedule.facts.buckets}
+        sizes = self.schedule.facts.sizes
         computing: list[float] = []
         sending: list[float | None] = []
         event = -1

@@ -27,7 +27,7 @@ Events
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -191,15 +191,24 @@ def ends(record: Iterable[Event]) -> frozenset[int]:
     return frozenset(marked)
 
 
+def _numbered(record: tuple[Event, ...]) -> Iterator[tuple[int, Event, bool]]:
+    """Each event, behind how many instructions of ``project`` it comes, and whether it becomes one of them."""
+    marked = ends(record)
+    before = 0
+    for index, event in enumerate(record):
+        becomes = isinstance(event, Entered | Ready) or index in marked
+        yield before, event, becomes
+        before += becomes
+
+
 def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
     """The ``Run``, ``End`` and ``Reduce`` instructions of every schedule of this record, in order."""
-    marked = ends(record)
     out: list[Run | End | Reduce] = []
-    for index, event in enumerate(record):
+    for _, event, becomes in _numbered(record):
         match event:
             case Entered(call, uses):
                 out.append(Run(call, uses))
-            case Left(call) if index in marked:
+            case Left(call) if becomes:
                 out.append(End(call))
             case Ready(bucket):
                 out.append(Reduce(bucket))
@@ -208,15 +217,7 @@ def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
 
 def boundaries(record: tuple[Event, ...]) -> frozenset[int]:
     """How many of the events of ``project`` come before each ``Micro``."""
-    marked = ends(record)
-    found: set[int] = set()
-    before = 0
-    for index, event in enumerate(record):
-        if isinstance(event, Micro):
-            found.add(before)
-        elif isinstance(event, Entered | Ready) or index in marked:
-            before += 1
-    return frozenset(found)
+    return frozenset(before for before, event, _ in _numbered(record) if isinstance(event, Micro))
 
 
 def needs(record: tuple[Event, ...]) -> dict[tuple[Call, int], tuple[int, int]]:
@@ -224,12 +225,8 @@ def needs(record: tuple[Event, ...]) -> dict[tuple[Call, int], tuple[int, int]]:
 
     The events are those of ``project``.
     """
-    marked = ends(record)
     found: dict[tuple[Call, int], tuple[int, int]] = {}
-    before = 0
-    for index, event in enumerate(record):
+    for before, event, _ in _numbered(record):
         if isinstance(event, Needed):
             found.setdefault((event.call, event.number), (before, event.nbytes))
-        elif isinstance(event, Entered | Ready) or index in marked:
-            before += 1
     return found

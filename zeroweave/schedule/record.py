@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from statistics import median_high
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.build import Schedule
@@ -80,46 +81,21 @@ class Copy:
 
 @dataclass(frozen=True)
 class Step:
-    """One recorded step that followed ``schedule`` to the end."""
+    """One recorded step that followed ``schedule`` to the end.
+
+    waits: how long the compute stream waited for a collective or a copy, for each instruction that did, by index.
+    """
 
     schedule: Schedule
     moments: tuple[Moment, ...]
     operations: tuple[Operation, ...]
-    copies: tuple[Copy, ...] = ()
+    copies: tuple[Copy, ...]
+    waits: dict[int, float]
 
     @property
     def seconds(self) -> float:
         """From the first instruction to the end of the last one."""
         return self.moments[-1].stop if self.moments else 0.0
-
-    @property
-    def exposed(self) -> float:
-        """Seconds in which the compute stream waited for collectives."""
-        return sum(operation.exposed for operation in self.operations)
-
-    @cached_property
-    def waits(self) -> dict[int, float]:
-        """How long the compute stream waited for a collective, for each instruction that waited, by index."""
-        over = {operation.index: operation.over for operation in self.operations}
-        gathered: dict[int, float] = {}
-        flying: dict[int, deque[float]] = {}
-        waits: dict[int, float] = {}
-        for index, moment in enumerate(self.moments):
-            until = moment.start
-            match moment.instruction:
-                case Unshard(bucket) if index in over:
-                    gathered[bucket] = over[index]
-                case Reduce(bucket) if index in over:
-                    flying.setdefault(bucket, deque()).append(over[index])
-                case Wait(bucket):
-                    until = gathered.get(bucket, until)
-                case Settle(bucket) if flying.get(bucket):
-                    until = flying[bucket].popleft()
-                case Release():
-                    until = moment.stop
-            if (waited := min(moment.stop, until) - moment.start) > 0:
-                waits[index] = waited
-        return waits
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -168,8 +144,10 @@ class Step:
         operations: list[Operation] = []
         flying: dict[int, deque[int]] = {}  # bucket -> its reductions' places in operations
         gathered: dict[int, int] = {}
+        waits: dict[int, float] = {}
         for index, moment in enumerate(moments):
-            instruction = moment.instruction
+            instruction, until = moment.instruction, moment.start
+            awaited: int | None = None  # place in operations
             started: tuple[Kind, tuple[float, float]] | None = None
             match instruction:
                 case Unshard(bucket) if index in schedule.gathers and gathers.get(bucket):
@@ -178,10 +156,19 @@ class Step:
                 case Reduce(bucket) if reductions.get(bucket):
                     started = ("reduce_scatter", reductions[bucket].popleft())
                     flying.setdefault(bucket, deque()).append(len(operations))
-                case Wait(bucket) if bucket in gathered:
-                    _expose(operations, gathered[bucket], moment)
+                case Wait(bucket):
+                    awaited = gathered.get(bucket)
                 case Settle(bucket) if flying.get(bucket):
-                    _expose(operations, flying[bucket].popleft(), moment)
+                    awaited = flying[bucket].popleft()
+                case Release():
+                    until = moment.stop
+            if awaited is not None:
+                until = operations[awaited].over
+            if (waited := min(moment.stop, until) - moment.start) > 0:
+                waits[index] = waited
+                if awaited is not None:
+                    each = operations[awaited]
+                    operations[awaited] = replace(each, exposed=each.exposed + waited)
             if started is not None:
                 kind, (issued, over) = started
                 facts = schedule.facts.by_id[instruction.bucket]  # type: ignore[union-attr]
@@ -195,7 +182,7 @@ class Step:
                 lane = f"the {kind} of {facts.name}"
             if is_event(instruction):
                 last = schedule.describe(instruction)
-        return cls(schedule, tuple(moments), tuple(operations), tuple(Copy(*each) for each in copies))
+        return cls(schedule, tuple(moments), tuple(operations), tuple(Copy(*each) for each in copies), waits)
 
 
 def _queues(
@@ -207,11 +194,6 @@ def _queues(
         queues = gathers if kind == "all_gather" else reductions
         queues.setdefault(bucket, deque()).append((issued, over))
     return gathers, reductions
-
-
-def _expose(operations: list[Operation], at: int, moment: Moment) -> None:
-    waited = min(moment.stop, max(moment.start, operations[at].over)) - moment.start
-    operations[at] = replace(operations[at], exposed=operations[at].exposed + waited)
 
 
 @dataclass(frozen=True)
@@ -257,13 +239,13 @@ def costs_of(steps: Sequence[Step], peak: int = 0) -> Costs:
                 updates.setdefault(moment.instruction.bucket, []).append(moment.stop - moment.start)
         for operation in step.operations:
             times[operation.kind].setdefault(operation.bucket, []).append(operation.seconds)
-    sizes = {bucket.id: bucket.nbytes for bucket in steps[0].schedule.facts.buckets}
+    sizes = steps[0].schedule.facts.sizes
     gathers, reductions = (
         {b: min(seconds) for b, seconds in sorted(times[kind].items())} for kind in ("all_gather", "reduce_scatter")
     )
     return Costs(
-        compute=tuple(_median(list(each)) for each in zip(*computes, strict=True)),
-        update={bucket: _median(seconds) for bucket, seconds in sorted(updates.items())},
+        compute=tuple(median_high(each) for each in zip(*computes, strict=True)),
+        update={bucket: median_high(seconds) for bucket, seconds in sorted(updates.items())},
         gathers=gathers,
         reductions=reductions,
         gather=Line.fit((sizes[b], seconds) for b, seconds in gathers.items()),
@@ -272,10 +254,6 @@ def costs_of(steps: Sequence[Step], peak: int = 0) -> Costs:
         peak=peak,
         copy=Line.fit((copy.nbytes, copy.stop - copy.start) for step in steps for copy in step.copies),
     )
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _compute(step: Step) -> list[float]:
@@ -294,7 +272,7 @@ def _activations(step: Step) -> list[int]:
     """
     schedule = step.schedule
     needed = needs(schedule.record)
-    sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
+    sizes = schedule.facts.sizes
     flats = 0
     base: int | None = None
     memory: list[int] = []

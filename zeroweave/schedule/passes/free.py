@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import Free, Update
 
@@ -17,10 +15,7 @@ def free(schedule: Schedule) -> Schedule:
     A backward uses up what its forward saved for it. What is left then belongs to graphs that were retained or
     never walked, and from the first update on they can give no gradient any more: their parameters change.
     """
-    instructions = schedule.instructions
-    if not schedule.facts.free or Free() in instructions:
+    if not schedule.facts.free or Free() in schedule.instructions:
         return schedule
-    first = next((n for n, i in enumerate(instructions) if isinstance(i, Update)), None)
-    if first is None:
-        return schedule
-    return replace(schedule, instructions=(*instructions[:first], Free(), *instructions[first:]))
+    first = next((n for n, i in enumerate(schedule.instructions) if isinstance(i, Update)), None)
+    return schedule if first is None else schedule.rearranged({first: [Free()]})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Final, TypeAlias
 
 from zeroweave.schedule.build import Schedule
@@ -90,7 +89,7 @@ def _fuse_gathers(schedule: Schedule) -> Schedule:
 
 def _pulled_up(schedule: Schedule, small: int, joins: _Joins) -> Schedule:
     """Launches of gathers into which at most ``small`` bytes were pulled up."""
-    sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
+    sizes = schedule.facts.sizes
     instructions = schedule.instructions
     launches: dict[int, list[int]] = {}  # index of the first gather -> all of its launch
     lead: int | None = None
@@ -136,7 +135,7 @@ def _fuse_reductions(schedule: Schedule) -> Schedule:
 
 def _due_together(schedule: Schedule, costs: Costs) -> list[list[int]]:
     """The reductions, by index, in runs of those that may share a launch."""
-    sizes = {bucket.id: bucket.nbytes for bucket in schedule.facts.buckets}
+    sizes = schedule.facts.sizes
     small, bounds = _room(costs.reduce), boundaries(schedule.record)
     runs: list[list[int]] = []
     members: set[int] = set()
@@ -169,24 +168,18 @@ def _due_together(schedule: Schedule, costs: Costs) -> list[list[int]]:
 def _launched(schedule: Schedule, launches: Iterable[Sequence[int]]) -> Schedule:
     """With each of these, by index, issued as one launch in the place of its first."""
     instructions = schedule.instructions
-    together = {launch[0]: list(launch) for launch in launches if len(launch) > 1}
-    if not together:
-        return schedule
-    # what is settled between reductions makes room for the later ones
-    settled = {
-        first: [n for n in range(first, launch[-1]) if isinstance(instructions[n], Settle)]
-        for first, launch in together.items()
-        if isinstance(instructions[first], Reduce)
-    }
-    moved = {index for launch in (*together.values(), *settled.values()) for index in launch}
-    out: list[Instruction] = []
-    for index, instruction in enumerate(instructions):
-        if index in together:
-            out += [instructions[each] for each in settled.get(index, ())]
-            out += [Fuse(len(together[index])), *(instructions[each] for each in together[index])]
-        elif index not in moved:
-            out.append(instruction)
-    return replace(schedule, instructions=tuple(out))
+    moved: dict[int, list[Instruction]] = {}
+    taken: set[int] = set()
+    for launch in launches:
+        if len(launch) > 1:
+            first = launch[0]
+            # what is settled between reductions makes room for the later ones
+            between = range(first, launch[-1]) if isinstance(instructions[first], Reduce) else ()
+            settled = [n for n in between if isinstance(instructions[n], Settle)]
+            moved[first] = [instructions[n] for n in settled]
+            moved[first] += [Fuse(len(launch)), *(instructions[n] for n in launch)]
+            taken.update(settled, launch)
+    return schedule.rearranged(moved, taken)
 
 
 def _cheapest(choices: Sequence[Schedule], costs: Costs) -> Schedule:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.instructions import Instruction, Reshard, Run, Unshard, Wait
+from zeroweave.schedule.instructions import Reshard, Run, Unshard, Wait
 from zeroweave.schedule.passes.room import within
 
 
@@ -35,7 +33,4 @@ def insert(schedule: Schedule) -> Schedule:
                 waits[bucket] -= 1
             case Run(_, uses) if uses:
                 candidates = {bucket: candidates[bucket] for bucket in uses if bucket in candidates}
-    if not dropped:
-        return schedule
-    kept: tuple[Instruction, ...] = tuple(i for n, i in enumerate(schedule.instructions) if n not in dropped)
-    return within(schedule, replace(schedule, instructions=kept))
+    return within(schedule, schedule.rearranged({}, dropped))

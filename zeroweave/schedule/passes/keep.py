@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
@@ -43,9 +42,7 @@ def keep(schedule: Schedule) -> Schedule:
 
 def _without_gaps(schedule: Schedule, buckets: frozenset[int]) -> Schedule:
     dropped = {index for bucket, gaps in _gaps(schedule).items() if bucket in buckets for gap in gaps for index in gap}
-    if not dropped:
-        return schedule
-    return replace(schedule, instructions=tuple(i for n, i in enumerate(schedule.instructions) if n not in dropped))
+    return schedule.rearranged({}, dropped)
 
 
 def _gaps(schedule: Schedule) -> dict[int, list[tuple[int, int, int]]]:

@@ -7,7 +7,7 @@ from collections import Counter
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event
-from zeroweave.schedule.instructions import Call, End, Instruction, Offload, Prepares, Release, Reload, Run, needs
+from zeroweave.schedule.instructions import Call, End, Instruction, Offload, Release, Reload, Run, needs
 
 
 def offload(schedule: Schedule) -> Schedule:
@@ -53,17 +53,13 @@ class _Runs:
         self.uses: list[set[int]] = []
         self.buckets: dict[Call, set[int]] = {}
         self.after: dict[tuple[Call, int], int] = {}
-        instructions = schedule.instructions
         begun: Counter[Call] = Counter()
         running: dict[Call, list[tuple[int, int]]] = {}
         events = 0
-        for index, instruction in enumerate(instructions):
+        for index, instruction in enumerate(schedule.instructions):
             if isinstance(instruction, Run):
                 call = instruction.call
-                slot = index
-                while slot and isinstance(instructions[slot - 1], Prepares):
-                    slot -= 1
-                self.slots.append(slot)
+                self.slots.append(schedule.slot(index))
                 self.events.append(events)
                 self.over.append(events + 1)
                 self.uses.append(set(instruction.uses))

@@ -11,7 +11,6 @@ from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import (
     Instruction,
     Phase,
-    Prepares,
     Reduce,
     Reshard,
     Run,
@@ -138,7 +137,7 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
     changes nothing, nor does a second application.
     """
     instructions = schedule.instructions
-    stretches = _Stretches(instructions)
+    stretches = _Stretches(schedule)
     if not ahead or not stretches.slots:
         return schedule
     next_use = _next_use(instructions, stretches)
@@ -170,12 +169,12 @@ class _Stretches:
     stretch s.
     """
 
-    def __init__(self, instructions: tuple[Instruction, ...]) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self.slots: list[int] = []
         self.of: list[int] = []
         self.first: list[int] = [0]
         last: tuple[frozenset[int], Phase] | None = None
-        for index, instruction in enumerate(instructions):
+        for index, instruction in enumerate(schedule.instructions):
             if not isinstance(instruction, Run):
                 continue
             if instruction.uses:
@@ -184,9 +183,7 @@ class _Stretches:
                     self.first.append(len(self.slots))
                 last = key
             self.of.append(len(self.first) - 1)
-            while index and isinstance(instructions[index - 1], Prepares):
-                index -= 1
-            self.slots.append(index)
+            self.slots.append(schedule.slot(index))
 
 
 def _next_use(instructions: tuple[Instruction, ...], stretches: _Stretches) -> dict[int, int]:

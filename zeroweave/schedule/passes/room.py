@@ -7,7 +7,6 @@ from typing import Final
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import Prediction, is_event, simulate
 from zeroweave.schedule.facts import Costs
-from zeroweave.schedule.instructions import Prepares, Run
 from zeroweave.schedule.passes.settle import settle
 
 TAX: Final = 0.5
@@ -26,14 +25,10 @@ class Events:
         self.slots: list[int] = []
         self.before: list[int] = []
         self.memory = _by_event(schedule, costs)
-        instructions = schedule.instructions
-        for index, instruction in enumerate(instructions):
+        for index, instruction in enumerate(schedule.instructions):
             self.before.append(len(self.slots))
             if is_event(instruction):
-                slot = index
-                while isinstance(instruction, Run) and slot and isinstance(instructions[slot - 1], Prepares):
-                    slot -= 1
-                self.slots.append(slot)
+                self.slots.append(schedule.slot(index))
 
     def fits(self, nbytes: int, start: int, stop: int, limit: int) -> bool:
         """Is there room for ``nbytes`` more during the events from start up to stop?"""
