@@ -23,12 +23,12 @@ WARM = 3
 
 @dataclass(frozen=True)
 class Course:
-    """One engine on one rank. Bytes: `forward`, what a forward adds at most; `resident`, what it leaves behind."""
+    """One engine on one rank. Bytes: `forward`, what a forward adds at most; `residents`, what each leaves behind."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
     forward: int
-    resident: int
+    residents: list[int]
     moved: int
     host: int
     on_demand: int
@@ -38,12 +38,18 @@ class Course:
     gib_per_second: float
     """of a copy as large as an activation of the model"""
 
+    @property
+    def resident(self) -> int:
+        """What a forward leaves behind at most."""
+        return max(self.residents)
+
 
 def train(stage: int, mode: str, wanted: bool, accumulate: int, steps: int = 6) -> Course:
     device = join()
     settings: dict[str, Any] = config(stage, mode, torch.bfloat16)
     settings |= {"offload": {"activations": wanted}, "gradient_accumulation_steps": accumulate}
-    losses, forward, resident = [], 0, 0
+    losses, forward = [], 0
+    residents: list[int] = []
     gradients: dict[str, Tensor] = {}
     with deterministic(), start(WIDE, settings, torch.bfloat16) as engine:
         for index in range(steps * accumulate):
@@ -55,7 +61,7 @@ def train(stage: int, mode: str, wanted: bool, accumulate: int, steps: int = 6) 
             if warm:
                 torch.cuda.synchronize()
                 forward = max(forward, torch.cuda.max_memory_allocated() - before)
-                resident = max(resident, torch.cuda.memory_allocated() - before)
+                residents.append(torch.cuda.memory_allocated() - before)
             engine.backward(loss)
             if engine.is_gradient_accumulation_boundary():
                 gradients = {name: g for name, g in engine.gradients().items() if g is not None}
@@ -77,7 +83,7 @@ def train(stage: int, mode: str, wanted: bool, accumulate: int, steps: int = 6) 
             losses=losses,
             gradients=gradients,
             forward=forward,
-            resident=resident,
+            residents=residents,
             moved=stats.offloaded_activations // accumulate,
             host=stats.offloaded_peak,
             on_demand=stats.on_demand_reloads,
