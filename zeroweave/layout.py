@@ -270,7 +270,7 @@ def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -
     filled = 0
     for spec in alike:
         extent = _extent_bytes(spec)
-        if not parts or _round_up(filled + extent, world * ALIGN_BYTES) > max_bytes:
+        if not parts or round_up(filled + extent, world * ALIGN_BYTES) > max_bytes:
             parts.append([])
             filled = 0
         parts[-1].append(spec)
@@ -294,7 +294,7 @@ def _lay_out(bucket: int, name: str, members: Sequence[ParameterSpec], ranks: in
         group=first.group,
         world=world,
         slots=tuple(slots),
-        numel=_round_up(end, world * ALIGN_BYTES) // first.itemsize,
+        numel=round_up(end, world * ALIGN_BYTES) // first.itemsize,
         groups=groups,
     )
 
@@ -304,10 +304,10 @@ def _extent_bytes(spec: ParameterSpec) -> int:
 
     Never 0: a parameter is found by its offset, so even one without elements takes an offset of its own.
     """
-    return _round_up(max(1, spec.numel * spec.itemsize), ALIGN_BYTES)
+    return round_up(max(1, spec.numel * spec.itemsize), ALIGN_BYTES)
 
 
-def _round_up(value: int, unit: int) -> int:
+def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 

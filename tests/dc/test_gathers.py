@@ -51,7 +51,7 @@ def test_what_is_prefetched_together_is_one_launch(runtime: dc.Runtime) -> None:
     shards = [torch.full((4,), float(i)) for i in range(4)]
     for ds_id, shard in enumerate(shards):
         registry.register_z3_param(ds_id, [4], shard, torch.zeros(4), persistent=ds_id == 3)
-    registry.register_graph(7, range(4), True, True, lambda graph_id: None)
+    registry.register_graph(7, range(4), True, True)
     gathers = Gathers(registry, transport)
 
     with pytest.raises(ParameterError, match="not the memory that was registered"):

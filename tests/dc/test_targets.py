@@ -7,7 +7,7 @@ import torch
 
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import lay_out
-from zeroweave.dc.targets import Share, SharesLayout, agree_on_shares, even_shares, make_partition
+from zeroweave.dc.targets import GradientPartition, Share, SharesLayout, agree_on_shares, even_shares
 from zeroweave.errors import ParameterError
 
 
@@ -75,7 +75,7 @@ def test_chunks_are_equal_where_that_costs_little() -> None:
 
 def test_a_released_partition_has_no_storage() -> None:
     gauge = Gauge()
-    partition = make_partition([(7, Share(0, 5)), (9, Share(3, 40))], torch.device("cpu"), gauge)
+    partition = GradientPartition([(7, Share(0, 5)), (9, Share(3, 40))], torch.device("cpu"), gauge)
     assert partition.slices == {7: (0, 0, 5), 9: (32, 3, 40)} and gauge.now == partition.flat.nbytes
     view = partition.view(9)
     partition.release()

@@ -10,7 +10,7 @@ class that holds parameters. Only outermost repeating lists count: what they con
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, cast
@@ -96,9 +96,11 @@ def find_regions(model: nn.Module, patterns: str | Sequence[str] = "auto", *, ma
         raise ConfigError(f'compile.regions is "auto" or a list of name patterns, not {patterns!r}')
     blocks = {module: name for name, module in find_blocks(model)}
     if not blocks:
-        return list(_sized("", model, max_bytes, set()))
+        sized = _outermost(model, lambda module: _can_be_region(module) and _fits(module, max_bytes))
+        return [Region(name, module, "sized") for name, module in sized]
     above = {parent for name in blocks.values() for parent in _parents(model, name)}
-    return list(_around("", model, frozenset(blocks), above, set()))
+    found = _outermost(model, lambda module: module not in above and _can_be_region(module))
+    return [Region(name, module, "block" if module in blocks else "module") for name, module in found]
 
 
 def find_units(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -110,53 +112,33 @@ def find_units(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[st
     return [*((region.name, region.module) for region in named), *find_blocks(model)]
 
 
-def _around(
-    name: str, module: nn.Module, blocks: frozenset[nn.Module], above: set[nn.Module], seen: set[nn.Module]
-) -> Iterator[Region]:
-    """Regions of a model with blocks; `above` are the modules that contain one."""
-    if module in seen:
-        return
-    seen.add(module)
-    kind: Kind = "block" if module in blocks else "module"
-    if module not in above and _is_callable(module) and has_parameters(module) and _is_composite(module):
-        seen.update(module.modules())
-        yield Region(name, module, kind)
-        return
-    for key, child in _named_entries(module):
-        yield from _around(_join(name, key), child, blocks, above, seen)
+def _outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules for which `is_one` says so, in model order, each under its first name."""
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module not in inside and is_one(module):
+            inside.update(module.modules())
+            yield name, module
 
 
-def _sized(name: str, module: nn.Module, max_bytes: int, seen: set[nn.Module]) -> Iterator[Region]:
-    if module in seen or not has_parameters(module):
-        return
-    seen.add(module)
-    fits = sum(p.numel() * p.element_size() for p in module.parameters()) <= max_bytes
-    if fits and _is_composite(module) and _is_callable(module):
-        seen.update(module.modules())
-        yield Region(name, module, "sized")
-        return
-    for key, child in _named_entries(module):
-        yield from _sized(_join(name, key), child, max_bytes, seen)
+def _can_be_region(module: nn.Module) -> bool:
+    return _is_callable(module) and has_parameters(module) and _is_composite(module)
+
+
+def _fits(module: nn.Module, max_bytes: int) -> bool:
+    return sum(p.numel() * p.element_size() for p in module.parameters()) <= max_bytes
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> list[Region]:
-    regions: list[Region] = []
-    inside: set[nn.Module] = set()
-    matched: set[str] = set()
-    for name, module in model.named_modules():
-        if not (has_parameters(module) and _is_callable(module)):
-            continue
-        hits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
-        matched.update(hits)
-        if hits and module not in inside:
-            inside.update(module.modules())
-            regions.append(Region(name, module, "pattern"))
-    if missing := [pattern for pattern in patterns if pattern not in matched]:
+    candidates = {m: name for name, m in model.named_modules() if has_parameters(m) and _is_callable(m)}
+    hits = {pattern: {m for m, name in candidates.items() if fnmatchcase(name, pattern)} for pattern in patterns}
+    if missing := [pattern for pattern in patterns if not hits[pattern]]:
         raise ConfigError(
             f"compile.regions: no module with parameters matches {', '.join(map(repr, missing))}; "
             "patterns are matched against the qualified names of model.named_modules()"
         )
-    return regions
+    chosen = set().union(*hits.values())
+    return [Region(name, module, "pattern") for name, module in _outermost(model, chosen.__contains__)]
 
 
 def call_modules(model: nn.Module, regions: Sequence[Region]) -> list[tuple[str, nn.Module]]:

@@ -25,9 +25,7 @@ class Gathers:
         """how many of its users have released a parameter"""
 
     def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        _, parameter = self._registry.of(graph_id, ds_id)
-        flat = _flat(parameter)
-        _check_partition(parameter, flat, ds_tensor)
+        parameter, flat = self._find(graph_id, ds_id, ds_tensor)
         if ds_id in self._prefetched:
             self._prefetched.remove(ds_id)  # with the hold that the prefetch took
         else:
@@ -35,16 +33,14 @@ class Gathers:
         return flat.flat[: parameter.numel].view(parameter.shape)  # one tensor more that views the flat, not two
 
     def wait_allgather(self, gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        _, parameter = self._registry.of(graph_id, ds_id)
-        flat = _flat(parameter)
+        parameter, flat = self._find(graph_id, ds_id)
         if not flat.holds:
             raise EngineError(f"wait_allgather: nobody has gathered {parameter.name}")
         flat.wait()
         return gathered
 
     def release_param(self, gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
-        _, parameter = self._registry.of(graph_id, ds_id)
-        flat = _flat(parameter)
+        parameter, flat = self._find(graph_id, ds_id)
         self._releases[ds_id] += 1
         if self._releases[ds_id] < n_users:
             return
@@ -56,15 +52,29 @@ class Gathers:
     def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
         wanted: dict[int, tuple[RegisteredParameter, ShardedFlat]] = {}
         for ds_tensor, ds_id in zip(ds_tensors, ds_ids, strict=True):
-            _, parameter = self._registry.of(graph_id, ds_id)
-            flat = _flat(parameter)
-            _check_partition(parameter, flat, ds_tensor)
+            found = self._find(graph_id, ds_id, ds_tensor)
             if ds_id not in self._prefetched:
-                wanted[ds_id] = parameter, flat
+                wanted[ds_id] = found
         with self._transport.together():
             for ds_id, (parameter, flat) in wanted.items():
                 self._prefetched.add(ds_id)
                 _unshard(parameter, flat)
+
+    def _find(
+        self, graph_id: int, ds_id: int, given: torch.Tensor | None = None
+    ) -> tuple[RegisteredParameter, ShardedFlat]:
+        """A sharded parameter of the graph. `given` is to be its registered partition: another's values are ignored."""
+        _, parameter = self._registry.of(graph_id, ds_id)
+        flat = parameter.flat
+        if flat is None:
+            raise ParameterError(f"{parameter.name} is not sharded; register it with register_z3_param")
+        at = (flat.shard.data_ptr(), flat.shard.numel(), flat.dtype)
+        if given is not None and (given.data_ptr(), given.numel(), given.dtype) != at:
+            raise ParameterError(
+                f"{parameter.name}: {given.dtype} {list(given.shape)} is not the memory that was registered as its "
+                f"partition ({flat.dtype} [{flat.shard.numel()}]); hand in that tensor, not a copy"
+            )
+        return parameter, flat
 
     @property
     def held(self) -> bool:
@@ -103,21 +113,6 @@ class Gathers:
 
     def _sharded(self) -> list[tuple[RegisteredParameter, ShardedFlat]]:
         return [(p, p.flat) for p in self._registry.parameters.values() if p.flat is not None]
-
-
-def _flat(parameter: RegisteredParameter) -> ShardedFlat:
-    if parameter.flat is None:
-        raise ParameterError(f"{parameter.name} is not sharded; register it with register_z3_param")
-    return parameter.flat
-
-
-def _check_partition(parameter: RegisteredParameter, flat: ShardedFlat, given: torch.Tensor) -> None:
-    """It is the registered one that is gathered: the values of another would be ignored."""
-    if (given.data_ptr(), given.numel(), given.dtype) != (flat.shard.data_ptr(), flat.shard.numel(), flat.dtype):
-        raise ParameterError(
-            f"{parameter.name}: {given.dtype} {list(given.shape)} is not the memory that was registered as its "
-            f"partition ({flat.dtype} [{flat.shard.numel()}]); hand in that tensor, not a copy"
-        )
 
 
 def _unshard(parameter: RegisteredParameter, flat: ShardedFlat) -> None:

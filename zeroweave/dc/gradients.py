@@ -20,7 +20,7 @@ from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.dc.reduce_buckets import ReduceBuckets
 from zeroweave.dc.registry import RegisteredGraph, RegisteredParameter, Registry
-from zeroweave.dc.targets import GradientPartition, SharesLayout, make_partition
+from zeroweave.dc.targets import GradientPartition, SharesLayout
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.runtime.reductions import Reductions
 
@@ -269,7 +269,7 @@ class WindowGradients:
         held = [(p.id, p.shares[self._rank]) for p in bare if p.shares is not None]
         if old is not None and len(held) == len(old.slices):
             return old
-        self._partition = new = make_partition(held, self._device, self._gradients)
+        self._partition = new = GradientPartition(held, self._device, self._gradients)
         if old is not None:  # a graph with other parameters came in the middle of the window
             for known in old.slices:
                 new.view(known).copy_(old.view(known))

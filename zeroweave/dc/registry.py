@@ -100,7 +100,6 @@ class Registry:
             raise ParameterError(
                 f"{parameter.name}: grad_buffer has {grad_buffer.numel()} elements, its partition {size}"
             )
-        starts = [min(rank * size, parameter.numel) for rank in range(self.world)]
         layout = BucketLayout(
             id=ds_id,
             name=parameter.name,
@@ -116,7 +115,7 @@ class Registry:
             parameter,
             flat=self._make_flat(layout, ds_tensor.detach().view(-1)),
             persistent=persistent,
-            shares=tuple(Share(start, min(size, parameter.numel - start)) for start in starts),
+            shares=even_shares(parameter.numel, self.world, size),
             agreed=True,
         )
 
@@ -161,16 +160,17 @@ class Registry:
         ds_ids: Iterable[int],
         sharded: bool,
         reduces_always: bool,
-        check: Callable[[int], None] = lambda graph_id: None,
+        elsewhere: bool = False,
     ) -> None:
         """The graph's two policies. Collective; what one rank refuses, all refuse, and nobody waits for it.
 
-        `check(graph_id)` may refuse, too.
+        `elsewhere`: has another runtime of this process the id?
         """
         ids = tuple(dict.fromkeys(ds_ids))
         graph = RegisteredGraph(frozenset(ids), reduces_always)
         try:
-            check(graph_id)
+            if elsewhere:
+                raise EngineError(f"graph_id {graph_id} belongs to another runtime of this process")
             parameters = self._parameters_of(graph_id, ids, sharded)
         except ZeroweaveError as error:
             self._exchange(graph_id, error)
@@ -219,6 +219,22 @@ class Registry:
             else:
                 shares = agree_on_shares(parameter.name, parameter.numel, held)
             self.parameters[parameter.id] = replace(parameter, shares=shares, agreed=True)
+
+    def rehearsal(self) -> Registry:
+        """The same parameters and graphs, with flats and gradient buffers of their own.
+
+        All buffers are views of one, as large as the largest: what is written there is of no use.
+        """
+        buffers = [p.buffer for p in self.parameters.values() if p.buffer is not None]
+        largest = max((buffer.nbytes for buffer in buffers), default=0)
+        scratch = torch.zeros(largest, dtype=torch.uint8, device=self._device)
+        twin = Registry(self._control, self._device, self._make_flat)
+        twin.graphs.update(self.graphs)
+        for ds_id, p in self.parameters.items():
+            buffer = None if p.buffer is None else scratch[: p.buffer.nbytes].view(p.buffer.dtype).view(p.buffer.shape)
+            flat = None if p.flat is None else self._make_flat(p.flat.layout, p.flat.shard)
+            twin.parameters[ds_id] = replace(p, buffer=buffer, flat=flat)
+        return twin
 
     # ------------------------------------------------------------------ lookup
     def parameter(self, ds_id: int) -> RegisteredParameter:

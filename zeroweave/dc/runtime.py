@@ -16,7 +16,6 @@ from zeroweave.comm.process_group import device_of, make_transport, own_group
 from zeroweave.comm.symmetric import SymmetricGathers, check_symmetric_memory
 from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
-from zeroweave.dc.dry_run import Rehearsal
 from zeroweave.dc.gathers import Gathers
 from zeroweave.dc.gradients import WindowGradients
 from zeroweave.dc.registry import Registry
@@ -144,6 +143,7 @@ class Runtime:
         elements `offset` to `offset + numel` of the parameter's flat gradient. None: each rank gets an equal share,
         step by step, from `take_gradients`. Nothing is allocated here.
         """
+        self._refuse_profiling(f"registering parameter {ds_id}")
         self._parts.registry.register_param(ds_id, ds_shape, ds_tensor, grad_buffer, offset)
 
     def register_z3_param(
@@ -160,6 +160,7 @@ class Runtime:
         `grad_buffer` [c]: the same part of the gradient, as above. `persistent`: once gathered it stays so
         until the forward after the next update.
         """
+        self._refuse_profiling(f"registering parameter {ds_id}")
         self._parts.registry.register_z3_param(ds_id, ds_shape, ds_tensor, grad_buffer, persistent)
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
@@ -167,6 +168,7 @@ class Runtime:
 
         What the window has added up so far is copied into it.
         """
+        self._refuse_profiling(f"another buffer for parameter {ds_id}")
         self._parts.gradients.update_param_grad_buffer(ds_id, grad_buffer)
 
     def register_graph_z1(self, graph_id: int, ds_ids: Iterable[int]) -> None:
@@ -182,12 +184,10 @@ class Runtime:
         self._register(graph_id, ds_ids, sharded=True, reduces_always=True)
 
     def _register(self, graph_id: int, ds_ids: Iterable[int], sharded: bool, reduces_always: bool) -> None:
-        self._parts.registry.register_graph(graph_id, ds_ids, sharded, reduces_always, self._check_graph)
+        self._refuse_profiling(f"registering graph {graph_id}")
+        elsewhere = _GRAPHS.get(graph_id, self) is not self
+        self._parts.registry.register_graph(graph_id, ds_ids, sharded, reduces_always, elsewhere)
         _GRAPHS[graph_id] = self
-
-    def _check_graph(self, graph_id: int) -> None:
-        if _GRAPHS.get(graph_id, self) is not self:
-            raise EngineError(f"graph_id {graph_id} belongs to another runtime of this process")
 
     # ------------------------------------------------------------------ forward and backward
     def start_forward(self) -> None:
@@ -314,7 +314,7 @@ class Runtime:
                 "gathered parameters are released, or after zero_grad()"
             )
         if on:
-            self._rehearsal = self._parts_of(Rehearsal(parts.registry))
+            self._rehearsal = self._parts_of(parts.registry.rehearsal())
             self.transport.skip(True)
         else:
             self._end_profiling()
@@ -322,6 +322,10 @@ class Runtime:
     def is_profiling(self) -> bool:
         """Do steps run without communication?"""
         return self._rehearsal is not None
+
+    def _refuse_profiling(self, what: str) -> None:
+        if self.is_profiling():
+            raise EngineError(f"{what} while profiling: call enable_profiling(False) first")
 
     @property
     def planned(self) -> Ledger:
@@ -337,8 +341,7 @@ class Runtime:
     # ------------------------------------------------------------------ life cycle
     def reset(self) -> None:
         """Forgets the graphs, for instance before a new compilation. Parameters, and what the window has, stay."""
-        if self.is_profiling():
-            raise EngineError("reset() while profiling: call enable_profiling(False) first")
+        self._refuse_profiling("reset()")
         for graph_id in self.graph_ids:
             _GRAPHS.pop(graph_id, None)
         self._parts.registry.graphs.clear()

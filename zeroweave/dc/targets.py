@@ -6,14 +6,14 @@ range of the parameter's own flat gradient. The shares of all ranks cover it exa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from zeroweave.comm.gauge import Gauge
 from zeroweave.errors import ParameterError
-from zeroweave.layout import ALIGN_BYTES, WORLD, Piece, find_gaps
+from zeroweave.layout import ALIGN_BYTES, WORLD, Piece, find_gaps, round_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Share:
     numel: int
 
 
-def even_shares(numel: int, world: int) -> tuple[Share, ...]:
-    """Each rank's share of a gradient that is cut evenly; the last ones are shorter, or empty."""
-    size = -(-numel // world)
+def even_shares(numel: int, world: int, size: int | None = None) -> tuple[Share, ...]:
+    """Each rank's share of a gradient cut into `size` elements each, or evenly; the last are shorter, or empty."""
+    size = -(-numel // world) if size is None else size
     starts = [min(rank * size, numel) for rank in range(world)]
     return tuple(Share(start, min(size, numel - start)) for start in starts)
 
@@ -74,7 +74,7 @@ class SharesLayout:
             per_rank = [[Share(0, numel) for numel in numels]]
         else:
             per_rank = [[share[rank] for share in shares] for rank in range(world)]
-        sizes = [max(align, sum(_padded(share.numel, align) for share in held)) for held in per_rank]
+        sizes = [max(align, sum(round_up(share.numel, align) for share in held)) for held in per_rank]
         if max(sizes) * len(sizes) <= (1 + self._SLACK) * sum(sizes):
             sizes = [max(sizes)] * len(sizes)
         self.chunks: tuple[int, ...] = tuple(sizes)
@@ -89,7 +89,7 @@ class SharesLayout:
                 if share.numel:
                     pieces.append(Piece(slot, share.start, share.numel, begin + offset))
                     self._places[-1][slot] = offset
-                    offset += _padded(share.numel, align)
+                    offset += round_up(share.numel, align)
             begin += size
         self.pieces: tuple[Piece, ...] = tuple(pieces)
         self._gaps = find_gaps(pieces, self.numel)
@@ -107,41 +107,31 @@ class SharesLayout:
         return self._places[0 if self.whole else rank]
 
 
-def _padded(numel: int, align: int) -> int:
-    return -(-numel // align) * align
-
-
-@dataclass(frozen=True)
 class GradientPartition:
     """All step-local gradients of this rank: float32 `flat` [numel], and what lies where in it.
 
     `slices` maps a parameter's id to (offset in `flat`, first element of the parameter's own gradient, elements).
-    Whoever takes it calls `release()` when the update is done; the memory is free then, views or not.
+    Whoever takes it calls `release()` when the update is done. Made of (parameter id, this rank's share); the values
+    are undefined at first. `gauge` counts the bytes.
     """
 
-    flat: torch.Tensor
-    slices: Mapping[int, tuple[int, int, int]]
-    release: Callable[[], None]
+    def __init__(self, shares: Iterable[tuple[int, Share]], device: torch.device, gauge: Gauge) -> None:
+        self.slices: dict[int, tuple[int, int, int]] = {}
+        offset = 0
+        for ds_id, share in shares:
+            self.slices[ds_id] = (offset, share.start, share.numel)
+            offset += round_up(share.numel, ALIGN_BYTES // torch.float32.itemsize)
+        self.flat = torch.empty(offset, dtype=torch.float32, device=device)
+        self._gauge = gauge
+        gauge.add(self.flat.nbytes)
 
     def view(self, ds_id: int) -> torch.Tensor:
         """[elements] the gradient of one parameter, as far as this rank holds it."""
         offset, _, numel = self.slices[ds_id]
         return self.flat.narrow(0, offset, numel)
 
-
-def make_partition(shares: Iterable[tuple[int, Share]], device: torch.device, gauge: Gauge) -> GradientPartition:
-    """A new partition for (parameter id, this rank's share); its values are undefined. `gauge` counts its bytes."""
-    align = ALIGN_BYTES // torch.float32.itemsize
-    slices, offset = {}, 0
-    for ds_id, share in shares:
-        slices[ds_id] = (offset, share.start, share.numel)
-        offset += _padded(share.numel, align)
-    flat = torch.empty(offset, dtype=torch.float32, device=device)
-    storage = flat.untyped_storage()
-    gauge.add(storage.nbytes())
-
-    def release() -> None:
-        gauge.add(-storage.nbytes())
+    def release(self) -> None:
+        """Its memory is free now, views or not."""
+        storage = self.flat.untyped_storage()
+        self._gauge.add(-storage.nbytes())
         storage.resize_(0)
-
-    return GradientPartition(flat, slices, release)

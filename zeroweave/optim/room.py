@@ -13,6 +13,7 @@ from typing import Final, Literal, NamedTuple
 
 import torch
 
+from zeroweave.layout import round_up
 from zeroweave.ranks.board import machine
 
 _SMALL: Final = 10 * 2**20
@@ -64,8 +65,8 @@ def on_device(nbytes: int) -> int:
     Several that are below 10 MiB share a segment, of which they fill two thirds at least; a larger one has its own.
     """
     if nbytes < _SMALL:
-        return _round_up(nbytes, _GRAIN) * 3 // 2
-    return _round_up(nbytes, _SEGMENT)
+        return round_up(nbytes, _GRAIN) * 3 // 2
+    return round_up(nbytes, _SEGMENT)
 
 
 def decide(rooms: Sequence[Room], needs: Sequence[Need]) -> Literal["device", "host"] | None:
@@ -141,10 +142,6 @@ def _by_machine(rooms: Sequence[Room], needs: Sequence[Need]) -> dict[str, tuple
 
 def _usable(nbytes: int) -> int:
     return nbytes - nbytes // 20
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 def _gib(nbytes: int) -> str:

@@ -1,7 +1,7 @@
 """Which models can be sharded: every parameter and buffer is checked before any is touched.
 
 `check` raises one error with all offenders, grouped by reason, each reason with its cure. It changes
-nothing and allocates nothing; after it has passed, `rest.rest` is expected to succeed.
+nothing and allocates nothing; after it has passed, `places.rest` is expected to succeed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,23 +38,6 @@ _WRAPPERS = {
 }
 
 
-class _Offenders:
-    """Reasons in the order in which they were first met, each with the names it holds for."""
-
-    def __init__(self) -> None:
-        self.names: dict[str, list[str]] = {}
-
-    def add(self, reason: str, name: str) -> None:
-        names = self.names.setdefault(reason, [])
-        if name not in names:
-            names.append(name)
-
-    def raise_if_any(self) -> None:
-        if self.names:
-            lines = [f"  {', '.join(names)}: {reason}" for reason, names in self.names.items()]
-            raise ParameterError("the model cannot be sharded; nothing was changed:\n" + "\n".join(lines))
-
-
 def check(model: nn.Module) -> None:
     """Passes if every parameter of `model` can be put to rest and every buffer be shared between ranks.
 
@@ -64,52 +47,60 @@ def check(model: nn.Module) -> None:
     wrapped or has an engine already, only that is reported.
     """
     gc.collect()
-    offenders = _Offenders()
-    _check_wrappers(model, offenders)
-    offenders.raise_if_any()
-    _check_embeddings(model, offenders)
+    _raise_if_any(_of_wrappers(model))
     parameters = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        for reason in _kind_reasons(parameter):
-            offenders.add(reason, name)
-    for name, buffer in model.named_buffers():
-        for reason in _buffer_reasons(buffer):
-            offenders.add(reason, name)
     ordinary = {name: p for name, p in parameters.items() if _has_plain_storage(p)}
-    _check_sharing(model, ordinary, offenders)
-    _check_uses(model, ordinary, offenders)
-    offenders.raise_if_any()
+    _raise_if_any(
+        [
+            *_of_embeddings(model),
+            *((reason, name) for name, parameter in parameters.items() for reason in _kind_reasons(parameter)),
+            *((reason, name) for name, buffer in model.named_buffers() for reason in _buffer_reasons(buffer)),
+            *_of_sharing(model, ordinary),
+            *_of_uses(model, ordinary),
+        ]
+    )
 
 
-def _check_wrappers(model: nn.Module, offenders: _Offenders) -> None:
+_Offender: TypeAlias = tuple[str, str]
+"""A reason, and the name that it holds for."""
+
+
+def _raise_if_any(offenders: Iterable[_Offender]) -> None:
+    """Reasons in the order in which they were first met, each with all of its names."""
+    found: dict[str, dict[str, None]] = {}
+    for reason, name in offenders:
+        found.setdefault(reason, {})[name] = None
+    if found:
+        lines = [f"  {', '.join(names)}: {reason}" for reason, names in found.items()]
+        raise ParameterError("the model cannot be sharded; nothing was changed:\n" + "\n".join(lines))
+
+
+def _of_wrappers(model: nn.Module) -> Iterator[_Offender]:
     if any(isinstance(parameter, AtRest) for parameter in model.parameters()):
-        offenders.add("has an engine already; use it, or call its destroy() first", "the model")
+        yield "has an engine already; use it, or call its destroy() first", "the model"
         return  # it stands where module.compile() would
     for path, module in model.named_modules():
         name = path or "the model"
         for base in type(module).__mro__:
             if base.__name__ in _WRAPPERS and base.__module__.partition(".")[0] == "torch":
-                offenders.add(_WRAPPERS[base.__name__], name)
+                yield _WRAPPERS[base.__name__], name
                 break
         else:
             if is_compiled_in_place(module):
-                offenders.add("compiled with module.compile(); leave that out, the engine compiles its regions", name)
+                yield "compiled with module.compile(); leave that out, the engine compiles its regions", name
             if is_compiled_function(vars(module).get("forward")):
-                offenders.add("forward = torch.compile(...); leave that out, the engine compiles its regions", name)
+                yield "forward = torch.compile(...); leave that out, the engine compiles its regions", name
 
 
-def _check_embeddings(model: nn.Module, offenders: _Offenders) -> None:
+def _of_embeddings(model: nn.Module) -> Iterator[_Offender]:
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             name = f"{path}.weight" if path else "weight"
             if module.sparse:
-                offenders.add("has sparse gradients; build the embedding with sparse=False", name)
+                yield "has sparse gradients; build the embedding with sparse=False", name
             if module.max_norm is not None:
-                offenders.add(
-                    "is renormalised inside forward (max_norm), which a gathered copy would lose; "
-                    "build the embedding with max_norm=None",
-                    name,
-                )
+                reason = "is renormalised inside forward (max_norm), which a gathered copy would lose"
+                yield f"{reason}; build the embedding with max_norm=None", name
 
 
 def _kind_reasons(parameter: nn.Parameter) -> Iterator[str]:
@@ -166,7 +157,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage_key(tensor), first * tensor.itemsize, last * tensor.itemsize
 
 
-def _check_sharing(model: nn.Module, parameters: dict[str, nn.Parameter], offenders: _Offenders) -> None:
+def _of_sharing(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[_Offender]:
     """Distinct parameters that overlap, and parameters that overlap a buffer: training would change both."""
     spans = [(*_span(p), name, True) for name, p in parameters.items() if p.numel()]
     spans += [
@@ -181,13 +172,13 @@ def _check_sharing(model: nn.Module, parameters: dict[str, nn.Parameter], offend
                 break
             if is_parameter and other_is_parameter:
                 for one, two in ((name, other), (other, name)):
-                    offenders.add(f"shares memory with {two}; tie them by using one Parameter object, or clone it", one)
+                    yield f"shares memory with {two}; tie them by using one Parameter object, or clone it", one
             elif is_parameter or other_is_parameter:
                 one, two = (name, other) if is_parameter else (other, name)
-                offenders.add(f"shares memory with the buffer {two}; clone one of them", one)
+                yield f"shares memory with the buffer {two}; clone one of them", one
 
 
-def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders: _Offenders) -> None:
+def _of_uses(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[_Offender]:
     """References that would not survive the exchange: weak ones, graphs, hooks and gradients."""
     normed = {
         id(parameter)
@@ -199,19 +190,19 @@ def _check_uses(model: nn.Module, parameters: dict[str, nn.Parameter], offenders
     _await_references(parameters)
     for name, parameter in parameters.items():
         if name in watched:
-            offenders.add("weakly referenced (weakref, WeakKeyDictionary, an earlier torch.compile); drop those", name)
+            yield "weakly referenced (weakref, WeakKeyDictionary, an earlier torch.compile); drop those", name
         if _is_in_use(parameter):
             if id(parameter) in normed:
                 reason = "in the graph of torch.nn.utils.weight_norm; use torch.nn.utils.parametrizations"
             else:
                 reason = "in a live autograd graph; delete earlier losses and outputs"
-            offenders.add(reason, name)
+            yield reason, name
         if has_tensor_hooks(parameter):
-            offenders.add("has tensor hooks, which would never run; remove them, or hook modules instead", name)
+            yield "has tensor hooks, which would never run; remove them, or hook modules instead", name
         if has_post_accumulate_hooks(parameter):
-            offenders.add("has post-accumulate-grad hooks, which would never run; remove them", name)
+            yield "has post-accumulate-grad hooks, which would never run; remove them", name
         if parameter.grad is not None:
-            offenders.add("has a gradient; call model.zero_grad() first", name)
+            yield "has a gradient; call model.zero_grad() first", name
 
 
 def _is_in_use(parameter: nn.Parameter) -> bool:
