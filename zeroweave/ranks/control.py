@@ -5,8 +5,9 @@ never touches NCCL. Everything it does is one operation, an all-gather of short 
 (`all_gather_bytes`), in frames of one fixed size, so that ranks that are in different places find that out
 instead of reading each other's data wrongly.
 
-Every rank writes on the board where it is before it waits for the others. When a rank does not come, the
-others read there who is missing and where it was last, and raise that.
+A rank that waits for the others for longer than a moment writes on the board where it is. When a rank does not
+come, the others read there who is missing, and raise that. Where it was last they know: all were in the last
+operation that came to its end.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _FIELDS = struct.Struct("<qQQQQ?")
 """Step, count, hash, candidate, record and flag of an agreement; the bits follow."""
 _SETTLE_SECONDS = 0.3
 """How long the news of whose operation failed takes to reach every rank."""
+_MOMENT = timedelta(seconds=0.1)
+"""How long a rank waits before it tells where. Most operations take less, and to tell takes longer than they do."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class Control:
         self._sent, self._received = bytearray(_FRAME), bytearray(world * _FRAME)
         self._input = torch.frombuffer(self._sent, dtype=torch.uint8)
         self._outputs = list(torch.frombuffer(self._received, dtype=torch.uint8).view(world, _FRAME).unbind())
+        starts = range(0, world * _FRAME, _FRAME)
+        self._headers = [memoryview(self._received)[start : start + _HEADER.size] for start in starts]
 
     @classmethod
     def over(cls, process_group: dist.ProcessGroup | None = None, deadline_seconds: float = 600.0) -> Control:
@@ -138,7 +143,8 @@ class Control:
 
     def barrier(self, label: str = "barrier") -> None:
         """Returns when every rank has called it."""
-        self.all_gather_bytes(b"", label)
+        if self.world > 1:
+            self._meet(b"", label)
 
     def all_gather_object(self, item: Any, label: str = "all_gather_object") -> list[Any]:
         """Every rank's picklable `item`, in rank order."""
@@ -157,23 +163,10 @@ class Control:
         """
         if self.world == 1:
             return [data]
-        if self.broken is not None:
-            raise RankFailure(f"the control group cannot be used again: {self.broken}")
-        self.operations += 1
-        self._arrive(label)
-        _HEADER.pack_into(self._sent, 0, len(data), label.encode())
-        inline = data[:_INLINE]
-        self._sent[_HEADER.size : _HEADER.size + len(inline)] = inline
-        self._gather(self._outputs, self._input, label)
-        starts, sizes = range(0, self.world * _FRAME, _FRAME), [len(data)] * self.world
-        headers = [self._received[start : start + _HEADER.size] for start in starts]
-        if headers.count(headers[0]) < self.world:
-            told = [_HEADER.unpack(header) for header in headers]
-            _same_place([text.rstrip(b"\0").decode(errors="replace") for _, text in told])
-            sizes = [size for size, _ in told]
+        sizes = self._meet(data, label)
         if max(sizes) > _INLINE:
             return self._gather_long(data, sizes, label)
-        begins = [start + _HEADER.size for start in starts]
+        begins = range(_HEADER.size, self.world * _FRAME, _FRAME)
         return [bytes(self._received[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
 
     def close(self) -> None:
@@ -184,6 +177,21 @@ class Control:
             self.board.close()
         self._group, self.board = None, None
         self.broken = self.broken or "it was closed"
+
+    def _meet(self, data: bytes, label: str) -> list[int]:
+        """Exchanges a frame with the ranks, which are all at `label`; the length of each rank's data."""
+        if self.broken is not None:
+            raise RankFailure(f"the control group cannot be used again: {self.broken}")
+        self.operations += 1
+        _HEADER.pack_into(self._sent, 0, len(data), label.encode())
+        if data:
+            inline = data[:_INLINE]
+            self._sent[_HEADER.size : _HEADER.size + len(inline)] = inline
+        self._gather(self._outputs, self._input, label)
+        if self._headers.count(self._headers[0]) == self.world:
+            return [len(data)] * self.world
+        _same_place([_label(header) for header in self._headers])
+        return [_HEADER.unpack(header)[0] for header in self._headers]
 
     def _gather_long(self, data: bytes, sizes: list[int], label: str) -> list[bytes]:
         longest = max(sizes)
@@ -197,18 +205,25 @@ class Control:
         assert self._group is not None
         begin = time.monotonic()
         try:
-            self._group.allgather([outputs], [mine]).wait()
+            self._wait(self._group.allgather([outputs], [mine]), label)
         except RuntimeError as error:
             lost = self._explain(label, time.monotonic() - begin, error)
             self.broken = str(lost)
             raise lost from error
+
+    def _wait(self, work: dist.Work, label: str) -> None:
+        try:
+            work.wait(_MOMENT)
+        except RuntimeError:  # it takes longer, or has failed: the second wait tells
+            self._arrive(label)
+            work.wait()
 
     def _arrive(self, label: str, failure: str = "") -> None:
         assert self.board is not None
         try:
             self.board.post("arrived", f"{self.operations}\t{label}\t{failure}")
         except ConnectionError:
-            pass  # rank 0 has gone; the gather will say so
+            pass  # rank 0 has gone; whoever reads the board will say so
 
     def _explain(self, label: str, waited: float, error: RuntimeError) -> ZeroweaveError:
         """Why a gather failed, by what the board says about where the others are."""
@@ -224,7 +239,9 @@ class Control:
         missing = [rank for rank, place in enumerate(places) if place.operation < self.operations]
         if not missing:
             return RankFailure(f"the ranks lost each other at '{label}': {error}")
-        who = ", ".join(f"rank {rank} (last seen at '{places[rank].label}')" for rank in missing)
+        # Its frame is that of the operation before.
+        last = {rank: _label(self._headers[rank]) or "nowhere yet" for rank in missing}
+        who = ", ".join(f"rank {rank} (last seen at '{label}')" for rank, label in last.items())
         if waited >= 0.95 * self.deadline_seconds:
             reason = f"{who} did not arrive within the deadline of {self.deadline_seconds:g} s"
         else:
@@ -235,7 +252,7 @@ class Control:
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank's line under "arrived": the operation it has come to, from 1, and if that failed, why."""
+    """A rank's line under "arrived": the operation it waited in last, from 1, and if that failed, why."""
 
     operation: int
     label: str
@@ -244,7 +261,7 @@ class _Place:
     @classmethod
     def parse(cls, line: str) -> _Place:
         if not line:
-            return cls(0, "nowhere yet", "")
+            return cls(0, "", "")
         operation, label, failure = line.split("\t", 2)
         return cls(int(operation), label, failure)
 
@@ -281,6 +298,11 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
 def _unpack(data: bytes) -> Agreement:
     step, count, digest, candidate, record, nonfinite = _FIELDS.unpack_from(data)
     return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record, nonfinite)
+
+
+def _label(header: memoryview) -> str:
+    text: bytes = _HEADER.unpack(header)[1]
+    return text.rstrip(b"\0").decode(errors="replace")
 
 
 def _same_place(labels: list[str]) -> None:
