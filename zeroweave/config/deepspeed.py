@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from zeroweave.config.deepspeed_keys import KEYS, SECTIONS
+from zeroweave.config.deepspeed_keys import KEYS
 from zeroweave.config.messages import nearest
 from zeroweave.errors import ConfigError
-
-__all__ = ["KEYS", "SECTIONS", "translate"]
 
 _DTYPES: Final = {
     "fp32": "float32",
