@@ -18,7 +18,7 @@ from zeroweave.compile.templates import Templates
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors
-from zeroweave.eager.hooks import Compiled, ModuleCall, own_outputs
+from zeroweave.eager.hooks import Compiled, ModuleCall
 from zeroweave.eager.shown import Shown
 from zeroweave.notices import warn
 from zeroweave.runtime.runtime import Runtime
@@ -115,10 +115,6 @@ class Calls:
             return nullcontext()
         # Without its cache, which would hold a cast copy of every parameter until the end of the forward.
         return torch.autocast(self._device_type, self._autocast, cache_enabled=False)
-
-    def own_outputs(self, outputs: Any) -> Any:
-        """`outputs` without views of parameters; see `eager.hooks.own_outputs`."""
-        return own_outputs(outputs, self._runtime)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with: floating tensors in `precision.params`, and no key-value cache unasked."""
