@@ -24,6 +24,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 ALIGN_BYTES = 128
 """Slots and shards start at multiples of this: a full cache line, and what vector loads and NCCL like."""
@@ -127,6 +128,11 @@ class BucketLayout:
         """Bytes of the flat: the payload of one gather or reduction."""
         return self.numel * self.itemsize
 
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of each rank's shard."""
+        return self.shard_numel * self.itemsize
+
     def number(self, rank: int) -> int:
         """Which of the `groups` groups has `rank` of the engine."""
         return rank % self.groups
@@ -159,13 +165,17 @@ class BucketLayout:
         """Elements that each rank gets of a reduction."""
         return (self.shard_numel,) * self.world
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What lies where in the flat: every slot in one piece."""
         return tuple(Piece(index, 0, slot.numel, slot.offset) for index, slot in enumerate(self.slots) if slot.numel)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges `[start, stop)` of the flat that belong to no slot, in order. They are always zero."""
+        return self._gaps
+
+    @cached_property
+    def _gaps(self) -> tuple[tuple[int, int], ...]:
         return find_gaps(self.pieces, self.numel)
 
 

@@ -167,8 +167,8 @@ class FakeHost:
     def announce(self, parts: list[Place]) -> None:
         self.expected.update(parts)
 
-    def saved(self, tensors: list[Tensor], read: bool) -> None:
-        self.pending = list(tensors)
+    def saved(self, tensors: list[tuple[Tensor, Place]], read: bool) -> None:
+        self.pending = [tensor for tensor, _ in tensors]
 
     def deliver(self, announced: list[Place], parts: list[Part]) -> None:
         self.expected.subtract(announced)

@@ -28,16 +28,19 @@ def lent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The identity of the storage of `tensor`; kept over `resize_`.
+    """The identity of the storage of `tensor`, kept over `resize_`; 0 for a wrapper subclass, which has none.
 
     Why: call-time binding needs it, cheaply.
     """
-    return int(tensor.untyped_storage()._cdata)
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def place_key(tensor: torch.Tensor) -> tuple[int, int]:
     """The storage of `tensor` and its offset there, in elements. Why: as `storage_key`."""
-    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -47,7 +50,12 @@ def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def version(tensor: torch.Tensor) -> int:
     """How often `tensor` was written in place. Why: a write into a gathered parameter would be lost."""
-    return int(tensor._version)
+    return tensor._version
+
+
+def marks(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    """`version`, `storage_key` and `requires_grad` of a tensor. Why: as theirs, asked for with each call."""
+    return tensor._version, tensor.untyped_storage()._cdata, tensor.requires_grad
 
 
 def use_count(tensor: torch.Tensor) -> int:

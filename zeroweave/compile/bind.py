@@ -42,7 +42,7 @@ class TemplateHost(Protocol):
     def announce(self, parts: list[Place]) -> None:
         """A forward has run whose backward will deliver one gradient for each of these."""
 
-    def saved(self, tensors: list[Tensor], read: bool) -> None:
+    def saved(self, tensors: list[tuple[Tensor, Place]], read: bool) -> None:
         """The flat-backed tensors that the forward that just ran saves for its backward, which may `read` values.
 
         Autograd saves them right after this call, in this order and each exactly once, before anything else
@@ -147,7 +147,7 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
         if announced and not recomputing():
             host.announce(announced)
         if split is not None:
-            if flats := [outputs[i] for i in split.aliases if host.find(outputs[i]) is not None]:
+            if flats := [(outputs[i], place) for i in split.aliases if (place := host.find(outputs[i])) is not None]:
                 host.saved(flats, split.reads or len(flats) > len(split.shared))  # others are views
         return outputs
 

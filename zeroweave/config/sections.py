@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from zeroweave.notices import warn
 
+STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
 _DYNAMIC = frozenset({"initial_loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"})
 """Keys of `precision` that mean something for a dynamic loss scale only."""
 
 
-class Section(BaseModel):
-    """A table of keys: unknown ones are errors, and values are not converted."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
-class PrecisionConfig(Section):
+class PrecisionConfig(BaseModel):
     """Dtypes of parameters, gradients in transit and gradients at rest, and the loss scale. Masters are float32."""
+
+    model_config = STRICT
 
     params: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype in which floating-point parameters are gathered and computed with; None: the model's own."""
@@ -67,8 +63,10 @@ class PrecisionConfig(Section):
         return self
 
 
-class BucketConfig(Section):
+class BucketConfig(BaseModel):
     """How parameters are grouped for communication."""
+
+    model_config = STRICT
 
     bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """Largest bucket in bytes; a single parameter above it has a bucket of its own."""
@@ -77,8 +75,10 @@ class BucketConfig(Section):
     """One bucket for each block; false: neighbours fill buckets up to `bytes`, whatever their block."""
 
 
-class ReduceConfig(Section):
+class ReduceConfig(BaseModel):
     """How gradients are reduced over ranks."""
+
+    model_config = STRICT
 
     depth: Annotated[int, Field(ge=1)] = 2
     """Most reductions in flight at once; each holds one gradient flat."""
@@ -95,8 +95,10 @@ class ReduceConfig(Section):
         return op
 
 
-class CompileConfig(Section):
+class CompileConfig(BaseModel):
     """What is compiled and how."""
+
+    model_config = STRICT
 
     enabled: bool = True
     """False: every module runs eagerly, through hooks."""
@@ -138,8 +140,10 @@ class CompileConfig(Section):
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
 
 
-class ExpertsConfig(Section):
+class ExpertsConfig(BaseModel):
     """Which parameters are experts', each rank's own, and how many ranks exchange tokens."""
+
+    model_config = STRICT
 
     parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Patterns of the names of experts' parameters (fnmatch)."""
@@ -157,8 +161,10 @@ class ExpertsConfig(Section):
         return self
 
 
-class ActivationsConfig(Section):
+class ActivationsConfig(BaseModel):
     """What becomes of activations that a forward has saved for its backward."""
+
+    model_config = STRICT
 
     free_threshold_bytes: Annotated[int, Field(ge=0)] | None = None
     """Activations of this size and more that no backward has used up are freed before the optimizer step; None: none.
@@ -167,8 +173,10 @@ class ActivationsConfig(Section):
     """
 
 
-class OffloadConfig(Section):
+class OffloadConfig(BaseModel):
     """What lives in host memory and comes to the device when it is needed."""
+
+    model_config = STRICT
 
     optimizer: Literal["none", "all", "adaptive"] = "none"
     """The optimizer's states, masters included; "adaptive": what of them `memory_budget` has no room for."""
@@ -199,8 +207,10 @@ class OffloadConfig(Section):
         return self
 
 
-class DebugConfig(Section):
+class DebugConfig(BaseModel):
     """Switches that make a run slower and its errors easier to place."""
+
+    model_config = STRICT
 
     sync_before_reduce: bool = False
     """Wait for the device before each reduction of gradients is issued."""

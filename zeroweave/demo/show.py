@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from statistics import fmean
 from typing import Any
 
 from zeroweave.comm.ledger import Traffic
@@ -15,8 +14,6 @@ from zeroweave.schedule import Schedule
 
 SOURCES = ("measured", "schedule", "independent")
 DIFFERENCE = 1e-5
-LAST = 10
-"""Steps whose mean is the final loss: one batch is noisy."""
 SHOWN = "layers.1"
 """The block whose schedule is printed: one with neighbours on both sides."""
 
@@ -48,10 +45,11 @@ class Profile:
 class Result:
     """The figures of one demo run; lists have one entry for each rank."""
 
-    stage: int
+    settings: dict[str, Any]
     way: str
     world: int
     losses: list[float]
+    last: int
     seconds_training: float
     seconds: float
     stages_bit_equal: bool
@@ -67,10 +65,14 @@ class Result:
 
     @property
     def loss_last(self) -> float:
-        return fmean(self.losses[-LAST:])
+        tail = self.losses[-self.last :]
+        return sum(tail) / len(tail)
 
-    def problems(self) -> Iterator[str]:
-        """Every check that failed, in words; none for a good run. The loss is reported, not checked."""
+    def problems(self) -> list[str]:
+        """Every check that failed, in words; empty for a good run. The loss is reported, not checked."""
+        return list(self._problems())
+
+    def _problems(self) -> Iterator[str]:
         if not self.stages_bit_equal:
             yield "stages 1, 2 and 3 did not give bit-equal gradients and parameters"
         if not self.difference <= DIFFERENCE:
@@ -107,7 +109,7 @@ class Result:
             "steps": len(self.losses),
             "seconds": round(self.seconds, 2),
             "seconds_training": round(self.seconds_training, 2),
-            "stage": self.stage,
+            "stage": self.settings["stage"],
             "ranks": self.world,
             "lower": self.way,
             "parameters": self.parameters,
@@ -123,8 +125,14 @@ class Result:
             "eager_calls": self.stats.eager_calls,
             "on_demand_unshards": self.stats.on_demand_unshards,
             "profile": self.profile.figures() if self.profile else None,
-            "ok": not any(self.problems()),
+            "ok": not self.problems(),
         }
+
+
+def show(result: Result) -> None:
+    """Print the report on standard output."""
+    for line in report(result):
+        print(line)
 
 
 def report(result: Result) -> Iterator[str]:

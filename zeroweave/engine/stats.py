@@ -53,7 +53,7 @@ class Memory:
             shards=sum(home.source.nbytes for home in sources),
             masters=sum(home.master.nbytes for home in masters),
             optimizer=0 if optimizer is None else optimizer.memory(),
-            gradients=runtime.gradients.shards_peak,
+            gradients=runtime.gradients.settled.peak,
             local_sums=runtime.gradients.local_peak,
             flats_peak=runtime.flats.peak,
             gradient_flats_peak=runtime.gradients.staging.peak,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from zeroweave._torch.foreach import foreach_add_
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.errors import EngineError, ZeroweaveError
@@ -12,10 +13,15 @@ from zeroweave.runtime.bucket import Bucket
 
 
 class Account:
-    """The account of `bucket`, whose gradients add up in `accumulate_dtype` or a wider one of their own."""
+    """The account of `bucket`, whose gradients add up in `accumulate_dtype` or a wider one of their own.
 
-    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype) -> None:
-        self.bucket = bucket
+    `shards` counts the bytes of settled gradients.
+    """
+
+    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge) -> None:
+        self.bucket, self._shards = bucket, shards
+        self.shard: torch.Tensor | None = None
+        """[numel / world] the reduced gradient of the window"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
         """in which gradients add up: never narrower than they are themselves"""
         self.reset()
@@ -34,8 +40,7 @@ class Account:
         """[numel] the sum of backwards that did not reduce, laid out like the flat"""
         self._sums: list[torch.Tensor] = []
         """its slots"""
-        self.shard: torch.Tensor | None = None
-        """[numel / world] the reduced gradient of the window"""
+        self._keep(None)
         self.had_gradient: set[int] = set()
         """slots"""
         self.reported = False
@@ -86,6 +91,7 @@ class Account:
         self.add_up()
         self.reported = False
 
+    @torch.no_grad()
     def add_up(self) -> None:
         """Adds the parts to the local sum."""
         if not self.parts:
@@ -109,7 +115,11 @@ class Account:
 
     def settle(self, result: torch.Tensor) -> None:
         """The window's first result is its gradient; later ones are added."""
-        self.shard = result if self.shard is None else self.shard.to(self.dtype).add_(result)
+        if self.shard is None:
+            self._keep(result)
+        else:
+            with torch.no_grad():
+                self._keep(self.shard.to(self.dtype).add_(result))
 
     def end_backward(self) -> None:
         """Announced gradients that did not come count as zeros; the next backward reduces anew."""
@@ -122,19 +132,26 @@ class Account:
     # ------------------------------------------------------------------ the settled gradient
     def take(self) -> torch.Tensor | None:
         """Hands the settled gradient over and forgets it."""
-        shard, self.shard = self.shard, None
+        shard = self.shard
+        self._keep(None)
         return shard
+
+    def _keep(self, shard: torch.Tensor | None) -> None:
+        """It is the settled gradient from now on."""
+        before, self.shard = self.shard, shard
+        self._shards.add((0 if shard is None else shard.nbytes) - (0 if before is None else before.nbytes))
 
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiplies the settled gradient by a 0-dim tensor."""
         if self.shard is not None:
-            self.shard = self.shard.to(self.dtype).mul_(factor)
+            self._keep(self.shard.to(self.dtype).mul_(factor))
 
     def write(self, slot: int, value: torch.Tensor) -> None:
         """Replaces this rank's fragment of the slot by `value` [numel of the fragment]."""
         layout = self.bucket.layout
         if self.shard is None:
             raise EngineError(f"there is no gradient of {layout.slots[slot].name!r} to be replaced")
-        self.shard = self.shard.to(self.dtype)
-        self.bucket.fragment(self.shard, slot).copy_(value)
+        shard = self.shard.to(self.dtype)
+        self.bucket.fragment(shard, slot).copy_(value)
+        self._keep(shard)
         self.had_gradient.add(slot)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zeroweave._torch.storages import owners, storage_key, storage_use_count, version
+from zeroweave._torch.storages import marks, owners, storage_key, storage_use_count, version
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
@@ -62,7 +62,7 @@ class Bucket(Flat):
         self._key = storage_key(self.flat)
         self.generation = 0
         """how often the values of the shard have changed"""
-        self._versions = [version(p) for p in self.real]
+        self._accept_writes()
         self._references = storage_use_count(self.storage)
         self._shown = False
         self._own: dict[bool, list[int]] = {}
@@ -121,38 +121,39 @@ class Bucket(Flat):
 
     def check_unchanged(self) -> None:
         """Raises if a parameter was written in place (the next gather would lose it), frozen or unfrozen."""
-        versions = [version(p) for p in self.real]
-        if versions != self._versions:
-            names = [s.name for s, a, b in zip(self.layout.slots, versions, self._versions, strict=True) if a != b]
+        if (now := list(map(marks, self.real))) == self._marks:
+            return
+        if written := self._changed(now, 0):
             self._accept_writes()
             raise ParameterError(
-                f"{', '.join(map(repr, names))} written in place during a call: the write would be lost with "
+                f"{written} written in place during a call: the write would be lost with "
                 "the next gather; write parameters inside `with engine.full_parameters():`"
             )
-
-        moved = [s.name for s, p in zip(self.layout.slots, self.real, strict=True) if storage_key(p) != self._key]
-        if moved:
+        if moved := self._changed(now, 1):
             raise ParameterError(
-                f"the data of {', '.join(map(repr, moved))} was replaced by another tensor during a call; write values "
+                f"the data of {moved} was replaced by another tensor during a call; write values "
                 "with `copy_` inside `with engine.full_parameters():`"
             )
-        trained = self.layout.requires_grad
-        if any(p.requires_grad != trained for p in self.real):
-            names = [s.name for s, p in zip(self.layout.slots, self.real, strict=True) if p.requires_grad != trained]
-            for p in self.real:
-                p.requires_grad_(trained)
-            raise ParameterError(
-                f"requires_grad of {', '.join(map(repr, names))} changed during a call: what is trained is decided "
-                "when the engine is made; freeze or unfreeze before zeroweave.initialize"
-            )
+        frozen = self._changed(now, 2)
+        for p in self.real:
+            p.requires_grad_(self.layout.requires_grad)
+        raise ParameterError(
+            f"requires_grad of {frozen} changed during a call: what is trained is decided "
+            "when the engine is made; freeze or unfreeze before zeroweave.initialize"
+        )
+
+    def _changed(self, now: list[tuple[int, int, bool]], which: int) -> str:
+        """The names of the parameters of which this one of their marks has changed."""
+        pairs = zip(self.layout.slots, now, self._marks, strict=True)
+        return ", ".join(repr(slot.name) for slot, a, b in pairs if a[which] != b[which])
 
     def _accept_writes(self) -> None:
-        self._versions = [version(p) for p in self.real]
+        self._marks = [(version(p), self._key, self.layout.requires_grad) for p in self.real]
 
     @property
     def written(self) -> bool:
         """Was a parameter written in place since the last `renew`?"""
-        return [version(p) for p in self.real] != self._versions
+        return any(version(p) != known for p, (known, _, _) in zip(self.real, self._marks, strict=True))
 
     def renew(self) -> None:
         """The shard has new values: whatever was saved for a backward before, or kept, is out of date."""
@@ -178,13 +179,6 @@ class Bucket(Flat):
         return shard[place.start : place.start + place.numel]
 
 
-def _key(tensor: torch.Tensor) -> int:
-    try:
-        return storage_key(tensor)
-    except (NotImplementedError, RuntimeError):  # a wrapper subclass has no storage of its own
-        return 0
-
-
 class Directory:
     """Finds the bucket and slot of a parameter by name, and of a tensor by (storage, offset)."""
 
@@ -193,19 +187,18 @@ class Directory:
         """a parameter's name -> (bucket id, slot index)"""
         self._bucket: dict[int, Bucket] = {}
         self._slot: dict[tuple[int, int], int] = {}
-        self._real: dict[int, tuple[Bucket, int]] = {}
+        self._real: dict[int, tuple[list[nn.Parameter], tuple[int, int]]] = {}
         """what a real parameter's `id` was at first: a hint, because most tensors that are looked for are real ones"""
         for bucket in buckets:
-            key = storage_key(bucket.flat)
-            self._bucket[key] = bucket
+            self._bucket[storage_key(bucket.flat)] = bucket
             for index, slot in enumerate(bucket.layout.slots):
-                self.places[slot.name] = bucket.id, index
-                self._slot[key, slot.offset] = index
-                self._real[id(bucket.real[index])] = bucket, index
+                place = self.places[slot.name] = bucket.id, index
+                self._slot[bucket.id, slot.offset] = index
+                self._real[id(bucket.real[index])] = bucket.real, place
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket whose flat `tensor` views; None for every other tensor, and for those without storage."""
-        return self._bucket.get(_key(tensor))
+        return self._bucket.get(storage_key(tensor))
 
     def covering(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(bucket id, slot index) of the parameter in which a view of a flat begins."""
@@ -217,13 +210,14 @@ class Directory:
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
-        if (hint := self._real.get(id(tensor))) is not None and hint[0].real[hint[1]] is tensor:
-            return hint[0].id, hint[1]
-        key = _key(tensor)
-        bucket = self._bucket.get(key)
+        if (hint := self._real.get(id(tensor))) is not None:
+            real, place = hint
+            if real[place[1]] is tensor:
+                return place
+        bucket = self.bucket(tensor)
         if bucket is None:
             return None
-        slot = self._slot.get((key, int(tensor.storage_offset())), -1)
+        slot = self._slot.get((bucket.id, int(tensor.storage_offset())), -1)
         if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():
             slot = -1
         return bucket.id, slot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple, cast
 
 from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Unshard, Update
 
@@ -12,37 +12,68 @@ _AT_ONCE: Final = (Unshard, Reshard, Reload)
 """Instructions that wait for nothing."""
 
 
+class _View(NamedTuple):
+    """What lies ahead of a place in a schedule."""
+
+    event: Instruction | None
+    """the next event or update; None where nothing like that comes any more"""
+    reductions: tuple[int, ...]
+    """the buckets of its launch, if it is a reduction"""
+    behind: int
+    """the place behind it and its launch"""
+    trail: int
+    """the next instruction that waits"""
+
+
 class Cursor:
-    """The instructions of a schedule, and how many of them have been taken: `index`."""
+    """The instructions of a schedule, and how many of them have been taken: `index`.
+
+    Many windows follow one schedule, so what lies ahead of each place is found out once.
+    """
 
     def __init__(self, instructions: Sequence[Instruction] = ()) -> None:
         self._instructions = instructions
         self.index = 0
-        at = len(instructions)
-        self._next = [at] * (at + 1)
-        """for each place, where the next event or update is; the end where nothing like that comes any more"""
-        for index in reversed(range(at)):
-            at = self._next[index] = index if isinstance(instructions[index], _EVENTS) else at
+        view = _View(None, (), len(instructions), len(instructions))
+        self._views = [view] * (len(instructions) + 1)
+        for index in reversed(range(len(instructions))):
+            self._views[index] = view = self._view(index, view)
+
+    def _view(self, index: int, further: _View) -> _View:
+        """The view from a place, by that from the next one."""
+        event, reductions, behind, trail = further
+        instruction = first = self._instructions[index]
+        if isinstance(instruction, Fuse):
+            stop = index + 1 + instruction.count
+            first = self._instructions[index + 1]
+            if isinstance(first, Reduce):
+                launch = cast(Sequence[Reduce], self._instructions[index + 1 : stop])
+                reductions, behind = tuple(each.bucket for each in launch), stop
+        elif isinstance(instruction, _EVENTS):
+            event, behind = instruction, index + 1
+            reductions = (instruction.bucket,) if isinstance(instruction, Reduce) else ()
+        return _View(event, reductions, behind, trail if isinstance(first, _AT_ONCE) else index)
+
+    def restart(self) -> None:
+        """Nothing has been taken."""
+        self.index = 0
 
     @property
     def event(self) -> Instruction | None:
         """The next event or update; None where nothing like that comes any more."""
-        at = self._next[self.index]
-        return None if at == len(self._instructions) else self._instructions[at]
+        return self._views[self.index].event
 
     @property
-    def launch(self) -> Sequence[Instruction]:
-        """The next event or update, with the others of its launch."""
-        at = self._next[self.index]
-        before = self._instructions[at - 1] if at > self.index else None
-        return self._instructions[at : at + (before.count if isinstance(before, Fuse) else 1)]
+    def reductions(self) -> tuple[int, ...]:
+        """The buckets of the next event and its launch, if it is a reduction."""
+        return self._views[self.index].reductions
 
     def beyond(self, kind: type[Instruction]) -> Instruction | None:
         """The next event or update that is not of this kind."""
-        at = self._next[self.index]
-        while at < len(self._instructions) and isinstance(self._instructions[at], kind):
-            at = self._next[at + 1]
-        return None if at == len(self._instructions) else self._instructions[at]
+        view = self._views[self.index]
+        while isinstance(view.event, kind):
+            view = self._views[view.behind]
+        return view.event
 
     def ahead(self, instruction: Instruction) -> bool:
         """Is the instruction still to come?"""
@@ -50,7 +81,14 @@ class Cursor:
 
     def to_event(self) -> Iterator[Instruction]:
         """Takes all up to and including the next event or update, one by one; of a launch, all that belong to it."""
-        return self._take(self._next[self.index] + 1)
+        return self._take(self._views[self.index].behind)
+
+    def trail(self) -> Iterator[Instruction]:
+        """Takes what follows and waits for nothing, one by one: all up to the next wait or event.
+
+        A `Settle` waits for its reduction, so it comes when the next event does.
+        """
+        return self._take(self._views[self.index].trail)
 
     def rest(self) -> Iterator[Instruction]:
         """Takes all that are left, one by one."""
@@ -58,21 +96,5 @@ class Cursor:
 
     def _take(self, end: int) -> Iterator[Instruction]:
         while self.index < end:
-            instruction = self._instructions[self.index]
-            self.index += 1
-            if isinstance(instruction, Fuse):
-                end = max(end, self.index + instruction.count)
-            yield instruction
-
-    def trail(self) -> Iterator[Instruction]:
-        """Takes what follows and waits for nothing, one by one: all up to the next wait or event.
-
-        A `Settle` waits for its reduction, so it comes when the next event does.
-        """
-        while self.index < len(self._instructions) and self._waits_for_nothing(self.index):
             self.index += 1
             yield self._instructions[self.index - 1]
-
-    def _waits_for_nothing(self, index: int) -> bool:
-        first = self._instructions[index]
-        return isinstance(self._instructions[index + 1] if isinstance(first, Fuse) else first, _AT_ONCE)

@@ -9,7 +9,6 @@ usable: the window's first one is the gradient shard, later ones are added to it
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
 
@@ -37,7 +36,9 @@ class Gradients:
         accumulate_dtype: torch.dtype,
         keep_targets: bool = False,
     ) -> None:
-        self._accounts = {b.id: Account(b, accumulate_dtype) for b in buckets if b.layout.trainable}
+        self.settled = Gauge()
+        """bytes of the gradient shards"""
+        self._accounts = {b.id: Account(b, accumulate_dtype, self.settled) for b in buckets if b.layout.trainable}
         self._targets: dict[int, torch.Tensor] = {}
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:
@@ -51,15 +52,13 @@ class Gradients:
         self.set_order(None)
         self.unreduced = False
         """has a backward of the window not been reduced yet? Equal on all ranks, whatever gradients it had"""
-        self.shards_peak = 0
-        """bytes of the gradient shards at once, at most"""
         self.local_peak = 0
         """bytes of the local sums at once, at most"""
 
     def restart_peaks(self) -> None:
         """The peaks of memory are measured anew."""
         self.staging.restart()
-        self.shards_peak = sum(shard.nbytes for shard in self.shards())
+        self.settled.restart()
         self.local_peak = self._local_bytes()
 
     def _local_bytes(self) -> int:
@@ -104,7 +103,6 @@ class Gradients:
         return self.deliver((), ((bucket_id, slot, gradient),))
 
     # ------------------------------------------------------------------ reductions
-    @torch.no_grad()
     def fold(self, buckets: Iterable[int]) -> None:
         """Adds the parts of a backward that does not reduce to the local sums.
 
@@ -116,7 +114,6 @@ class Gradients:
             if first:
                 self.local_peak = max(self.local_peak, self._local_bytes())
 
-    @torch.no_grad()
     def issue(self, bucket_id: int) -> None:
         """Starts the reduction of what the bucket has now; missing slots count as zeros.
 
@@ -129,12 +126,7 @@ class Gradients:
         out = self._targets.get(bucket_id) if account.shard is None else None
         if self.unreduced:
             like, out = torch.empty(0, dtype=account.dtype, device=bucket.device), None
-        self.reductions.start(bucket_id, account.issue(), bucket.layout, like, partial(self._settled, account), out=out)
-
-    @torch.no_grad()
-    def _settled(self, account: Account, result: torch.Tensor) -> None:
-        account.settle(result)
-        self.shards_peak = max(self.shards_peak, sum(s.nbytes for s in self.shards()))
+        self.reductions.start(bucket_id, account.issue(), bucket.layout, like, account.settle, out=out)
 
     # ------------------------------------------------------------------ backward and window
     def unissued(self) -> tuple[int, ...]:

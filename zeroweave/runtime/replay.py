@@ -73,6 +73,7 @@ class Replay:
         self.lingering = self.executor.lingering
         self.record = record
         self.schedule: Schedule | None = None
+        self._cursor = Cursor()
         self._depth = 1
         self.departures = self.on_demand = 0
         """of the latter: unshards that no schedule ordered although there was one"""
@@ -92,12 +93,14 @@ class Replay:
         self.departed = False
         self.reducing = False
         """does a backward run whose gradients are reduced?"""
-        self._cursor = Cursor()
+        self._cursor.restart()
         self._passed: dict[int, None] = {}
         """buckets whose turn has come in the present backward, in that order"""
-        self._calls: Counter[Call] = Counter()
-        """how often each call was entered"""
+        self._calls: dict[Call, int] = {}
+        """the number of each call that was entered last among its equals"""
         self._open: list[_OpenCall] = []
+        self._outlasted = 0
+        """open calls that are over by the schedule: what comes behind them may drop what they still read"""
 
     @property
     def executed(self) -> list[Instruction]:
@@ -133,9 +136,10 @@ class Replay:
                 self._acquire(bucket)
             self._execute(run)
         self._open.append(_OpenCall(call, uses, lasts, index, supposed))
-        self._calls[call] += 1
+        self._outlasted += not lasts
+        number = self._calls[call] = self._calls.get(call, -1) + 1
         self.reduce_due()
-        return self._calls[call] - 1
+        return number
 
     def left(self, call: Call) -> None:
         """A call ends: drops the holds that it does not need any more."""
@@ -149,6 +153,7 @@ class Replay:
             unused = any(map(self._gradients.is_unused, ended.uses))
             self.record.suppose(ended.entered, place, ended.supposed or unused)
         del self._open[index]
+        self._outlasted -= not ended.lasts
         if self.following:
             if ended.lasts and not self._comes_next(End(call)):
                 self._depart()
@@ -189,22 +194,18 @@ class Replay:
         """The outermost backward is over; what was not complete is reduced as it is."""
         if reduced:
             while waiting := self._gradients.unissued():
-                following = self._next_reduction()
-                self._flush(following if following in waiting else waiting[0])
+                if (due := self._next_reductions()) and due[0] in waiting:
+                    self._reduce_next(due)
+                else:
+                    self._reduce_now(waiting[0])
         self._passed.clear()
         if self._offloading is not None:
             self._offloading.arrive()
         self.record.add(Micro())
         self.reducing = False
 
-    def _flush(self, bucket: int) -> None:
-        """Reduces a bucket, and what is reduced with it, although gradients that were announced may be missing."""
-        if (due := self._next_reductions())[:1] == (bucket,):
-            for each in due:
-                self.record.add(Ready(each))
-            self.executor.execute(self._cursor.to_event())
-            self.executor.execute(self._cursor.trail())
-            return
+    def _reduce_now(self, bucket: int) -> None:
+        """Reduces a bucket, and what is reduced with it, although the schedule has something else next."""
         self._depart()
         if not self._gradients.is_unissued(bucket):
             return  # it had its turn by that
@@ -256,30 +257,20 @@ class Replay:
         self.executor.next_window()
         if self._offloading is not None:
             self._offloading.next_window()
+        if schedule is not self.schedule:
+            self.schedule = schedule
+            self._cursor = Cursor(() if schedule is None else schedule.instructions)
         self._begin()
-        self.schedule = schedule
-        if schedule is not None:
-            self._cursor = Cursor(schedule.instructions)
 
     # ------------------------------------------------------------------ following the schedule
     @property
     def following(self) -> bool:
         return self.schedule is not None and not self.departed
 
-    @property
-    def _outlasted(self) -> bool:
-        """Is a call open that is over by the schedule? What comes behind it may drop what the call still reads."""
-        return any(not each.lasts for each in self._open)
-
     def _next_reductions(self) -> tuple[int, ...]:
         """The buckets of the schedule's next event, if that is a reduction whose turn has come, and of its launch."""
-        if not isinstance(self._cursor.event, Reduce) or not self.following or self._outlasted:
-            return ()
-        return tuple(event.bucket for event in self._cursor.launch if isinstance(event, Reduce))
-
-    def _next_reduction(self) -> int | None:
-        """The first of them."""
-        return next(iter(self._next_reductions()), None)
+        due = self._cursor.reductions
+        return due if due and self.following and not self._outlasted else ()
 
     def _ahead(self, event: Instruction) -> bool:
         """Is the event still to come in the schedule?"""
@@ -288,7 +279,14 @@ class Replay:
     def reduce_due(self) -> None:
         """Reduces what is complete, if the schedule has it next; a bucket that was complete early has waited for it."""
         while self.reducing and (due := self._next_reductions()) and all(map(self._is_due, due)):
-            self._flush(due[0])
+            self._reduce_next(due)
+
+    def _reduce_next(self, due: tuple[int, ...]) -> None:
+        """Reduces the buckets of the schedule's next event, although announced gradients may be missing."""
+        for bucket in due:
+            self.record.add(Ready(bucket))
+        self.executor.execute(self._cursor.to_event())
+        self.executor.execute(self._cursor.trail())
 
     def _is_due(self, bucket: int) -> bool:
         """Is the bucket complete, by what was announced, and is nothing to come that uses it?"""
@@ -300,8 +298,8 @@ class Replay:
         Gradients may be missing on this rank only (a parameter that its batch did not use): the others reduce
         in the turn, so this one must, too.
         """
-        while self.reducing and (bucket := self._next_reduction()) is not None and self._ahead(event):
-            self._flush(bucket)
+        while self.reducing and (due := self._next_reductions()) and self._ahead(event):
+            self._reduce_next(due)
 
     def _comes_next(self, event: Instruction) -> bool:
         """Is it the schedule's next event?"""
@@ -396,5 +394,6 @@ class Replay:
         """Drops every hold, whatever was going on: after an exception."""
         self.departed = True
         self._open.clear()
+        self._outlasted = 0
         self.executor.drop_holds()
         self.lingering.sweep()

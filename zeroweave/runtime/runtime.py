@@ -10,7 +10,7 @@ call first, and whatever produces a parameter's gradient delivers it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -62,6 +62,7 @@ class Runtime:
     def __init__(
         self,
         layouts: Sequence[BucketLayout],
+        dtypes: Mapping[str, torch.dtype],
         transport: Transport,
         policy: Policy,
         entering: Callable[[str, bool], None] = lambda name, back: None,
@@ -75,9 +76,8 @@ class Runtime:
         device = transport.empty(0, torch.uint8).device
         self.transfers = Transfers(device, issuing)
         off = policy.masters_off, policy.params_off
-        dtypes = {b.id: getattr(torch, b.dtype) for b in layouts}
-        homes = {b.id: Shard(b, dtypes[b.id], transport, self.transfers, *off) for b in layouts}
-        self.buckets = {b.id: Bucket(b, dtypes[b.id], transport, self.flats, homes[b.id], device) for b in layouts}
+        homes = {b.id: Shard(b, dtypes[b.dtype], transport, self.transfers, *off) for b in layouts}
+        self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport, self.flats, homes[b.id], device) for b in layouts}
         self.directory = Directory(self.buckets.values())
         self.find = self.directory.find
         self.gradients = Gradients(
@@ -208,10 +208,10 @@ class Runtime:
                 self.activations.end_call(frame.call, frame.number)
         if not frame.covered:
             self._release(frame)
-        if not self.writable:
-            for bucket in frame.uses:
-                self.buckets[bucket].check_unchanged()
-        if frame.covered and frame.call.phase == "backward":
+            for bucket in map(self.buckets.__getitem__, frame.uses):
+                if bucket.resident and not self.writable:  # what is gone was checked as it went
+                    bucket.check_unchanged()
+        elif frame.call.phase == "backward":
             self._back.left(frame)
 
     def _release(self, frame: Frame) -> None:
@@ -242,13 +242,12 @@ class Runtime:
         reads.append(frame)
 
     # ------------------------------------------------------------------ saved tensors
-    def saved(self, tensors: Iterable[torch.Tensor], read: bool) -> None:
-        """A compiled forward saves these views of flats; its backward will bind them itself, and read some or none."""
+    def saved(self, tensors: Iterable[tuple[torch.Tensor, tuple[int, int]]], read: bool) -> None:
+        """A compiled forward saves these views, each with its place; its backward binds them itself, and may read."""
         if self._frame is not None and not self._frame.covered:
             self._frame.ran_compiled(read)
-        for tensor in tensors:
-            if (place := self.find(tensor)) is not None:
-                self._saved[_saved_key(tensor, place)] += 1
+        for tensor, place in tensors:
+            self._saved[_saved_key(tensor, place)] += 1
 
     def passes_through(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
         """Is this view, found at `place`, one that a compiled forward has just saved? Each is asked for once."""
