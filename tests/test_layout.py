@@ -38,7 +38,7 @@ def test_slots_are_aligned_and_the_flat_is_padded_to_the_world() -> None:
     # 35 and 5 elements of 4 bytes: 2 and 1 lines of 32 elements; 3 lines are a line for each of 3 ranks.
     assert bucket.slots == (Slot("m.weight", 0, 35, (5, 7)), Slot("m.bias", 64, 5, (5,)))
     assert (bucket.numel, bucket.shard_numel) == (96, 32)
-    assert (bucket.nbytes, bucket.shard_nbytes) == (384, 128)
+    assert (bucket.nbytes, bucket.shard_numel * bucket.itemsize) == (384, 128)
     assert bucket.gaps() == ((35, 64), (69, 96))
     assert [bucket.shard_range(rank) for rank in range(3)] == [(0, 32), (32, 64), (64, 96)]
     assert bucket.name == "m" and bucket.trainable

@@ -61,15 +61,15 @@ def demo(
 
     Exits with 1 if a check fails. The last line of standard output is one JSON object with the figures.
     """
+    from json import dumps
+
     from zeroweave.report.launch import launch
 
     if 16 % ranks:
         raise typer.BadParameter(f"{ranks} does not divide the batch of 16 sequences", param_hint="--ranks")
-    options = ["--stage", str(stage), "--steps", str(steps), "--lower", lower.value]
-    options += ["--eager"] if eager else []
-    options += ["--profile"] if profile else []
-    options += ["--json", str(json)] if json else []
-    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo", *options]))
+    path = None if json is None else str(json)
+    settings = {"stage": stage, "steps": steps, "lower": lower, "eager": eager, "profile": profile, "json": path}
+    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo", dumps(settings)]))
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -128,11 +128,6 @@ class BucketLayout:
         """Bytes of the flat: the payload of one gather or reduction."""
         return self.numel * self.itemsize
 
-    @property
-    def shard_nbytes(self) -> int:
-        """Bytes of each rank's shard."""
-        return self.shard_numel * self.itemsize
-
     def number(self, rank: int) -> int:
         """Which of the `groups` groups has `rank` of the engine."""
         return rank % self.groups

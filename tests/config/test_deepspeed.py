@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zeroweave import Config, ConfigError, UnsupportedError
-from zeroweave.config.deepspeed import KEYS
+from zeroweave.config.deepspeed_keys import KEYS
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "deepspeed.md").read_text()
 STAGE = {"zero_optimization": {"stage": 3}}

@@ -13,7 +13,7 @@ from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.transport import Pending
 from zeroweave.dc.gathers import Gathers
-from zeroweave.dc.registry import Registry
+from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.flat import ShardedFlat
@@ -50,7 +50,7 @@ def test_what_is_prefetched_together_is_one_launch(runtime: dc.Runtime) -> None:
     registry = Registry(runtime._control, CPU, lambda layout, shard: ShardedFlat(layout, shard, transport, Gauge()))
     shards = [torch.full((4,), float(i)) for i in range(4)]
     for ds_id, shard in enumerate(shards):
-        registry.register_z3_param(ds_id, [4], shard, torch.zeros(4), persistent=ds_id == 3)
+        registry.register_z3_param(RegisteredParameter(ds_id, (4,), torch.zeros(4), persistent=ds_id == 3), shard)
     registry.register_graph(7, range(4), True, True)
     gathers = Gathers(registry, transport)
 

@@ -17,7 +17,7 @@ from tests.support.operator_graphs import GRAPH, SHAPES, compiled, ops, referenc
 from tests.support.reference import Expected, judge
 from zeroweave import dc
 from zeroweave._torch.fx import boxed
-from zeroweave.dc.operators import SCHEMAS, add_free_tensors
+from zeroweave.dc.operators import OPERATORS, add_free_tensors
 from zeroweave.errors import EngineError, ParameterError
 
 pytestmark = pytest.mark.oldest
@@ -115,7 +115,7 @@ def test_schemas_and_fake_kernels_tell_the_truth(sharded: Sharded) -> None:
             values,
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
-    assert {*gathers, *arguments, "release_param"} == {name for name in SCHEMAS if not name.startswith("_")}
+    assert {*gathers, *arguments, "release_param"} == {name for name in OPERATORS if not name.startswith("_")}
 
 
 def test_errors_reach_the_caller_as_they_are(sharded: Sharded) -> None:

@@ -51,7 +51,7 @@ class Player:
             accumulate_dtype=torch.float32,
             free_threshold=0 if facts.free else None,
         )
-        self.runtime = Runtime(layouts(facts), {"float32": torch.float32}, self.wire, policy)
+        self.runtime = Runtime(layouts(facts), self.wire, policy)
         self.runtime.replay.limit_reductions(facts.depth)
         self.updated: list[int] = []
 

@@ -37,7 +37,7 @@ def test_a_step_that_goes_as_predicted_is_shown_as_predicted(seed: int) -> None:
     assert busy(found.spans) == pytest.approx(busy(expected.spans), abs=1e-12)
     assert found.takes == pytest.approx(expected.takes, abs=1e-12)
     assert found.memory == expected.memory and found.peak == expected.peak
-    assert measured(as_predicted(schedule)).memory is None
+    assert measured(as_predicted(schedule)).memory == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

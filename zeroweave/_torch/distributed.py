@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-
-
-def has_symmetric_memory() -> bool:
-    """Whether this PyTorch has symmetric memory. Why: `zeroweave doctor` says so; its module is private."""
-    return importlib.util.find_spec("torch.distributed._symmetric_memory") is not None
 
 
 def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

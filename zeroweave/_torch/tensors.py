@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -22,15 +21,6 @@ def wrapper_like(cls: type[AnyTensor], like: torch.Tensor) -> AnyTensor:
         device=like.device,
         requires_grad=like.requires_grad,
     )
-
-
-def without_torch_function() -> AbstractContextManager[None]:
-    """Calls inside do not enter `__torch_function__`.
-
-    Why: stubs answer metadata with PyTorch's own getters.
-    """
-    context: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
-    return context
 
 
 def metadata_getters() -> tuple[Callable[..., Any], ...]:
@@ -63,7 +53,7 @@ def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
     torch._C._swap_tensor_impl(tensor, other)
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
-    with without_torch_function():
+    with torch.DisableTorchFunctionSubclass():
         # Else a later hook would replace the earlier.
         tensor._backward_hooks, other._backward_hooks = other._backward_hooks, tensor._backward_hooks
         mine, theirs = tensor._post_accumulate_grad_hooks, other._post_accumulate_grad_hooks

@@ -15,12 +15,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from zeroweave.config.deepspeed import SECTIONS, translate
+from zeroweave.config.deepspeed import translate
+from zeroweave.config.deepspeed_keys import SECTIONS
 from zeroweave.config.messages import explain
 from zeroweave.config.sections import (
-    STRICT,
     ActivationsConfig,
     BucketConfig,
     CompileConfig,
@@ -30,15 +30,14 @@ from zeroweave.config.sections import (
     OffloadConfig,
     PrecisionConfig,
     ReduceConfig,
+    Section,
 )
 from zeroweave.errors import ConfigError, UnsupportedStage
 from zeroweave.notices import warn
 
 
-class _Explained(BaseModel):
-    """A model whose errors are ConfigErrors that say what to do."""
-
-    model_config = STRICT
+class _Explained(Section):
+    """A section whose errors are ConfigErrors that say what to do."""
 
     def __init__(self, /, **values: Any) -> None:
         try:
@@ -157,8 +156,6 @@ class Config(_Explained):
 
 class RuntimeConfig(_Explained, DebugConfig):
     """Settings of the low-level runtime (`zeroweave.dc`)."""
-
-    model_config = STRICT
 
     symmetric_memory: bool = False
     """Gather parameters through memory that the GPUs of a node read directly; an error where they cannot."""

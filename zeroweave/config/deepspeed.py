@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, Final
 
-from zeroweave.config.deepspeed_keys import KEYS, SECTIONS
+from zeroweave.config.deepspeed_keys import KEYS
 from zeroweave.config.messages import nearest
 from zeroweave.errors import ConfigError
-
-__all__ = ["KEYS", "SECTIONS", "translate"]
 
 _DTYPES: Final = {
     "fp32": "float32",
@@ -28,13 +27,7 @@ _FREED: Final = 10 * 1024 * 1024
 """`compile.free_activation_threshold` where it is not written."""
 
 
-def _above(key: str) -> Iterator[str]:
-    """The sections that a key lies in: `a.b.c` lies in `a` and `a.b`."""
-    parts = key.split(".")
-    return (".".join(parts[:end]) for end in range(1, len(parts)))
-
-
-_NAMES: Final = tuple(dict.fromkeys(name for key in KEYS for name in (*_above(key), key)))
+_NAMES: Final = tuple(dict.fromkeys(name for key in KEYS for name in accumulate(key.split("."), "{}.{}".format)))
 """All dotted names, those of sections included."""
 
 _SWITCHES: Final = frozenset(

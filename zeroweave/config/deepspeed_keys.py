@@ -5,6 +5,7 @@ docs/deepspeed.md explains it row by row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -20,7 +21,7 @@ class Key:
 
 
 _OFF: Final[tuple[Any, ...]] = (False, None, 0, {}, [])
-_MAPPED, _IGNORED = Key("mapped"), Key("ignored")
+_DISABLED: Final[tuple[Any, ...]] = ({"enabled": False}, *_OFF)
 
 
 def _refused(instead: str, *off: Any) -> Key:
@@ -31,127 +32,66 @@ _PRECISION = "masters and optimizer states are float32"
 _DEVICE = 'write {"device": "cpu"}'
 _ADAPTIVE = "set offload.optimizer to 'adaptive' in zeroweave's own config"
 
+_MAPPED: Final = {
+    "": "gradient_accumulation_steps gradient_clipping communication_data_type prescale_gradients",
+    "data_types": "grad_accum_dtype",
+    "bf16": "enabled check_grad_overflow",
+    "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
+    "torch_autocast": "enabled dtype",
+    "activation_checkpointing": "cpu_checkpointing",
+    "compile": """
+        enabled deepcompile backend free_activation free_activation_threshold offload_activation
+        offload_opt_states offload_parameters double_buffer sync_before_reduce sync_after_reduce
+        sync_before_allgather sync_after_allgather
+    """,
+    "zero_optimization": "stage reduce_bucket_size allgather_bucket_size overlap_comm stage3_prefetch_bucket_size",
+    "zero_optimization.offload_optimizer": "device",
+    "zero_optimization.offload_param": "device",
+}
+"""By section."""
+
+_IGNORED: Final = {
+    "": """
+        train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last steps_per_print
+        wall_clock_breakdown memory_breakdown dump_state disable_allgather vocabulary_size
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer tensorboard wandb comet csv_monitor
+        comms_logger flops_profiler checkpoint nebula aio graph_harvesting disable_python_gc log_level
+    """,
+    "bf16": "immediate_grad_update",
+    "fp16": "auto_cast fused_mode",
+    "activation_checkpointing": """
+        contiguous_memory_optimization number_checkpoints profile synchronize_checkpoint_boundary
+    """,
+    "compile": """
+        offload_activation_pin_memory symmetric_memory autoep_non_moe debug_log keep_int_input_tensors
+        keep_all_input_tensors
+    """,
+    "zero_optimization": """
+        allgather_partitions contiguous_gradients reduce_scatter round_robin_gradients
+        use_multi_rank_bucket_allreduce load_from_fp32_weights elastic_checkpoint ignore_unused_parameters
+        legacy_stage1 sub_group_size memory_efficient_linear override_module_apply pipeline_loading_checkpoint
+        log_trace_cache_warnings enable_sanity_checks stage3_max_live_parameters stage3_max_reuse_distance
+        stage3_param_persistence_threshold stage3_model_persistence_threshold
+        stage3_module_granularity_threshold stage3_partition_stream_chunk_size
+        stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
+        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+    """,
+    "zero_optimization.offload_optimizer": """
+        pin_memory buffer_count fast_init pipeline_read pipeline_write nvme_path cpuadam_cores_perc
+        super_offload
+    """,
+    "zero_optimization.offload_param": "pin_memory buffer_count buffer_size max_in_cpu nvme_path",
+}
+"""By section."""
+
+
+def _dotted(sections: Mapping[str, str]) -> Iterator[str]:
+    return (f"{section}.{name}".removeprefix(".") for section, names in sections.items() for name in names.split())
+
+
 KEYS: Final[dict[str, Key]] = {
-    **dict.fromkeys(
-        (
-            "gradient_accumulation_steps",
-            "gradient_clipping",
-            "communication_data_type",
-            "prescale_gradients",
-            "data_types.grad_accum_dtype",
-            "bf16.enabled",
-            "bf16.check_grad_overflow",
-            "fp16.enabled",
-            "fp16.loss_scale",
-            "fp16.initial_scale_power",
-            "fp16.loss_scale_window",
-            "fp16.hysteresis",
-            "fp16.min_loss_scale",
-            "torch_autocast.enabled",
-            "torch_autocast.dtype",
-            "activation_checkpointing.cpu_checkpointing",
-            "compile.enabled",
-            "compile.deepcompile",
-            "compile.backend",
-            "compile.free_activation",
-            "compile.free_activation_threshold",
-            "compile.offload_activation",
-            "compile.offload_opt_states",
-            "compile.offload_parameters",
-            "compile.double_buffer",
-            "compile.sync_before_reduce",
-            "compile.sync_after_reduce",
-            "compile.sync_before_allgather",
-            "compile.sync_after_allgather",
-            "zero_optimization.stage",
-            "zero_optimization.reduce_bucket_size",
-            "zero_optimization.allgather_bucket_size",
-            "zero_optimization.overlap_comm",
-            "zero_optimization.stage3_prefetch_bucket_size",
-            "zero_optimization.offload_optimizer.device",
-            "zero_optimization.offload_param.device",
-        ),
-        _MAPPED,
-    ),
-    **dict.fromkeys(
-        (
-            "train_batch_size",
-            "train_micro_batch_size_per_gpu",
-            "dataloader_drop_last",
-            "steps_per_print",
-            "wall_clock_breakdown",
-            "memory_breakdown",
-            "dump_state",
-            "disable_allgather",
-            "vocabulary_size",
-            "zero_allow_untested_optimizer",
-            "zero_force_ds_cpu_optimizer",
-            "tensorboard",
-            "wandb",
-            "comet",
-            "csv_monitor",
-            "comms_logger",
-            "flops_profiler",
-            "checkpoint",
-            "nebula",
-            "aio",
-            "graph_harvesting",
-            "bf16.immediate_grad_update",
-            "fp16.auto_cast",
-            "fp16.fused_mode",
-            "activation_checkpointing.contiguous_memory_optimization",
-            "activation_checkpointing.number_checkpoints",
-            "activation_checkpointing.profile",
-            "activation_checkpointing.synchronize_checkpoint_boundary",
-            "compile.offload_activation_pin_memory",
-            "compile.symmetric_memory",
-            "compile.autoep_non_moe",
-            "compile.debug_log",
-            "compile.keep_int_input_tensors",
-            "compile.keep_all_input_tensors",
-            "disable_python_gc",
-            "log_level",
-            "zero_optimization.allgather_partitions",
-            "zero_optimization.contiguous_gradients",
-            "zero_optimization.reduce_scatter",
-            "zero_optimization.round_robin_gradients",
-            "zero_optimization.use_multi_rank_bucket_allreduce",
-            "zero_optimization.load_from_fp32_weights",
-            "zero_optimization.elastic_checkpoint",
-            "zero_optimization.ignore_unused_parameters",
-            "zero_optimization.legacy_stage1",
-            "zero_optimization.sub_group_size",
-            "zero_optimization.memory_efficient_linear",
-            "zero_optimization.override_module_apply",
-            "zero_optimization.pipeline_loading_checkpoint",
-            "zero_optimization.log_trace_cache_warnings",
-            "zero_optimization.enable_sanity_checks",
-            "zero_optimization.stage3_max_live_parameters",
-            "zero_optimization.stage3_max_reuse_distance",
-            "zero_optimization.stage3_param_persistence_threshold",
-            "zero_optimization.stage3_model_persistence_threshold",
-            "zero_optimization.stage3_module_granularity_threshold",
-            "zero_optimization.stage3_partition_stream_chunk_size",
-            "zero_optimization.stage3_use_all_reduce_for_fetch_params",
-            "zero_optimization.stage3_allgather_sequential",
-            "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
-            "zero_optimization.offload_optimizer.pin_memory",
-            "zero_optimization.offload_optimizer.buffer_count",
-            "zero_optimization.offload_optimizer.fast_init",
-            "zero_optimization.offload_optimizer.pipeline_read",
-            "zero_optimization.offload_optimizer.pipeline_write",
-            "zero_optimization.offload_optimizer.nvme_path",
-            "zero_optimization.offload_optimizer.cpuadam_cores_perc",
-            "zero_optimization.offload_optimizer.super_offload",
-            "zero_optimization.offload_param.pin_memory",
-            "zero_optimization.offload_param.buffer_count",
-            "zero_optimization.offload_param.buffer_size",
-            "zero_optimization.offload_param.max_in_cpu",
-            "zero_optimization.offload_param.nvme_path",
-        ),
-        _IGNORED,
-    ),
+    **dict.fromkeys(_dotted(_MAPPED), Key("mapped")),
+    **dict.fromkeys(_dotted(_IGNORED), Key("ignored")),
     "optimizer": _refused("build the optimizer and pass it to zeroweave.initialize"),
     "scheduler": _refused("build the learning-rate scheduler and pass it to zeroweave.initialize"),
     "gradient_predivide_factor": _refused("use prescale_gradients, which divides by the world first", 1, None),
@@ -166,7 +106,7 @@ KEYS: Final[dict[str, Key]] = {
     ),
     "sparse_gradients": _refused("gradients are dense"),
     "sparse_attention": _refused("it belongs to the model"),
-    "amp": _refused("use torch_autocast", {"enabled": False}, *_OFF),
+    "amp": _refused("use torch_autocast", *_DISABLED),
     "fp16.consecutive_hysteresis": _refused("an overflow counts whether or not good steps came before it"),
     "fp16.fp16_master_weights_and_grads": _refused(_PRECISION),
     "bf16.bf16_master_weights_and_grads": _refused(_PRECISION),
@@ -191,25 +131,19 @@ KEYS: Final[dict[str, Key]] = {
     "zero_optimization.save_muon_momentum_buffer_in_memory": _refused("optimizers are element-wise"),
     "compile.kwargs": _refused("torch.compile's options are Inductor's own: set torch._inductor.config"),
     "compile.passes": _refused("graphs hold no communication: zeroweave's own compile.passes change the schedule"),
-    "progressive_layer_drop": _refused("it belongs to the model", {"enabled": False}, *_OFF),
-    "eigenvalue": _refused("it belongs to the training loop", {"enabled": False}, *_OFF),
-    "quantize_training": _refused("nothing is quantized", {"enabled": False}, *_OFF),
+    "progressive_layer_drop": _refused("it belongs to the model", *_DISABLED),
+    "eigenvalue": _refused("it belongs to the training loop", *_DISABLED),
+    "quantize_training": _refused("nothing is quantized", *_DISABLED),
     "compression_training": _refused("nothing is quantized"),
-    "curriculum_learning": _refused("the data loader is yours", {"enabled": False}, *_OFF),
-    "data_efficiency": _refused("the data loader is yours", {"enabled": False}, *_OFF),
+    "curriculum_learning": _refused("the data loader is yours", *_DISABLED),
+    "data_efficiency": _refused("the data loader is yours", *_DISABLED),
     "elasticity": _refused(
-        "the ranks are the same from start to end; zeroweave run --max-restarts starts them anew",
-        {"enabled": False},
-        *_OFF,
+        "the ranks are the same from start to end; zeroweave run --max-restarts starts them anew", *_DISABLED
     ),
     "autotuning": _refused(
-        "schedules are tuned while steps are timed (compile.record_steps); batch sizes are yours",
-        {"enabled": False},
-        *_OFF,
+        "schedules are tuned while steps are timed (compile.record_steps); batch sizes are yours", *_DISABLED
     ),
-    "hybrid_engine": _refused(
-        "call engine.module.generate(...), which works under any engine", {"enabled": False}, *_OFF
-    ),
+    "hybrid_engine": _refused("call engine.module.generate(...), which works under any engine", *_DISABLED),
     "pipeline": _refused("pipelines are not run"),
     "tensor_parallel": _refused("tensors are not split"),
     "sequence_parallel_size": _refused("sequences are not split", 1, *_OFF),

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from zeroweave.notices import warn
 
-STRICT: Final = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
 _DYNAMIC = frozenset({"initial_loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"})
 """Keys of `precision` that mean something for a dynamic loss scale only."""
 
 
-class PrecisionConfig(BaseModel):
-    """Dtypes of parameters, gradients in transit and gradients at rest, and the loss scale. Masters are float32."""
+class Section(BaseModel):
+    """A table of keys: unknown ones are errors, and values are not converted."""
 
-    model_config = STRICT
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class PrecisionConfig(Section):
+    """Dtypes of parameters, gradients in transit and gradients at rest, and the loss scale. Masters are float32."""
 
     params: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype in which floating-point parameters are gathered and computed with; None: the model's own."""
@@ -63,10 +67,8 @@ class PrecisionConfig(BaseModel):
         return self
 
 
-class BucketConfig(BaseModel):
+class BucketConfig(Section):
     """How parameters are grouped for communication."""
-
-    model_config = STRICT
 
     bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """Largest bucket in bytes; a single parameter above it has a bucket of its own."""
@@ -75,10 +77,8 @@ class BucketConfig(BaseModel):
     """One bucket for each block; false: neighbours fill buckets up to `bytes`, whatever their block."""
 
 
-class ReduceConfig(BaseModel):
+class ReduceConfig(Section):
     """How gradients are reduced over ranks."""
-
-    model_config = STRICT
 
     depth: Annotated[int, Field(ge=1)] = 2
     """Most reductions in flight at once; each holds one gradient flat."""
@@ -95,10 +95,8 @@ class ReduceConfig(BaseModel):
         return op
 
 
-class CompileConfig(BaseModel):
+class CompileConfig(Section):
     """What is compiled and how."""
-
-    model_config = STRICT
 
     enabled: bool = True
     """False: every module runs eagerly, through hooks."""
@@ -140,10 +138,8 @@ class CompileConfig(BaseModel):
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
 
 
-class ExpertsConfig(BaseModel):
+class ExpertsConfig(Section):
     """Which parameters are experts', each rank's own, and how many ranks exchange tokens."""
-
-    model_config = STRICT
 
     parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Patterns of the names of experts' parameters (fnmatch)."""
@@ -161,10 +157,8 @@ class ExpertsConfig(BaseModel):
         return self
 
 
-class ActivationsConfig(BaseModel):
+class ActivationsConfig(Section):
     """What becomes of activations that a forward has saved for its backward."""
-
-    model_config = STRICT
 
     free_threshold_bytes: Annotated[int, Field(ge=0)] | None = None
     """Activations of this size and more that no backward has used up are freed before the optimizer step; None: none.
@@ -173,10 +167,8 @@ class ActivationsConfig(BaseModel):
     """
 
 
-class OffloadConfig(BaseModel):
+class OffloadConfig(Section):
     """What lives in host memory and comes to the device when it is needed."""
-
-    model_config = STRICT
 
     optimizer: Literal["none", "all", "adaptive"] = "none"
     """The optimizer's states, masters included; "adaptive": what of them `memory_budget` has no room for."""
@@ -207,10 +199,8 @@ class OffloadConfig(BaseModel):
         return self
 
 
-class DebugConfig(BaseModel):
+class DebugConfig(Section):
     """Switches that make a run slower and its errors easier to place."""
-
-    model_config = STRICT
 
     sync_before_reduce: bool = False
     """Wait for the device before each reduction of gradients is issued."""

@@ -18,7 +18,7 @@ The mark cannot say that communication reads and writes memory later than the op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
@@ -29,56 +29,6 @@ from zeroweave.dc.default import free_threshold
 from zeroweave.dc.runtime import runtime_of
 from zeroweave.errors import EngineError
 from zeroweave.runtime.storages import free_storages, owners_beside
-
-SCHEMAS = {
-    "reduce_grad": "(Tensor(a!) grad, int graph_id, int ds_id) -> Tensor",
-    "allgather_param": "(Tensor ds_tensor, int graph_id, int ds_id) -> Tensor",
-    "wait_allgather": "(Tensor(a!) gathered, int graph_id, int ds_id) -> ()",
-    "release_param": "(Tensor(a!) gathered, int graph_id, int ds_id, int n_users=1) -> ()",
-    "prefetch_params_fused": "(int graph_id, Tensor(a!)[] ds_tensors, int[] ds_ids) -> ()",
-    "free_tensors": "(Tensor(a!)[] tensors) -> ()",
-    "end_backward": "(Tensor(a!)[] deps, int graph_id, bool? release_reduce_buckets=None) -> ()",
-    "_owners": "(Tensor(a!)[] tensors) -> int[]",
-}
-
-
-_LIBRARIES: Final[dict[str, torch.library.Library]] = {}
-"""The operators live as long as these."""
-
-
-def install_ops(namespace: str) -> None:
-    """Defines the operators as `torch.ops.<namespace>.*`, too; a second call does nothing.
-
-    EngineError, and nothing is defined, where the namespace has an operator of one of the names from elsewhere.
-    """
-    if namespace in _LIBRARIES:
-        return
-    taken = [name for name in SCHEMAS if hasattr(getattr(torch.ops, namespace), name)]
-    if taken:
-        raise EngineError(f"torch.ops.{namespace} has operators of other origin: {', '.join(taken)}")
-    library = _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
-
-    def free(tensors: Sequence[torch.Tensor]) -> None:
-        # asked each time: how Python calls functions changes when Dynamo is first used
-        held = _owners_of_a_variable(getattr(torch.ops, namespace)._owners.default)
-        free_storages(tensors, free_threshold(), held)
-
-    kernels = {
-        "reduce_grad": reduce_grad,
-        "allgather_param": allgather_param,
-        "wait_allgather": _wait_allgather,
-        "release_param": release_param,
-        "prefetch_params_fused": prefetch_params_fused,
-        "free_tensors": free,
-        "end_backward": _end_backward,
-        "_owners": owners_beside,
-    }
-    for name, schema in SCHEMAS.items():
-        library.define(name + schema)
-        library.impl(name, kernels[name], "CompositeExplicitAutograd")
-        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        if name != "_owners":
-            torch.library.register_fake(f"{namespace}::{name}", _FAKES.get(name, _nothing), lib=library)
 
 
 # ---------------------------------------------------------------------- calls of the runtime that a graph belongs to
@@ -133,21 +83,60 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-_FAKES: Final = {"reduce_grad": _empty, "allgather_param": _full}
-
-
-def _owners_of_a_variable(count: Callable[[list[torch.Tensor]], list[int]]) -> int:
-    """How many owners a tensor has inside an operator's kernel whose caller holds it in one variable.
-
-    Counted, not known: it depends on how Python and PyTorch hand arguments on.
-    """
-    variable = torch.empty(0)
-    return count([variable])[0]
-
-
 def free_tensors(tensors: Sequence[torch.Tensor]) -> None:
     """`Runtime.free_tensors` of the default runtime; above the default threshold while there is none."""
     free_storages(tensors, free_threshold(), held=1)
+
+
+def _free_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    # How many owners a tensor has inside a kernel whose caller holds it in one variable. Counted each time: it depends
+    # on how Python and PyTorch hand arguments on, which changes when Dynamo is first used.
+    variable = torch.empty(0)
+    free_storages(tensors, free_threshold(), torch.ops.zeroweave._owners.default([variable])[0])
+
+
+# ---------------------------------------------------------------------- the operators
+class _Operator(NamedTuple):
+    schema: str
+    kernel: Callable[..., Any]
+    fake: Callable[..., Any] = _nothing
+
+
+OPERATORS: Final = {
+    "reduce_grad": _Operator("(Tensor(a!) grad, int graph_id, int ds_id) -> Tensor", reduce_grad, _empty),
+    "allgather_param": _Operator("(Tensor ds_tensor, int graph_id, int ds_id) -> Tensor", allgather_param, _full),
+    "wait_allgather": _Operator("(Tensor(a!) gathered, int graph_id, int ds_id) -> ()", _wait_allgather),
+    "release_param": _Operator("(Tensor(a!) gathered, int graph_id, int ds_id, int n_users=1) -> ()", release_param),
+    "prefetch_params_fused": _Operator(
+        "(int graph_id, Tensor(a!)[] ds_tensors, int[] ds_ids) -> ()", prefetch_params_fused
+    ),
+    "free_tensors": _Operator("(Tensor(a!)[] tensors) -> ()", _free_tensors),
+    "end_backward": _Operator(
+        "(Tensor(a!)[] deps, int graph_id, bool? release_reduce_buckets=None) -> ()", _end_backward
+    ),
+    "_owners": _Operator("(Tensor(a!)[] tensors) -> int[]", owners_beside),
+}
+_LIBRARIES: Final[dict[str, torch.library.Library]] = {}
+"""The operators live as long as these."""
+
+
+def install_ops(namespace: str) -> None:
+    """Defines the operators as `torch.ops.<namespace>.*`, too; a second call does nothing.
+
+    EngineError, and nothing is defined, where the namespace has an operator of one of the names from elsewhere.
+    """
+    if namespace in _LIBRARIES:
+        return
+    taken = [name for name in OPERATORS if hasattr(getattr(torch.ops, namespace), name)]
+    if taken:
+        raise EngineError(f"torch.ops.{namespace} has operators of other origin: {', '.join(taken)}")
+    library = _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    for name, operator in OPERATORS.items():
+        library.define(name + operator.schema)
+        library.impl(name, operator.kernel, "CompositeExplicitAutograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        if name != "_owners":
+            torch.library.register_fake(f"{namespace}::{name}", operator.fake, lib=library)
 
 
 def inductor_options() -> dict[str, Any]:
@@ -160,8 +149,8 @@ def inductor_options() -> dict[str, Any]:
         [
             getattr(getattr(torch.ops, namespace), name).default
             for namespace in _LIBRARIES
-            for name, schema in SCHEMAS.items()
-            if "!" in schema
+            for name, operator in OPERATORS.items()
+            if "!" in operator.schema
         ]
     )
     return {

@@ -22,9 +22,9 @@ class RegisteredParameter:
 
     id: int
     shape: tuple[int, ...]
-    buffer: torch.Tensor | None
+    buffer: torch.Tensor | None = None
     """where its reduced gradient goes; None: into the step-local partition"""
-    offset: int
+    offset: int = 0
     flat: ShardedFlat | None = None
     """of a sharded parameter"""
     persistent: bool = False
@@ -60,48 +60,33 @@ class Registry:
         self.parameters: dict[int, RegisteredParameter] = {}
         self.graphs: dict[int, RegisteredGraph] = {}
 
-    def register_param(
-        self,
-        ds_id: int,
-        ds_shape: Sequence[int],
-        ds_tensor: torch.Tensor,
-        grad_buffer: torch.Tensor | None = None,
-        offset: int = 0,
-    ) -> None:
-        parameter = self._new(ds_id, ds_shape, grad_buffer, offset)
-        self.check_tensor(parameter, "ds_tensor", ds_tensor)
+    def register_param(self, parameter: RegisteredParameter, ds_tensor: torch.Tensor) -> None:
+        self._check_new(parameter, ds_tensor)
+        offset = parameter.offset
         if tuple(ds_tensor.shape) != parameter.shape:
             raise ParameterError(f"{parameter.name}: ds_tensor has the shape {list(ds_tensor.shape)}")
-        held = parameter.numel if grad_buffer is None else grad_buffer.numel()
+        held = parameter.numel if parameter.buffer is None else parameter.buffer.numel()
         if 0 < held != parameter.numel and not 0 <= offset <= parameter.numel - held:
             raise ParameterError(
                 f"{parameter.name}: grad_buffer reaches from element {offset} to {offset + held} "
                 f"of a gradient of {parameter.numel}"
             )
-        self.parameters[ds_id] = parameter
+        self.parameters[parameter.id] = parameter
 
-    def register_z3_param(
-        self,
-        ds_id: int,
-        ds_shape: Sequence[int],
-        ds_tensor: torch.Tensor,
-        grad_buffer: torch.Tensor | None = None,
-        persistent: bool = False,
-    ) -> None:
-        parameter = self._new(ds_id, ds_shape, grad_buffer, 0)
-        self.check_tensor(parameter, "ds_tensor", ds_tensor)
+    def register_z3_param(self, parameter: RegisteredParameter, ds_tensor: torch.Tensor) -> None:
+        self._check_new(parameter, ds_tensor)
         size = ds_tensor.numel()
         if size * self.world < parameter.numel or not ds_tensor.is_contiguous():
             raise ParameterError(
                 f"{parameter.name}: ds_tensor must be this rank's contiguous partition of at least "
                 f"{-(-parameter.numel // self.world)} elements, not {list(ds_tensor.shape)}"
             )
-        if grad_buffer is not None and grad_buffer.numel() != size:
+        if parameter.buffer is not None and parameter.buffer.numel() != size:
             raise ParameterError(
-                f"{parameter.name}: grad_buffer has {grad_buffer.numel()} elements, its partition {size}"
+                f"{parameter.name}: grad_buffer has {parameter.buffer.numel()} elements, its partition {size}"
             )
         layout = BucketLayout(
-            id=ds_id,
+            id=parameter.id,
             name=parameter.name,
             dtype=str(ds_tensor.dtype).removeprefix("torch."),
             itemsize=ds_tensor.itemsize,
@@ -111,23 +96,19 @@ class Registry:
             slots=(Slot(parameter.name, 0, parameter.numel, parameter.shape),),
             numel=size * self.world,
         )
-        self.parameters[ds_id] = replace(
+        self.parameters[parameter.id] = replace(
             parameter,
             flat=self._make_flat(layout, ds_tensor.detach().view(-1)),
-            persistent=persistent,
             shares=even_shares(parameter.numel, self.world, size),
             agreed=True,
         )
 
-    def _new(
-        self, ds_id: int, ds_shape: Sequence[int], grad_buffer: torch.Tensor | None, offset: int
-    ) -> RegisteredParameter:
-        if ds_id in self.parameters:
-            raise ParameterError(f"a parameter with ds_id {ds_id} is registered already")
-        parameter = RegisteredParameter(ds_id, tuple(ds_shape), grad_buffer, offset)
-        if grad_buffer is not None:
-            self._check_buffer(parameter, grad_buffer)
-        return parameter
+    def _check_new(self, parameter: RegisteredParameter, ds_tensor: torch.Tensor) -> None:
+        if parameter.id in self.parameters:
+            raise ParameterError(f"a parameter with ds_id {parameter.id} is registered already")
+        if parameter.buffer is not None:
+            self._check_buffer(parameter, parameter.buffer)
+        self.check_tensor(parameter, "ds_tensor", ds_tensor)
 
     def check_tensor(self, parameter: RegisteredParameter, what: str, tensor: torch.Tensor) -> None:
         """ParameterError unless `tensor` can travel: dense, of floating point, on the runtime's kind of device."""

@@ -18,7 +18,7 @@ from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.gathers import Gathers
 from zeroweave.dc.gradients import WindowGradients
-from zeroweave.dc.registry import Registry
+from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.dc.targets import GradientPartition
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.ranks.control import Agreement, Control
@@ -144,7 +144,8 @@ class Runtime:
         step by step, from `take_gradients`. Nothing is allocated here.
         """
         self._refuse_profiling(f"registering parameter {ds_id}")
-        self._parts.registry.register_param(ds_id, ds_shape, ds_tensor, grad_buffer, offset)
+        parameter = RegisteredParameter(ds_id, tuple(ds_shape), grad_buffer, offset)
+        self._parts.registry.register_param(parameter, ds_tensor)
 
     def register_z3_param(
         self,
@@ -161,7 +162,8 @@ class Runtime:
         until the forward after the next update.
         """
         self._refuse_profiling(f"registering parameter {ds_id}")
-        self._parts.registry.register_z3_param(ds_id, ds_shape, ds_tensor, grad_buffer, persistent)
+        parameter = RegisteredParameter(ds_id, tuple(ds_shape), grad_buffer, persistent=persistent)
+        self._parts.registry.register_z3_param(parameter, ds_tensor)
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
         """Another buffer for the same elements, from the next reduction that is settled on.

@@ -20,8 +20,6 @@ from torch.profiler import ProfilerActivity, profile
 from zeroweave.layout import BucketLayout
 from zeroweave.schedule import Reduce, Reshard, Schedule, Settle, Unshard, Update
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
-
 TIMED_STEPS = 5
 
 # The host-side agreement uses c10d::allgather_, a collective of another name: it is not counted here.
@@ -40,22 +38,19 @@ class Count:
     calls: int = 0
     payload: int = 0
 
-    def __add__(self, other: Count) -> Count:
-        return Count(self.calls + other.calls, self.payload + other.payload)
 
-
-def total(counts: Iterable[tuple[str, Count]]) -> dict[str, Count]:
-    """Sums per kind, in the order of KINDS, without the kinds that do not occur."""
-    sums: dict[str, Count] = {}
-    for kind, count in counts:
-        sums[kind] = sums.get(kind, Count()) + count
-    return {kind: sums[kind] for kind in KINDS if kind in sums}
+def total(issued: Iterable[tuple[str, int]]) -> dict[str, Count]:
+    """Of collectives, each with its kind and its payload: their counts by kind, in the order of PROFILED."""
+    payloads: dict[str, list[int]] = {kind: [] for kind in PROFILED.values()}
+    for kind, payload in issued:
+        payloads[kind].append(payload)
+    return {kind: Count(len(each), sum(each)) for kind, each in payloads.items() if each}
 
 
 def scheduled(schedule: Schedule, buckets: Sequence[BucketLayout]) -> dict[str, Count]:
     """What the schedule of one step says will be issued."""
     nbytes = {bucket.id: bucket.nbytes for bucket in buckets}
-    return total((kind, Count(1, nbytes[bucket])) for kind, bucket in schedule.collectives())
+    return total((kind, nbytes[bucket]) for kind, bucket in schedule.collectives())
 
 
 def step_seconds(step: Callable[[int], object], device: torch.device) -> tuple[float, int]:
@@ -83,7 +78,7 @@ def profiled(step: Callable[[], object], itemsize: int = 4) -> dict[str, Count]:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         step()
     events = [event for event in seen.events() or () if event.name in PROFILED]
-    return total((PROFILED[event.name], Count(1, itemsize * largest(event.input_shapes))) for event in events)
+    return total((PROFILED[event.name], itemsize * largest(event.input_shapes)) for event in events)
 
 
 def largest(shapes: Sequence[Sequence[int]]) -> int:
@@ -198,5 +193,5 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     """Bitwise, so that a NaN equals itself and 0 does not equal -0."""
     if one is None or other is None:
         return one is other
-    bits = torch.int32 if one.element_size() == 4 else torch.int16
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.view(bits), other.view(bits))
+    alike = one.dtype == other.dtype and one.shape == other.shape
+    return alike and one.numpy().tobytes() == other.numpy().tobytes()

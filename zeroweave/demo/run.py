@@ -5,13 +5,12 @@ All ranks do the same; rank 0 prints.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,23 @@ import zeroweave as zw
 from zeroweave.comm.ledger import Traffic
 from zeroweave.demo import measure
 from zeroweave.demo.model import Llama
-from zeroweave.demo.show import Profile, Result, show
+from zeroweave.demo.show import Profile, Result, report
 from zeroweave.demo.text import Text
 
 LEARNING_RATE = 2e-3
 CHECKED_STEPS = 3
-LAST = 10
-"""Steps whose mean is the final loss: one batch is noisy."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for."""
+    """What the user asked for; see `zeroweave.cli.demo`. `json`: the path of a file for the figures."""
 
     stage: int
     steps: int
     lower: str
     eager: bool
     profile: bool
-    json: Path | None
+    json: str | None
 
     @property
     def way(self) -> str:
@@ -53,17 +50,6 @@ class Settings:
     def config(self, stage: int) -> dict[str, Any]:
         """The engine's config."""
         return {"stage": stage, "compile": {"enabled": not self.eager, "lower": self.lower}}
-
-
-def parse(arguments: list[str]) -> Settings:
-    parser = argparse.ArgumentParser(prog="zeroweave demo")
-    parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=3)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--lower", choices=("inductor", "aot_eager"), default="inductor")
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json", type=Path)
-    return Settings(**vars(parser.parse_args(arguments)))
 
 
 class Demo:
@@ -142,25 +128,22 @@ class Demo:
             bound = measure.state_bound(engine.buckets, self.rank, settings.stage, _ahead(engine), config.reduce.depth)
             formula = measure.state_scheduled(bound, schedule, engine.buckets)
             mine = {
-                "measured": measure.total(
-                    (kind, measure.Count(t.calls, t.payload)) for kind, t in stats.last_step.items()
-                ),
+                "measured": {kind: measure.Count(t.calls, t.payload) for kind, t in stats.last_step.items()},
                 "schedule": measure.scheduled(schedule, engine.buckets),
                 "independent": counted,
             }
             profiled = self.profile(engine) if settings.profile else None
             return Result(
-                settings=asdict(settings) | {"json": None},
+                stage=settings.stage,
                 way=settings.way,
                 world=self.world,
                 losses=losses,
-                last=LAST,
                 seconds_training=training,
                 seconds=time.perf_counter() - began,
-                stages_bit_equal=self.everywhere(equal),
+                stages_bit_equal=all(self.gather(equal)),
                 difference=max(self.gather(difference)),
                 counts=self.gather(mine),
-                replayed=self.everywhere(tuple(engine.executed) == tuple(schedule.instructions)),
+                replayed=all(self.gather(engine.executed == schedule.instructions)),
                 memory=self.gather((stats.memory, formula, bound)),
                 schedule=schedule,
                 stats=stats,
@@ -185,17 +168,14 @@ class Demo:
         dist.all_gather_object(items, item)
         return items
 
-    def everywhere(self, fact: bool) -> bool:
-        return all(self.gather(fact))
-
 
 def main() -> None:
-    """Run the demo on this rank, with the options of the command line.
+    """Run the demo on this rank, with the settings that are the only argument, as JSON.
 
     Rank 0 prints the report and, last, one JSON object. The process exits with 1 where a check failed.
     Expects the environment that torchrun sets.
     """
-    settings = parse(sys.argv[1:])
+    settings = Settings(**json.loads(sys.argv[1]))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -206,12 +186,12 @@ def main() -> None:
     result = Demo(settings, device).run()
     gc.collect()  # DDP holds the group in a cycle, and a group that outlives its end aborts
     dist.destroy_process_group()
-    problems = result.problems()
+    problems = list(result.problems())
     if rank == 0:
-        show(result)
+        print("\n".join(report(result)))
         line = json.dumps(result.figures())
         if settings.json:
-            settings.json.write_text(line + "\n")
+            Path(settings.json).write_text(line + "\n")
         for problem in problems:
             print(f"FAILED: {problem}", flush=True)
         print(line, flush=True)

@@ -29,7 +29,7 @@ from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.asked import Asked, OptimizerLike, asked_for
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.guard import Guard, Progress
-from zeroweave.engine.model import agree_on, fill, parameters_of, share_buffers, specs_of
+from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
@@ -90,28 +90,18 @@ def initialize(
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
         control = Control.over(group, settings.deadline_seconds)
         ends.callback(control.close)
-        common = _Common(control, Ledger(control.world, control.rank, gathers_on_entry=settings.stage == 3), ends)
-        with common.guard("initialize"):
+        ledger = Ledger(control.world, control.rank, gathers_on_entry=settings.stage == 3)
+        progress = Progress(ledger)
+        alarm = Alarm(control, ledger, progress)  # from here on nobody waits for a rank that has failed
+        ends.callback(alarm.close)
+        guard = Guard(alarm, progress)
+        with guard("initialize"):
             if isinstance(asked, Exception):
                 raise asked
-            return _assemble(model, asked, group, common)
+            return _assemble(model, asked, group, control, guard, ends)
     except BaseException:
         ends.close()
         raise
-
-
-class _Common:
-    """What the ranks have in common before there is an engine: from here on nobody waits for one that has failed.
-
-    `ends` ends what was started for the engine, and what is started later.
-    """
-
-    def __init__(self, control: Control, ledger: Ledger, ends: ExitStack) -> None:
-        self.control, self.ledger, self.ends = control, ledger, ends
-        self.progress = Progress(ledger)
-        self.alarm = Alarm(control, ledger, self.progress)
-        self.ends.callback(self.alarm.close)
-        self.guard = Guard(self.alarm, self.progress)
 
 
 def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
@@ -167,15 +157,17 @@ def _assemble(
     model: nn.Module,
     asked: Asked,
     group: dist.ProcessGroup | None,
-    common: _Common,
+    control: Control,
+    guard: Guard,
+    ends: ExitStack,
 ) -> Engine:
-    control, ledger = common.control, common.ledger
+    """`ends` ends what was started for the engine, and what is started here."""
+    ledger = guard.progress.ledger
     settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
     device = device_of(group)
-    parameters = parameters_of(model, settings)
-    specs = specs_of(model, parameters, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
+    named = dict(model.named_parameters())
+    specs = specs_of(model, named, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
     agree_on(control, model, specs, settings)
-    named = {name: p.tensor for name, p in parameters.items()}
     told = agree(control, optimizer, named)
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
@@ -185,15 +177,13 @@ def _assemble(
     except EngineError as error:  # it names buckets that the layout does not have
         raise ConfigError(f"compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)
-    meeting = _transport(group, control, device, ledger, groups, common.ends)
+    meeting = _transport(group, control, device, ledger, groups, ends)
     meeting = fenced(meeting, device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
-    dtypes = {str(p.dtype).removeprefix("torch."): p.dtype for p in parameters.values()}
-    trains = optimizer is not None
-    runtime = Runtime(layouts, dtypes, transport, policy, ledger.entering, transport.issuing, trains)
-    fill(runtime, parameters)
+    runtime = Runtime(layouts, transport, policy, ledger.entering, transport.issuing, trains=optimizer is not None)
+    fill(runtime, named)
     runtime.transfers.finish()
     share_buffers(model, device, runtime)
     buckets, moments_off, states = list(runtime.buckets.values()), settings.offload.optimizer != "none", States()
@@ -202,9 +192,9 @@ def _assemble(
         states = take(optimizer, buckets, named, told, transport, device, home)
 
     place = runtime.directory.places
-    original = {name: p.tensor.dtype for name, p in parameters.items()}
-    slot_of = {id(p.tensor): place[name] for name, p in parameters.items()}
-    del parameters, named
+    original = {name: p.dtype for name, p in named.items()}
+    slot_of = {id(p): place[name] for name, p in named.items()}
+    del named
     stubs = StubStatus()
     places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
@@ -218,15 +208,15 @@ def _assemble(
         ledger=ledger,
         transport=transport,
         control=control,
-        progress=common.progress,
-        guard=common.guard,
-        agreements=Agreements(control, transport, common.alarm, common.progress),
+        progress=guard.progress,
+        guard=guard,
+        agreements=Agreements(control, transport, guard.alarm, guard.progress),
         places=places,
         stubs=stubs,
         optimizer=sharded,
         original_dtypes=original,
         device=device,
-        ends=common.ends,
+        ends=ends,
     )
     return _compose(parts, _facts(settings, layouts, runtime.policy, sharded), asked.scheduler)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from zeroweave.compile.templates import Templates
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors
-from zeroweave.eager.hooks import Compiled, ModuleCall, own_outputs
+from zeroweave.eager.hooks import Compiled, ModuleCall
 from zeroweave.eager.shown import Shown
 from zeroweave.notices import warn
 from zeroweave.runtime.runtime import Runtime
@@ -105,20 +105,12 @@ class Calls:
         """Regions that are called inside run compiled, everywhere else eagerly; `precision.autocast` holds inside."""
         before, self._compiling = self._compiling, True
         try:
-            with self._casting():
+            casts = self._autocast is not None
+            # Without autocast's cache, which would hold a cast copy of every parameter until the end of the forward.
+            with torch.autocast(self._device_type, self._autocast, cache_enabled=False) if casts else nullcontext():
                 yield
         finally:
             self._compiling = before
-
-    def _casting(self) -> AbstractContextManager[Any]:
-        if self._autocast is None:
-            return nullcontext()
-        # Without its cache, which would hold a cast copy of every parameter until the end of the forward.
-        return torch.autocast(self._device_type, self._autocast, cache_enabled=False)
-
-    def own_outputs(self, outputs: Any) -> Any:
-        """`outputs` without views of parameters; see `eager.hooks.own_outputs`."""
-        return own_outputs(outputs, self._runtime)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the model is called with: floating tensors in `precision.params`, and no key-value cache unasked."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroweave.comm.ledger import Ledger
+from zeroweave.eager.hooks import own_outputs
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
@@ -96,7 +97,7 @@ class Engine:
         with self._guard("forward"):
             args, kwargs = self._calls.inputs(args, kwargs)
             with self._calls.session(), self._calls.compiling():
-                return self._calls.own_outputs(self.module(*args, **kwargs))
+                return own_outputs(self.module(*args, **kwargs), self._runtime)
 
     def train_step(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
         """One micro-step: forward, loss, backward, `step()`. Returns the detached, unscaled loss.

@@ -49,7 +49,7 @@ class Guard:
 
     def __init__(self, alarm: Alarm, progress: Progress) -> None:
         self.dirty = self.destroyed = False
-        self._alarm, self._progress = alarm, progress
+        self.alarm, self.progress = alarm, progress
         self._active = False
         self._told: BaseException | None = None
         """the last exception that the other ranks were told of inside a block of `around`"""
@@ -67,10 +67,10 @@ class Guard:
             yield
             return
         self._active = True
-        self._progress.ledger.at(f"in {place}")
+        self.progress.ledger.at(f"in {place}")
         try:
-            if self._alarm.fatal is not None:
-                raise RankFailure(self._alarm.fatal)
+            if self.alarm.fatal is not None:
+                raise RankFailure(self.alarm.fatal)
             if clean and self.dirty:
                 raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
             yield
@@ -84,7 +84,7 @@ class Guard:
             raise
         finally:
             self._active = False
-            self._progress.ledger.at(f"after {place}")
+            self.progress.ledger.at(f"after {place}")
 
     @contextmanager
     def cleaning(self) -> Iterator[None]:
@@ -110,20 +110,20 @@ class Guard:
         self.dirty = self.dirty or not isinstance(error, EngineError)
         if self._around:
             self._told = error
-        if not self._alarm.failed(place, self._progress.step, error):
-            error.add_note(f"Not all ranks failed alike, so the others are ended: {self._alarm.fatal}")
+        if not self.alarm.failed(place, self.progress.step, error):
+            error.add_note(f"Not all ranks failed alike, so the others are ended: {self.alarm.fatal}")
 
     def meet(self) -> None:
         """To be called in a guarded call that only some ranks might make, before its first collective. Collective."""
-        place = self._progress.ledger.call
-        self._alarm.meet(place.removeprefix("in "), place)
+        place = self.progress.ledger.call
+        self.alarm.meet(place.removeprefix("in "), place)
 
     @property
     def lost(self) -> bool:
         """Has a failure not been shared by all ranks? Then nothing collective can succeed any more."""
-        return self._alarm.fatal is not None
+        return self.alarm.fatal is not None
 
     def close(self) -> None:
         """The end of the engine: everything is refused from now on."""
         self.destroyed = True
-        self._alarm.close()
+        self.alarm.close()

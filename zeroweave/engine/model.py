@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,44 +17,31 @@ from zeroweave.ranks.control import Control
 from zeroweave.runtime.runtime import Runtime
 
 
-@dataclass(frozen=True)
-class UserParameter:
-    """One distinct parameter of the user's model, before it is sharded."""
-
-    name: str
-    tensor: nn.Parameter
-    dtype: torch.dtype
-    """the dtype it is computed with"""
-
-
-def parameters_of(model: nn.Module, settings: Config) -> dict[str, UserParameter]:
-    wanted = settings.precision.params
-    cast = None if wanted is None else getattr(torch, wanted)
-    return {
-        name: UserParameter(name, p, cast if cast is not None and p.is_floating_point() else p.dtype)
-        for name, p in model.named_parameters()
-    }
-
-
 def specs_of(
-    model: nn.Module, parameters: Mapping[str, UserParameter], experts: frozenset[int], settings: Config
+    model: nn.Module, named: Mapping[str, nn.Parameter], experts: frozenset[int], settings: Config
 ) -> list[ParameterSpec]:
     """`experts`: `id` of each parameter that not all ranks share."""
+
+    def computed(p: nn.Parameter) -> str:
+        """The dtype that it is computed with."""
+        wanted = settings.precision.params
+        return wanted if wanted is not None and p.is_floating_point() else str(p.dtype).removeprefix("torch.")
+
     block_of: dict[int, str] = {}
     for name, block in find_units(model, settings.compile.regions):
         for p in block.parameters():
             block_of.setdefault(id(p), name)
     return [
         ParameterSpec(
-            name=p.name,
-            shape=tuple(p.tensor.shape),
-            dtype=str(p.dtype).removeprefix("torch."),
-            itemsize=p.dtype.itemsize,
-            requires_grad=p.tensor.requires_grad,
-            block=block_of.get(id(p.tensor)),
-            group=EXPERTS if id(p.tensor) in experts else WORLD,
+            name=name,
+            shape=tuple(p.shape),
+            dtype=computed(p),
+            itemsize=getattr(torch, computed(p)).itemsize,
+            requires_grad=p.requires_grad,
+            block=block_of.get(id(p)),
+            group=EXPERTS if id(p) in experts else WORLD,
         )
-        for p in parameters.values()
+        for name, p in named.items()
     ]
 
 
@@ -83,13 +69,13 @@ def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], set
 
 
 @torch.no_grad()
-def fill(runtime: Runtime, parameters: Mapping[str, UserParameter]) -> None:
+def fill(runtime: Runtime, named: Mapping[str, nn.Parameter]) -> None:
     """Gives every shard the values of the first rank of its group.
 
     Not rounded to the dtype of the computation where it is a master.
     """
     for bucket in runtime.buckets.values():
-        tensors = [parameters[slot.name].tensor for slot in bucket.layout.slots]
+        tensors = [named[slot.name] for slot in bucket.layout.slots]
         widest = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
         full = torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.device)
         for view, tensor in zip(bucket.views(full), tensors, strict=True):

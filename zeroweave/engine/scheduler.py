@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from zeroweave.comm.wire import Wire
@@ -25,6 +26,7 @@ from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import (
     PASSES,
     Costs,
+    Event,
     Facts,
     Graph,
     Operations,
@@ -115,16 +117,12 @@ class Scheduler:
         return self._followed >= _WARM_STEPS + (self._record_steps if self._automatic else 0)
 
     # ------------------------------------------------------------------ making schedules
-    def compile(
-        self, schedule: Schedule, settings: ScheduleSettings, costs: Costs | None, measured: Schedule | None
+    def _compile(
+        self, record: tuple[Event, ...], settings: ScheduleSettings, costs: Costs | None, measured: Schedule | None
     ) -> Schedule:
-        """Another schedule of the same record."""
-        return self._compile(schedule.record, settings.facts(self._base, costs, measured))
-
-    def _compile(self, record: tuple[Any, ...], facts: Facts) -> Schedule:
         begin = time.perf_counter()
         try:
-            return compile_schedule(record, facts, self.passes)
+            return compile_schedule(record, settings.facts(self._base, costs, measured), self.passes)
         finally:
             self.seconds += time.perf_counter() - begin
 
@@ -137,7 +135,7 @@ class Scheduler:
         record = tuple(replay.record)
         if self._measured is not None and self._measured.record != record:
             self._costs = self._measured = None  # what was measured tells nothing about another record
-        return self._compile(record, self.settings.facts(self._base, self._costs, self._measured))
+        return self._compile(record, self.settings, self._costs, self._measured)
 
     def register_pass(self, new: Pass, after: str | None) -> None:
         """Adds a pass behind the one called `after`, or at the end; takes effect with the next schedule."""
@@ -190,7 +188,7 @@ class Scheduler:
         if agreed is None:  # the ranks compute different things, each in its own time
             return schedule
         self._costs, self._measured = agreed, schedule
-        better = self.compile(schedule, self.settings, agreed, schedule)
+        better = self._compile(schedule.record, self.settings, agreed, schedule)
         if better.instructions == schedule.instructions:
             return better  # the same, with what was measured
         self._agreements.schedule(better)
@@ -263,20 +261,20 @@ class Scheduler:
 
     def reschedule(self, changes: Mapping[str, Any]) -> Schedule | None:
         """Another schedule of the present record, with some settings changed. Collective, between windows."""
-        settings = self.settings.changed(changes)
+        settings = replace(self.settings, **changes)
         settings.facts(self._base, None, None)
         current = self.schedule
         if current is None:
             self._settle_on(settings)
             return None
-        schedule = self.compile(current, settings, self._costs, self._measured)
+        schedule = self._compile(current.record, settings, self._costs, self._measured)
         self.use(schedule, settings, self._measured)
         return schedule
 
     def plan(self, operations: Operations, changes: Mapping[str, Any]) -> Plan:
         """A schedule that could be followed, made from what was recorded; nothing changes yet."""
-        settings, measured = self.settings.changed(changes), operations.schedule
-        schedule = self.compile(measured, settings, operations.costs, measured)
+        settings, measured = replace(self.settings, **changes), operations.schedule
+        schedule = self._compile(measured.record, settings, operations.costs, measured)
         return Plan(self, self._guard, schedule, settings, measured)
 
 

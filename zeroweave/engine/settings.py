@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -45,10 +45,6 @@ class ScheduleSettings:
             costs=costs,
         )
 
-    def changed(self, changes: Mapping[str, Any]) -> ScheduleSettings:
-        """These settings with some of them changed."""
-        return replace(self, **changes)
-
     def _kept(self, base: Facts) -> frozenset[int] | Literal["auto"]:
         match self.keep:
             case "auto":
@@ -66,7 +62,7 @@ class ScheduleSettings:
 def changes_of(
     prefetch: Prefetch | None, keep: Keep | None, budget: int | None, fuse: bool | None, depth: int | None
 ) -> dict[str, Any]:
-    """What a user asks for, as `ScheduleSettings.changed` takes it. EngineError where it is no such setting."""
+    """What a user asks for, as `replace` of ScheduleSettings takes it. EngineError where it is no such setting."""
     for name, value, least in (("prefetch", prefetch, 0), ("memory_budget", budget, 0), ("depth", depth, 1)):
         if value is not None and value != "auto" and (not isinstance(value, int) or value < least):
             raise EngineError(f"{name} must be a whole number of at least {least}, not {value!r}")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
@@ -29,14 +29,17 @@ class Snapshot:
     """
 
     def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep) -> None:
-        self._runtime, self._device = parts.runtime, parts.device
+        self._runtime, device = parts.runtime, parts.device
         self._schedule = self._runtime.replay.schedule
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._dicts: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._lists: list[tuple[list[Any], list[Any]]] = []
-        self._seen: set[int] = set()
         self._runtime.transfers.finish()  # what lies in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
+        owners = (parts.progress, self._runtime, self._runtime.replay, window, step)
+        self._back: list[Callable[[], object]] = [owner.remember() for owner in owners]
+        """each brings something back"""
+        self._back.append(partial(torch.set_rng_state, torch.get_rng_state()))
+        if device.type == "cuda":
+            self._back.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+        self._seen: set[int] = set()
         for bucket in self._trained:
             self._keep(bucket.shard)
         for module in parts.model.modules():
@@ -45,9 +48,6 @@ class Snapshot:
             self._keep(parts.optimizer.optimizer)
         if hasattr(step.lr_scheduler, "__dict__"):
             self._keep(vars(step.lr_scheduler))
-        self._back = [owner.remember() for owner in (parts.progress, self._runtime, self._runtime.replay, window, step)]
-        self._random = torch.get_rng_state()
-        self._device_random = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
 
     def _keep(self, value: object) -> None:
         """Keeps the contents of tensors and containers, and the attributes of optimizers and schedulers.
@@ -56,18 +56,16 @@ class Snapshot:
         """
         if isinstance(value, nn.Parameter) or id(value) in self._seen:
             return
+        self._seen.add(id(value))
         match value:
             case torch.Tensor():
-                self._seen.add(id(value))
-                self._tensors.append((value, value.detach().clone()))
+                self._back.append(partial(value.copy_, value.detach().clone()))
             case dict():
-                self._seen.add(id(value))
-                self._dicts.append((value, dict(value)))
+                self._back += [value.clear, partial(value.update, dict(value))]
                 for item in value.values():
                     self._keep(item)
             case list():
-                self._seen.add(id(value))
-                self._lists.append((value, list(value)))
+                self._back.append(partial(value.__setitem__, slice(None), list(value)))
                 for item in value:
                     self._keep(item)
             case tuple():
@@ -82,19 +80,9 @@ class Snapshot:
         self._runtime.transfers.finish()
         for bring_back in self._back:
             bring_back()
-        for table, entries in self._dicts:
-            table.clear()
-            table.update(entries)
-        for sequence, items in self._lists:
-            sequence[:] = items
-        for tensor, copy in self._tensors:
-            tensor.copy_(copy)
         for bucket in self._trained:
             bucket.put(bucket.values())  # what is gathered may be another tensor
             bucket.renew()
-        torch.set_rng_state(self._random)
-        if self._device_random is not None:
-            torch.cuda.set_rng_state(self._device_random, self._device)
         self._runtime.next_window(self._schedule)
 
 

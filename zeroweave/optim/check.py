@@ -52,8 +52,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         reasons += _group_reasons(optimizer, names)
         if whole := uncuttable(optimizer, names):
             reasons.append(
-                f"it holds state that cannot be cut like its parameters ({_listed(whole)}); build a new optimizer for "
-                "zeroweave.initialize, or use AdamW, Adam or SGD"
+                f"it holds state that cannot be cut like its parameters ({', '.join(whole)}); build a new optimizer "
+                "for zeroweave.initialize, or use AdamW, Adam or SGD"
             )
         if not reasons and type(optimizer) not in ELEMENT_WISE:
             reasons += probe(optimizer)
@@ -83,7 +83,7 @@ def _class_reasons(optimizer: object) -> Iterator[str]:
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]  # without self
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     if needed:
-        yield f"its step() needs {_listed(needed)}, which engine.step() cannot give; use AdamW, Adam or SGD"
+        yield f"its step() needs {', '.join(needed)}, which engine.step() cannot give; use AdamW, Adam or SGD"
 
 
 def _group_reasons(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[str]:
@@ -95,14 +95,10 @@ def _group_reasons(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
     other = [place for place, key in members if key not in names]
     if other:
         yield (
-            f"it is an optimizer over other parameters than the model's ({_listed(other)}); "
+            f"it is an optimizer over other parameters than the model's ({', '.join(other)}); "
             "build it on model.parameters() of the model that is initialized"
         )
     counts = Counter(key for _, key in members)
     twice = [names.get(key, "a parameter of another model") for key, count in counts.items() if count > 1]
     if twice:
-        yield f"parameters occur twice in its groups: {_listed(twice)}"
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names)
+        yield f"parameters occur twice in its groups: {', '.join(twice)}"

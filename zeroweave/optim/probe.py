@@ -265,10 +265,8 @@ def _state(
     for key, value in held.items():
         if is_cut(user, key, value, optimizer):
             like = value.reshape(-1)[:64].double().mean().nan_to_num()
-            state[key] = like.to(part.device, part.dtype if value.dtype == user.dtype else value.dtype).expand(
-                part.shape
-            )
-            state[key] = state[key].clone()
+            dtype = part.dtype if value.dtype == user.dtype else value.dtype
+            state[key] = torch.full_like(part, float(like), dtype=dtype, requires_grad=False)
         else:
             state[key] = copy.deepcopy(value)
     return state

@@ -147,9 +147,8 @@ def take(
         places = [layout.fragment(slot, bucket.rank) for slot in range(len(layout.slots))]
         cut: dict[tuple[int, str], torch.Tensor] = {}
         every = (one.states.get(slot.name, {}) for one in told if one is not None for slot in layout.slots)
-        for key, dtype in _kinds(every, bucket.shard.dtype):
+        for key, dtype, mine in _kinds(every, found, bucket.shard.dtype):
             flat = torch.zeros(layout.numel, dtype=dtype, device=device)
-            mine = [i for i, held in enumerate(found) if _is_kind(held, key, dtype, bucket.shard.dtype)]
             for slot in (layout.slots[i] for i in mine) if transport.rank == source else ():
                 view = flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
                 view.copy_(optimizer.state[named[slot.name]][key])
@@ -248,13 +247,8 @@ def _found(told: Sequence[_Mine], layout: BucketLayout, rank: int) -> list[dict[
 
 
 def _to_gather(told: Sequence[_Mine], bucket: Bucket, found: Sequence[Mapping[str, Told]]) -> list[_Kind]:
-    """Kinds and their order are the same in all groups, the slots those of the group of `found`."""
-    layout, default = bucket.layout, bucket.shard.dtype
-    every = (one.get((layout.id, slot), {}) for one in told for slot in range(len(layout.slots)))
-    return [
-        _Kind(key, dtype, tuple(i for i, state in enumerate(found) if _is_kind(state, key, dtype, default)))
-        for key, dtype in _kinds(every, default)
-    ]
+    every = (one.get((bucket.layout.id, slot), {}) for one in told for slot in range(len(bucket.layout.slots)))
+    return _kinds(every, found, bucket.shard.dtype)
 
 
 def _needs(told: Sequence[_Mine], buckets: Mapping[int, Bucket]) -> list[Need]:
@@ -330,15 +324,17 @@ def _merged(told: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
     return merged
 
 
-def _is_kind(held: Mapping[str, Told], key: str, dtype: torch.dtype, default: torch.dtype) -> bool:
-    entry = held.get(key)
-    return entry is not None and entry.kind == "cut" and (entry.dtype or default) == dtype
+def _kinds(
+    told: Iterable[Mapping[str, Told]], found: Sequence[Mapping[str, Told]], default: torch.dtype
+) -> list[_Kind]:
+    """What is cut, in one order on all ranks, in whichever group somebody has it; the slots are those of `found`."""
 
+    def cut(held: Mapping[str, Told]) -> set[tuple[str, torch.dtype]]:
+        return {(key, entry.dtype or default) for key, entry in held.items() if entry.kind == "cut"}
 
-def _kinds(told: Iterable[Mapping[str, Told]], default: torch.dtype) -> list[tuple[str, torch.dtype]]:
-    """What is cut, in one order on all ranks, in whichever group somebody has it."""
-    kinds = {(key, entry.dtype or default) for held in told for key, entry in held.items() if entry.kind == "cut"}
-    return sorted(kinds, key=lambda kind: (kind[0], str(kind[1])))
+    slots = [cut(held) for held in found]
+    kinds = sorted(set().union(*map(cut, told)), key=lambda kind: (kind[0], str(kind[1])))
+    return [_Kind(*kind, tuple(i for i, held in enumerate(slots) if kind in held)) for kind in kinds]
 
 
 def _taken(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zeroweave._torch.tensors import mark_as_parameter, metadata_getters, without_torch_function, wrapper_like
+from zeroweave._torch.tensors import mark_as_parameter, metadata_getters, wrapper_like
 from zeroweave.errors import ParameterError
 
 
@@ -116,9 +116,6 @@ class AtRest(torch.Tensor):
         mark_as_parameter(stub)
         return stub
 
-    def __init__(self, like: torch.Tensor, name: str, status: StubStatus) -> None:
-        """Does nothing; all is done in `__new__`."""
-
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
         what = f"shape {tuple(self.shape)}, {self.dtype}, {self.device}, requires_grad={self.requires_grad}"
         return f"Parameter {self._zeroweave_name!r}, sharded: {what}"
@@ -144,7 +141,7 @@ class AtRest(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func in _ANSWERED or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
-            with without_torch_function():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         stub = _first_stub((args, kwargs))
         assert stub is not None, func  # else PyTorch would not have asked this class

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from zeroweave.errors import AgreementError
 from zeroweave.ranks.board import Board
@@ -44,8 +45,7 @@ def first_difference(board: Board, number: int, lines: Sequence[str], other: int
 
 def difference(one: Sequence[str], two: Sequence[str], rank: int, other: int) -> str:
     """Where two ranks' lists begin to differ, in words."""
-    for index in range(max(len(one), len(two))):
-        mine, theirs = (each[index] if index < len(each) else "nothing more" for each in (one, two))
+    for index, (mine, theirs) in enumerate(zip_longest(one, two, fillvalue="nothing more")):
         if mine != theirs:
             return f"at {index}, rank {rank} has '{mine}' and rank {other} has '{theirs}'"
     return f"ranks {rank} and {other} describe them alike"

@@ -7,34 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroweave.schedule import Costs, Measured, Schedule, Span, dependencies, simulate
+from zeroweave.schedule import Costs, Measured, Prediction, Schedule, dependencies, simulate
 
 
 @dataclass(frozen=True)
-class Course:
-    """Seconds from the start of the step, by the instructions' indices.
-
-    starts: when the compute stream comes to each instruction. waits: how long it waits there for a collective.
-    spans: what occupied the lanes. memory: bytes of flats, gradient flats and activations after each instruction;
-    None where nobody counts.
-    """
+class Course(Prediction):
+    """A prediction, or what was measured in its terms; without memory where nobody counts."""
 
     name: str
-    seconds: float
-    starts: tuple[float, ...]
-    waits: Mapping[int, float]
-    spans: tuple[Span, ...]
-    memory: tuple[int, ...] | None
 
     @property
     def exposed(self) -> float:
         """Seconds in which the compute stream waits for collectives."""
         return sum(self.waits.values())
-
-    @property
-    def peak(self) -> int | None:
-        """Bytes at most."""
-        return None if self.memory is None else max(self.memory, default=0)
 
     @cached_property
     def takes(self) -> dict[int, float]:
@@ -49,8 +34,7 @@ class Course:
 
 def predicted(schedule: Schedule, costs: Costs) -> Course:
     """What the simulator expects."""
-    found = simulate(schedule, costs)
-    return Course("predicted", found.seconds, found.starts, found.waits, found.spans, found.memory)
+    return Course(**vars(simulate(schedule, costs)), name="predicted")
 
 
 def measured(found: Measured) -> Course:
@@ -58,11 +42,11 @@ def measured(found: Measured) -> Course:
     step = found.step
     starts = tuple(moment.start for moment in step.moments)
     allocated = [moment.allocated for moment in step.moments]
-    memory = None
+    memory: tuple[int, ...] = ()
     if any(allocated):
         before = allocated[0] - simulate(step.schedule, found.costs).memory[0]
         memory = tuple(each - before for each in allocated)
-    return Course("measured", step.seconds, starts, step.waits, step.spans, memory)
+    return Course(step.seconds, starts, step.waits, memory, step.spans, name="measured")
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import permutations
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-
-from zeroweave._torch.distributed import has_symmetric_memory
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, FIRST_UNSUPPORTED_TORCH = (2, 11), (2, 14)
@@ -77,18 +76,13 @@ def processors() -> Check:
 def devices() -> Iterator[Check]:
     """One line per GPU, or one that says why there is none."""
     if not torch.cuda.is_available():
-        built = torch.version.cuda
-        why = "no GPU found" if built else "this PyTorch is built without CUDA"
+        why = "no GPU found" if torch.version.cuda else "this PyTorch is built without CUDA"
         yield Check("CUDA", "ok", f"{why}: ranks train on the CPU")
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
-        memory = f"{found.total_memory / 2**30:.0f} GiB"
-        yield Check(
-            f"CUDA {torch.version.cuda}, GPU {index}",
-            "ok",
-            f"{found.name}, {memory}, sm_{found.major}{found.minor}",
-        )
+        detail = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
+        yield Check(f"CUDA {torch.version.cuda}, GPU {index}", "ok", detail)
 
 
 def gloo() -> Check:
@@ -112,24 +106,15 @@ def nccl() -> Check:
         return Check("NCCL", "ok", "not needed without GPUs")
     if not dist.is_nccl_available():
         return Check("NCCL", "failed", "not in this PyTorch", "install a PyTorch with NCCL")
-    version = torch.cuda.nccl.version()
-    return Check("NCCL", "ok", ".".join(map(str, version)) if isinstance(version, tuple) else str(version))
+    return Check("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
 
 
 def peer_access() -> Check:
-    """Whether GPUs of this machine can map each other's memory, which symmetric memory needs. Nothing uses it
-    yet.
-    """
-    name, count = "symmetric memory", torch.cuda.device_count()
-    if count < 2:
-        return Check(name, "ok", "needs two GPUs in one machine; not used yet")
-    apart = [
-        f"{a}-{b}" for a in range(count) for b in range(count) if a != b and not torch.cuda.can_device_access_peer(a, b)
-    ]
-    if apart:
-        return Check(name, "ok", f"GPUs {', '.join(apart)} cannot reach each other's memory; not used yet")
-    found = has_symmetric_memory()
-    return Check(name, "ok", "available; not used yet" if found else "not in this PyTorch; not used yet")
+    """Whether GPUs of this machine can map each other's memory, as `symmetric_memory` of `zeroweave.dc` needs."""
+    count = torch.cuda.device_count()
+    apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
+    found = f"GPUs {', '.join(apart)} cannot reach each other's memory" if apart else "available"
+    return Check("symmetric memory", "ok", found if count > 1 else "needs two GPUs in one machine")
 
 
 PROBE = """

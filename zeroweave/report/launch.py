@@ -75,18 +75,13 @@ def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
     reason = first_line(failure.message)
     if reason or failure.exitcode < 0:
         return rank, failure.exitcode, reason
-    notes = sorted(logs.glob("*/attempt_*/*/error.json"), key=lambda note: note.stat().st_mtime_ns)
-    last = max((attempt_of(note) for note in notes), default=0)
-    for note in notes:
+    starts = {note: int(note.parts[-3].removeprefix("attempt_")) for note in logs.glob("*/attempt_*/*/error.json")}
+    last = [note for note, start in starts.items() if start == max(starts.values())]
+    for note in sorted(last, key=lambda note: note.stat().st_mtime_ns):
         told = first_line(json.loads(note.read_text())["message"])
-        if attempt_of(note) == last and not told.startswith(": RankFailure"):  # that is about another rank
+        if not told.startswith(": RankFailure"):  # that is about another rank
             return rank - failure.local_rank + int(note.parent.name), 1, told
     return rank, failure.exitcode, ""
-
-
-def attempt_of(note: Path) -> int:
-    """Which start of the ranks, from 0, wrote this."""
-    return int(note.parts[-3].removeprefix("attempt_"))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -101,23 +96,18 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def under_runner(options: argparse.Namespace, arguments: list[str]) -> argparse.Namespace:
-    """torchrun's parsed options, changed so that the script runs under the runner and one machine uses a free
-    port.
-    """
+    """torchrun's parsed options, changed so that the script runs under the runner and one machine uses a free port."""
     if not options.no_python:
         script = ["-m", options.training_script] if options.module else [options.training_script]
         vars(options).update(
             training_script=RUNNER, module=True, training_script_args=[*script, *options.training_script_args]
         )
-    chosen = options.rdzv_endpoint or options.rdzv_backend != "static" or has_port(arguments)
+    # A master port that the user names asks for a plain static rendezvous.
+    ported = any(argument.split("=")[0] in ("--master-port", "--master_port") for argument in arguments)
+    chosen = options.rdzv_endpoint or options.rdzv_backend != "static" or ported
     if not chosen and options.nnodes in ("1", "1:1"):
         options.standalone = True
     return options
-
-
-def has_port(arguments: list[str]) -> bool:
-    """Whether the user named a master port, which asks for a plain static rendezvous."""
-    return any(argument.split("=")[0] in ("--master-port", "--master_port") for argument in arguments)
 
 
 def exit_reason(code: int) -> str:

@@ -22,24 +22,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
-class Exit:
-    """The code a failed script leaves with; registered first, so that it acts after all other handlers."""
-
-    def __init__(self) -> None:
-        self.code = 0
-        atexit.register(self.leave)
-
-    def leave(self) -> None:
-        if self.code and dist.is_available() and dist.is_initialized():
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.code)
-
-
 def run_script(arguments: list[str]) -> None:
-    """Run `SCRIPT args` or `-m MODULE args` as `__main__`, with the sys.argv and sys.path that python gives
-    it.
-    """
+    """Run `SCRIPT args` or `-m MODULE args` as `__main__`, with the sys.argv and sys.path that python gives it."""
     as_module = arguments[0] == "-m"
     target, *rest = arguments[1:] if as_module else arguments
     sys.argv = [target, *rest]
@@ -60,23 +44,31 @@ def own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> int:
-    end = Exit()
+    code = 0
+
+    def leave() -> None:
+        if code and dist.is_initialized():
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    atexit.register(leave)  # first, so that it acts after all other handlers
     try:
         record(run_script)(sys.argv[1:])
     except SystemExit as stop:
-        end.code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
     except BaseException as error:
-        end.code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
         shown = error.with_traceback(own_frames(error.__traceback__))
         sys.last_value = shown  # as the interpreter does: what acts at exit learns how the script ended
         sys.excepthook(type(shown), shown, shown.__traceback__)
     gc.collect()
-    if end.code == 0 and dist.is_available() and dist.is_initialized():
+    if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
-    return end.code
+    return code
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def _totals(shown: Courses) -> Iterator[tuple[str, ...]]:
     yield "step", *(_ms(course.seconds) for course in shown.courses)
     yield "exposed communication", *(_ms(course.exposed) for course in shown.courses)
     yield "critical path", *("" if course.name == "measured" else _ms(shown.longest) for course in shown.courses)
-    peaks = [course.peak for course in shown.courses]
-    yield "peak of flats, gradients in flight, activations", *("not known" if p is None else size(p) for p in peaks)
+    peaks = [size(course.peak) if course.memory else "not known" for course in shown.courses]
+    yield "peak of flats, gradients in flight, activations", *peaks
 
 
 def _ms(seconds: float | None) -> str:

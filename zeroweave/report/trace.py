@@ -36,7 +36,7 @@ def _events(schedule: Schedule, course: Course) -> Iterator[dict[str, Any]]:
         yield _slice(names, span.index, span.start, span.stop - span.start, process, threads[span.lane], span.lane)
     for index, seconds in course.waits.items():
         yield _slice(names, index, course.starts[index], seconds, process, threads["compute"], "wait")
-    for start, nbytes in zip(course.starts, course.memory or (), strict=bool(course.memory)):
+    for start, nbytes in zip(course.starts, course.memory, strict=False):
         yield {"ph": "C", "name": "memory", "pid": process, "ts": 1e6 * start, "args": {"bytes": nbytes}}
 
 

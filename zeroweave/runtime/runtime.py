@@ -10,7 +10,7 @@ call first, and whatever produces a parameter's gradient delivers it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -62,7 +62,6 @@ class Runtime:
     def __init__(
         self,
         layouts: Sequence[BucketLayout],
-        dtypes: Mapping[str, torch.dtype],
         transport: Transport,
         policy: Policy,
         entering: Callable[[str, bool], None] = lambda name, back: None,
@@ -76,8 +75,9 @@ class Runtime:
         device = transport.empty(0, torch.uint8).device
         self.transfers = Transfers(device, issuing)
         off = policy.masters_off, policy.params_off
-        homes = {b.id: Shard(b, dtypes[b.dtype], transport, self.transfers, *off) for b in layouts}
-        self.buckets = {b.id: Bucket(b, dtypes[b.dtype], transport, self.flats, homes[b.id], device) for b in layouts}
+        dtypes = {b.id: getattr(torch, b.dtype) for b in layouts}
+        homes = {b.id: Shard(b, dtypes[b.id], transport, self.transfers, *off) for b in layouts}
+        self.buckets = {b.id: Bucket(b, dtypes[b.id], transport, self.flats, homes[b.id], device) for b in layouts}
         self.directory = Directory(self.buckets.values())
         self.find = self.directory.find
         self.gradients = Gradients(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median_high
@@ -137,7 +137,9 @@ class Step:
         """
         if tuple(moment.instruction for moment in moments) != schedule.instructions:
             raise ScheduleError("the step did not follow its schedule")
-        gathers, reductions = _queues(collectives)
+        times: dict[tuple[str, int], deque[tuple[float, float]]] = {}
+        for sent, bucket, issued, over in collectives:
+            times.setdefault((sent, bucket), deque()).append((issued, over))
         free = 0.0
         last = "the start of the step"
         lane = ""
@@ -148,14 +150,12 @@ class Step:
         for index, moment in enumerate(moments):
             instruction, until = moment.instruction, moment.start
             awaited: int | None = None  # place in operations
-            started: tuple[Kind, tuple[float, float]] | None = None
+            kind: Kind | None = None
             match instruction:
-                case Unshard(bucket) if index in schedule.gathers and gathers.get(bucket):
-                    started = ("all_gather", gathers[bucket].popleft())
-                    gathered[bucket] = len(operations)
-                case Reduce(bucket) if reductions.get(bucket):
-                    started = ("reduce_scatter", reductions[bucket].popleft())
-                    flying.setdefault(bucket, deque()).append(len(operations))
+                case Unshard(bucket) if index in schedule.gathers:
+                    kind = "all_gather"
+                case Reduce(bucket):
+                    kind = "reduce_scatter"
                 case Wait(bucket):
                     awaited = gathered.get(bucket)
                 case Settle(bucket) if flying.get(bucket):
@@ -169,9 +169,13 @@ class Step:
                 if awaited is not None:
                     each = operations[awaited]
                     operations[awaited] = replace(each, exposed=each.exposed + waited)
-            if started is not None:
-                kind, (issued, over) = started
-                facts = schedule.facts.by_id[instruction.bucket]  # type: ignore[union-attr]
+            if kind is not None and (queue := times.get((kind, bucket))):
+                issued, over = queue.popleft()
+                if kind == "all_gather":
+                    gathered[bucket] = len(operations)
+                else:
+                    flying.setdefault(bucket, deque()).append(len(operations))
+                facts = schedule.facts.by_id[bucket]
                 # One that is over before its predecessor ran beside it, as gloo's may.
                 begin = free if issued < free < over else issued
                 after = f"{lane}, which ran before it" if begin > issued else last
@@ -183,17 +187,6 @@ class Step:
             if is_event(instruction):
                 last = schedule.describe(instruction)
         return cls(schedule, tuple(moments), tuple(operations), tuple(Copy(*each) for each in copies), waits)
-
-
-def _queues(
-    collectives: Sequence[tuple[str, int, float, float]],
-) -> tuple[dict[int, deque[tuple[float, float]]], dict[int, deque[tuple[float, float]]]]:
-    gathers: dict[int, deque[tuple[float, float]]] = {}
-    reductions: dict[int, deque[tuple[float, float]]] = {}
-    for kind, bucket, issued, over in collectives:
-        queues = gathers if kind == "all_gather" else reductions
-        queues.setdefault(bucket, deque()).append((issued, over))
-    return gathers, reductions
 
 
 @dataclass(frozen=True)
@@ -212,9 +205,6 @@ class Operations(Sequence[Operation]):
 
     def __getitem__(self, index: int) -> Operation:  # type: ignore[override]
         return self.steps[-1].operations[index]
-
-    def __iter__(self) -> Iterator[Operation]:
-        return iter(self.steps[-1].operations)
 
     @cached_property
     def graph(self) -> Graph:

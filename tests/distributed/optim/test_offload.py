@@ -206,7 +206,7 @@ def test_training_is_bit_equal(pools: Pools, case: Case) -> None:
             gained = last.device - first.device
             assert 0 < gained <= offload["memory_budget"] and 0 < last.host < first.host
         if offload.get("params"):
-            assert last.host_shards == last.shards == sum(b.shard_nbytes for b in found.buckets)
+            assert last.host_shards == last.shards == sum(b.shard_numel * b.itemsize for b in found.buckets)
             assert last.host_masters == last.masters
         elif not half:
             assert last.host_shards == last.host_masters == 0
