@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 
 ALIGN_BYTES = 128
 """Slots and shards start at multiples of this: a full cache line, and what vector loads and NCCL like."""
@@ -209,7 +210,7 @@ def build_layout(
     filled = [
         members
         for unit in _units(specs, by_block)
-        for alike in _split_by_kind(unit)
+        for alike in _alike(unit, lambda spec: (spec.dtype, spec.requires_grad, spec.group))
         for members in _split_by_size(alike, world // groups.get(alike[0].group, 1), max_bytes)
     ]
     filled.sort(key=lambda members: order[members[0].name])
@@ -242,26 +243,20 @@ def _check(specs: Sequence[ParameterSpec], world: int, max_bytes: int, groups: M
 
 def _units(specs: Sequence[ParameterSpec], by_block: bool) -> list[list[ParameterSpec]]:
     """The blocks and the runs between them. A block's parameters need not be neighbours (tied ones)."""
-    blocks: dict[str, list[ParameterSpec]] = {}
-    runs: list[list[ParameterSpec]] = []
-    in_run = False
+
+    def in_block(spec: ParameterSpec) -> bool:
+        return by_block and spec.block is not None
+
+    blocks = _alike(filter(in_block, specs), lambda spec: spec.block)
+    return [*blocks, *(list(run) for inside, run in groupby(specs, in_block) if not inside)]
+
+
+def _alike(specs: Iterable[ParameterSpec], key: Callable[[ParameterSpec], object]) -> list[list[ParameterSpec]]:
+    """Those with equal keys together, in the order of the first of each."""
+    groups: dict[object, list[ParameterSpec]] = {}
     for spec in specs:
-        if by_block and spec.block is not None:
-            blocks.setdefault(spec.block, []).append(spec)
-            in_run = False
-            continue
-        if not in_run:
-            runs.append([])
-            in_run = True
-        runs[-1].append(spec)
-    return [*blocks.values(), *runs]
-
-
-def _split_by_kind(unit: Sequence[ParameterSpec]) -> list[list[ParameterSpec]]:
-    kinds: dict[tuple[str, bool, str], list[ParameterSpec]] = {}
-    for spec in unit:
-        kinds.setdefault((spec.dtype, spec.requires_grad, spec.group), []).append(spec)
-    return list(kinds.values())
+        groups.setdefault(key(spec), []).append(spec)
+    return list(groups.values())
 
 
 def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -> list[list[ParameterSpec]]:

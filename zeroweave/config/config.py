@@ -17,26 +17,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from zeroweave.config import sections
 from zeroweave.config.deepspeed import translate
 from zeroweave.config.deepspeed_keys import SECTIONS
 from zeroweave.config.messages import explain
-from zeroweave.config.sections import (
-    ActivationsConfig,
-    BucketConfig,
-    CompileConfig,
-    DebugConfig,
-    EngineDebugConfig,
-    ExpertsConfig,
-    OffloadConfig,
-    PrecisionConfig,
-    ReduceConfig,
-    Section,
-)
 from zeroweave.errors import ConfigError, UnsupportedStage
 from zeroweave.notices import warn
 
 
-class _Explained(Section):
+class _Explained(sections.Section):
     """A section whose errors are ConfigErrors that say what to do."""
 
     def __init__(self, /, **values: Any) -> None:
@@ -70,14 +59,14 @@ class Config(_Explained):
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     """How long a rank waits for the others before it says which one is missing."""
 
-    precision: PrecisionConfig = PrecisionConfig()
-    bucket: BucketConfig = BucketConfig()
-    reduce: ReduceConfig = ReduceConfig()
-    compile: CompileConfig = CompileConfig()
-    experts: ExpertsConfig = ExpertsConfig()
-    activations: ActivationsConfig = ActivationsConfig()
-    offload: OffloadConfig = OffloadConfig()
-    debug: EngineDebugConfig = EngineDebugConfig()
+    precision: sections.PrecisionConfig = sections.PrecisionConfig()
+    bucket: sections.BucketConfig = sections.BucketConfig()
+    reduce: sections.ReduceConfig = sections.ReduceConfig()
+    compile: sections.CompileConfig = sections.CompileConfig()
+    experts: sections.ExpertsConfig = sections.ExpertsConfig()
+    activations: sections.ActivationsConfig = sections.ActivationsConfig()
+    offload: sections.OffloadConfig = sections.OffloadConfig()
+    debug: sections.EngineDebugConfig = sections.EngineDebugConfig()
 
     @field_validator("stage", mode="before")
     @classmethod
@@ -154,7 +143,7 @@ class Config(_Explained):
         return cls(**values)
 
 
-class RuntimeConfig(_Explained, DebugConfig):
+class RuntimeConfig(_Explained, sections.DebugConfig):
     """Settings of the low-level runtime (`zeroweave.dc`)."""
 
     symmetric_memory: bool = False

@@ -1,11 +1,10 @@
-"""Text to train on without a network: the topics of Python's own help(), about 466 kB of English prose, as
-bytes.
-"""
+"""Text to train on without a network: the topics of Python's own help(), 466 kB of English prose, as bytes."""
 
 from __future__ import annotations
 
 import pydoc_data.topics
 from collections.abc import Iterator
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -45,7 +44,4 @@ class Text:
         return {"input_ids": tokens, "labels": tokens}
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        k = 0
-        while True:
-            yield self.step(k)
-            k += 1
+        return map(self.step, count())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroweave.comm.wire import Wire
@@ -278,20 +278,15 @@ class Scheduler:
         return Plan(self, self._guard, schedule, settings, measured)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """A schedule that an engine can follow; made by `engine.compile_schedule`, of the step that was `measured`."""
+    """A schedule that an engine can follow; made by `engine.compile_schedule`, of the step that was measured."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        guard: Guard,
-        schedule: Schedule,
-        settings: ScheduleSettings,
-        measured: Schedule | None,
-    ) -> None:
-        self._scheduler, self._guard, self._measured = scheduler, guard, measured
-        self.schedule = schedule
-        self.settings = settings
+    _scheduler: Scheduler
+    _guard: Guard
+    schedule: Schedule
+    settings: ScheduleSettings
+    _measured: Schedule
 
     def use(self) -> None:
         """Follows it from the next step on. Collective, between two optimizer steps."""

@@ -35,9 +35,14 @@ def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str
 
 def gather_like(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> list[torch.Tensor]:
     """Views of the full values of a tensor that is sharded like the bucket, by slot."""
+    return bucket.views(_gather(runtime, bucket, shard))
+
+
+@torch.no_grad()
+def _gather(runtime: Runtime, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
     full = torch.empty(bucket.layout.numel, dtype=shard.dtype, device=shard.device)
     runtime.transport.all_gather(full, shard, bucket.layout).wait()
-    return bucket.views(full)
+    return full
 
 
 def _each_group(runtime: Runtime, bucket: Bucket) -> Iterator[torch.Tensor]:
@@ -45,11 +50,8 @@ def _each_group(runtime: Runtime, bucket: Bucket) -> Iterator[torch.Tensor]:
 
     Groups but the first send theirs to all ranks: the rank of the group's number, which is the first in it, does.
     """
-    layout, shard = bucket.layout, bucket.values()
-    own = torch.empty(layout.numel, dtype=shard.dtype, device=shard.device)
-    with torch.no_grad():
-        runtime.transport.all_gather(own, shard, layout).wait()
-    for number in range(layout.groups):
+    own = _gather(runtime, bucket, bucket.values())
+    for number in range(bucket.layout.groups):
         flat = own if number == bucket.number else torch.empty_like(own)
         if number:
             runtime.transport.broadcast(flat, source=number)
@@ -68,9 +70,8 @@ def full_gradients(
 ) -> dict[str, torch.Tensor | None]:
     """The window's reduced gradients, full, float32, on the CPU; None where no rank had one.
 
-    `look(bucket id)` gives this rank's shard of them.
+    `look(bucket id)` gives this rank's shard of them. All are settled.
     """
-    runtime.gradients.reductions.settle_all()
     result: dict[str, torch.Tensor | None] = {}
     for bucket_id, missing in absent_gradients(runtime, control).items():
         bucket = runtime.buckets[bucket_id]

@@ -134,7 +134,7 @@ class OptimizerStep:
         assert optimizer is not None  # `Window.ends` refuses else
         replay, updates = self._runtime.replay, frozenset(absent)
         if self._config.gradient_clipping is not None:
-            self.clip(self._config.gradient_clipping)
+            self._scaler.clip(self._config.gradient_clipping)
         replay.finish(optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates)), updates)
         for bucket in absent:
             self._runtime.buckets[bucket].renew()

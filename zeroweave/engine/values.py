@@ -120,7 +120,6 @@ class Values:
         The shard is None where nothing was reduced, then on all ranks.
         """
         self._window.reduce_rest("reading a gradient")
-        self._runtime.gradients.reductions.settle_all()
         missing = state.absent_gradients(self._runtime, self._control)[bucket.id]
         return self._scaler.look(bucket.id), slot in missing
 
@@ -160,7 +159,6 @@ class Values:
             if not self._parts.stubs.gradients_pending:
                 raise EngineError(f"there is no gradient of {name!r} to be replaced: call it after the backward")
             self._window.reduce_rest("replacing a gradient")
-            self._runtime.gradients.reductions.settle_all()
             self._scaler.write(bucket.id, slot, part)
         else:
             assert found is not None and self._optimizer is not None

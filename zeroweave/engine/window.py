@@ -142,14 +142,14 @@ class Window(Observer):
         with self._guard("the end of coalesce_grad_reduction"):
             self._coalesced = self._runtime.reduce_rest() or self._coalesced
 
-    def reduce_rest(self, what: str) -> bool:
-        """`what` needs reduced gradients: those that have not been reduced yet are now. Was there anything?"""
+    def reduce_rest(self, what: str) -> None:
+        """`what` needs reduced gradients: from now on all are, and settled. Collective."""
         self.refuse_coalescing(what)
-        reduced = self._runtime.reduce_rest()
+        self._runtime.reduce_rest()
         gradients = self._runtime.gradients
         if late := gradients.marked(self._parts.agreements.union("late gradients", gradients.late())):
             self._runtime.replay.reduce_late(late)
-        return reduced or bool(late)
+        gradients.reductions.settle_all()
 
     # ------------------------------------------------------------------ its end
     def is_boundary(self) -> bool:

@@ -36,11 +36,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     cells = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
-    for row in cells:
-        first, *others = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join([first, *others]).rstrip())
+    for first, *others in cells:
+        right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *right]).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
     return lines
 
