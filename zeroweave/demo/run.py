@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -22,13 +21,16 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from zeroweave.comm.ledger import Traffic
+from zeroweave.comm.process_group import device_of
 from zeroweave.demo import measure
 from zeroweave.demo.model import Llama
 from zeroweave.demo.show import Profile, Result, report
 from zeroweave.demo.text import Text
+from zeroweave.ranks.start import start_process_group
 
 LEARNING_RATE = 2e-3
 CHECKED_STEPS = 3
+DEADLINE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -176,14 +178,9 @@ def main() -> None:
     Expects the environment that torchrun sets.
     """
     settings = Settings(**json.loads(sys.argv[1]))
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    on_gpu: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group("nccl" if on_gpu else "gloo", **on_gpu)
+    start_process_group(DEADLINE_SECONDS)
     rank = dist.get_rank()
-    result = Demo(settings, device).run()
+    result = Demo(settings, device_of(dist.group.WORLD)).run()
     gc.collect()  # DDP holds the group in a cycle, and a group that outlives its end aborts
     dist.destroy_process_group()
     problems = list(result.problems())

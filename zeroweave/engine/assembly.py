@@ -33,7 +33,7 @@ from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.settings import passes_of, settings_of
+from zeroweave.engine.settings import settings_of
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
@@ -223,22 +223,13 @@ def _assemble(
 
 def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any) -> Engine:
     """The engine, of objects that each know those before them."""
-    settings, runtime, progress, rank = parts.config, parts.runtime, parts.progress, parts.control.rank
-    scheduler = Scheduler(
-        runtime,
-        parts.transport,
-        parts.agreements,
-        parts.guard,
-        facts,
-        settings_of(settings),
-        passes_of(settings),
-        settings.compile.record_steps,
-    )
-    samples = Samples.asked_for(scheduler, rank)
+    settings, runtime = parts.config, parts.runtime
+    scheduler = Scheduler(parts, facts)
+    samples = Samples.asked_for(scheduler, parts.control.rank)
     access = Access(parts.model, runtime)
     hook_gradients(runtime)
     shown = Shown(runtime, parts.places, access)
-    calls = Calls(parts.model, runtime, settings, access, shown, rank, lambda: progress.step == 0)
+    calls = Calls(parts, access, shown)
     layouts = [b.layout for b in runtime.buckets.values()]
     looks = checks(settings, layouts)
     scaler = Scaler(runtime.gradients, loss_scale_of(settings, layouts), looks, parts.transport, parts.device)

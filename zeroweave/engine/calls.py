@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,33 +15,24 @@ from zeroweave._torch.fx import map_tensors
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.regions import call_modules, find_regions, region_key
 from zeroweave.compile.templates import Templates
-from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors
 from zeroweave.eager.hooks import Compiled, ModuleCall
 from zeroweave.eager.shown import Shown
+from zeroweave.engine.parts import EngineParts
 from zeroweave.notices import warn
-from zeroweave.runtime.runtime import Runtime
 
 
 class Calls:
-    """The calls of one engine. `first_step`: has no optimizer step been taken yet?"""
+    """The calls of one engine."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        runtime: Runtime,
-        config: Config,
-        access: Access,
-        shown: Shown,
-        rank: int,
-        first_step: Callable[[], bool],
-    ) -> None:
-        self._model, self._runtime, self._shown, self._rank = model, runtime, shown, rank
+    def __init__(self, parts: EngineParts, access: Access, shown: Shown) -> None:
+        model, runtime, config, progress = parts.model, parts.runtime, parts.config, parts.progress
+        self._model, self._runtime, self._shown, self._rank = model, runtime, shown, parts.control.rank
         self._dtype = None if config.precision.params is None else getattr(torch, config.precision.params)
         wanted = config.precision.autocast
         self._autocast = None if wanted is None else getattr(torch, wanted)
-        self._device_type = next(iter(runtime.buckets.values())).device.type if runtime.buckets else "cpu"
+        self._device_type = parts.device.type
         self.eager_regions: dict[str, str] = {}
         """the regions that Dynamo gave up on, by name, with its reason"""
         self._compiling = False
@@ -52,7 +43,7 @@ class Calls:
         self.templates: Templates | None = None
         if config.compile.enabled:
             c, names = config.compile, {r.module: r.name for r in regions}
-            announcer = Announcer.on_terminal(rank, first_step)
+            announcer = Announcer.on_terminal(self._rank, lambda: progress.step == 0)
             self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer)
 
         place_of = {id(p): runtime.directory.places[name] for name, p in model.named_parameters()}

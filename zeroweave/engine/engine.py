@@ -88,8 +88,7 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Counters of this rank at this moment."""
-        parts, seconds = self._parts, self._scheduler.seconds
-        return Stats.read(self._runtime, parts.ledger, self._calls, parts.optimizer, self._step.traffic, seconds)
+        return Stats.read(self._parts, self._calls, self._step.traffic, self._scheduler.seconds)
 
     # ------------------------------------------------------------------ forward and backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,17 +11,15 @@ A step that departs from its schedule is recorded anew, and the same begins agai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroweave.comm.wire import Wire
-from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.guard import Guard
-from zeroweave.engine.settings import ScheduleSettings
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
 from zeroweave.errors import EngineError, ScheduleError
-from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import (
     PASSES,
@@ -73,24 +71,14 @@ class Recording:
 
 
 class Scheduler:
-    """The schedules of one engine. `record_steps`: how many steps are timed for an automatic change, 0 for none."""
+    """The schedules of one engine. `base`: what they are made from, before the settings are put in."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        transport: Wire,
-        agreements: Agreements,
-        guard: Guard,
-        base: Facts,
-        settings: ScheduleSettings,
-        passes: Sequence[Pass],
-        record_steps: int,
-    ) -> None:
-        self._runtime, self._transport, self._agreements, self._guard = runtime, transport, agreements, guard
-        self._base = base
-        self._settle_on(settings)
-        self.passes: list[Pass] = [*PASSES, *passes]
-        self._record_steps = record_steps
+    def __init__(self, parts: EngineParts, base: Facts) -> None:
+        self._runtime, self._transport = parts.runtime, parts.transport
+        self._agreements, self._guard, self._base = parts.agreements, parts.guard, base
+        self._settle_on(settings_of(parts.config))
+        self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
+        self._record_steps = parts.config.compile.record_steps
         self._costs: Costs | None = None
         """what schedules are made from; None: nothing has been measured"""
         self._measured: Schedule | None = None

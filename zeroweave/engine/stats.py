@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeroweave.comm.ledger import Ledger, Traffic
+from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
+from zeroweave.engine.parts import EngineParts
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.runtime import Runtime
 
@@ -96,26 +97,19 @@ class Stats:
     memory: Memory
 
     @classmethod
-    def read(
-        cls,
-        runtime: Runtime,
-        ledger: Ledger,
-        calls: Calls,
-        optimizer: ShardedOptimizer | None,
-        last_step: Mapping[str, Traffic],
-        schedule_seconds: float,
-    ) -> Stats:
+    def read(cls, parts: EngineParts, calls: Calls, last_step: Mapping[str, Traffic], schedule_seconds: float) -> Stats:
+        runtime, templates = parts.runtime, calls.templates
         offloading = runtime.activations.offloading
-        compiled = {} if calls.templates is None else calls.templates.phases.seconds
+        compiled = {} if templates is None else templates.phases.seconds
         return cls(
             compiled_calls=runtime.compiled_calls,
             eager_calls=runtime.eager_calls,
             on_demand_unshards=runtime.replay.on_demand,
             departures=runtime.replay.departures,
             regions=calls.regions,
-            graphs=0 if calls.templates is None else calls.templates.graphs,
-            templates=0 if calls.templates is None else calls.templates.templates,
-            found_templates=0 if calls.templates is None else calls.templates.found,
+            graphs=0 if templates is None else templates.graphs,
+            templates=0 if templates is None else templates.templates,
+            found_templates=0 if templates is None else templates.found,
             compile_seconds={**compiled, "schedule": schedule_seconds},
             eager_regions=dict(calls.eager_regions),
             freed_activations=runtime.activations.freed,
@@ -123,6 +117,6 @@ class Stats:
             offloaded_peak=0 if offloading is None else offloading.host.peak,
             on_demand_reloads=0 if offloading is None else offloading.on_demand,
             last_step=dict(last_step),
-            total=dict(ledger.totals()),
-            memory=Memory.read(runtime, optimizer),
+            total=dict(parts.ledger.totals()),
+            memory=Memory.read(runtime, parts.optimizer),
         )

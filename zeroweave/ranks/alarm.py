@@ -141,11 +141,9 @@ class Alarm:
         `count`: their number since the beginning. Called before `Control.agree`; a rank that has already
         issued more and does not come is stuck, and its watcher ends it.
         """
-        try:
-            if self._line is not None:
+        if self._line is not None:
+            with suppress(ConnectionError):  # the agreement that follows fails and says why
                 self._line.post(step=step, count=count)
-        except ConnectionError:
-            pass  # the agreement that follows fails and says why
 
     def meet(self, place: str, call: str) -> None:
         """Returns when all ranks have come to the call of this name, before any of them issues a collective in it.
@@ -153,13 +151,11 @@ class Alarm:
         Else its collectives would meet those of another call. A rank that issues one elsewhere is told who waits here.
         AgreementError where ranks meet in different calls, or one does not come before the deadline.
         """
-        try:
-            if self._line is not None:
+        if self._line is not None:
+            with suppress(ConnectionError):  # the meeting fails and says why
                 meetings = self._line.status.meetings + 1
                 self._line.post(meetings=meetings, count=self._progress()[1], call=call)
                 self._line.board.ring()
-        except ConnectionError:
-            pass  # the meeting fails and says why
         self._control.barrier(place)
 
     def close(self) -> None:
@@ -210,14 +206,12 @@ class Alarm:
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(PARTING_SECONDS)
-        try:
+        with suppress(ConnectionError):
             if not (self._watcher.host_left or stopped):
                 line.post(count=self._progress()[1], left=how)
                 line.board.ring()
             if self.rank == 0:
                 self._await_others(line.board)
-        except ConnectionError:
-            pass
         atexit.unregister(self._at_exit)
         line.board.close()
 

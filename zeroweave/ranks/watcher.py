@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -327,7 +328,7 @@ class Watcher:
     def _part(self, reason: str, ours: bool) -> None:
         """Tells the others, if it is news to them, and leaves."""
         step, count = self._progress()
-        try:
+        with suppress(ConnectionError):
             if ours:
                 news = Failure(self._line.epoch, step, "its alarm", count, reason, final=True)
                 self._line.post(failure=news)
@@ -340,8 +341,6 @@ class Watcher:
                 while time.monotonic() < end and not all(s.left or s.failure for _, s in self._others()):
                     time.sleep(0.02)
                     self._statuses = read(self._board)
-        except ConnectionError:
-            pass
 
 
 def read(board: Board) -> list[RankStatus]:
