@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroweave.compile.bind import Part, Place
-from zeroweave.compile.regions import Region, find_regions, region_key
+from zeroweave.compile.regions import find_regions, region_key
 from zeroweave.compile.templates import Templates
 
 
@@ -72,19 +72,19 @@ class FakeHost:
         self.seen_by_hooks: list[Tensor] = []
         self.activations: list[Tensor] = []
         self._split(model)
-        names = {r.module: r.name for r in self.regions}
+        names = {module: name for name, module in self.regions}
         self.templates = Templates(self, names, lower, **options)  # type: ignore[arg-type]
         self.place_of_name = {name: self.find(p) for name, p in model.named_parameters(remove_duplicate=False)}
-        for region in self.regions:
-            compiled = self.templates.compile(region_key(region.module), dynamic)
-            region.module._compiled_call_impl = self._entry(region, compiled)
+        for _, region in self.regions:
+            compiled = self.templates.compile(region_key(region), dynamic)
+            region._compiled_call_impl = self._entry(region, compiled)
 
     def _split(self, model: nn.Module) -> None:
         """One bucket per region, dtype and requires_grad; each parameter in the first region that has it."""
         owner: dict[nn.Parameter, str] = {}
-        for region in self.regions:
-            for p in region.module.parameters():
-                owner.setdefault(p, region.name)
+        for name, region in self.regions:
+            for p in region.parameters():
+                owner.setdefault(p, name)
         groups: dict[Any, list[nn.Parameter]] = {}
         for p in model.parameters():
             groups.setdefault((owner.get(p, "rest"), p.dtype, p.requires_grad), []).append(p)
@@ -100,13 +100,13 @@ class FakeHost:
                     module._parameters[key] = new[p]
         self.key = {flat.storage._cdata: flat for flat in self.flats}
 
-    def _entry(self, region: Region, compiled: Any) -> Any:
+    def _entry(self, region: nn.Module, compiled: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            own = sorted({self.find(p)[0] for p in region.module.parameters()})  # type: ignore[index]
+            own = sorted({self.find(p)[0] for p in region.parameters()})  # type: ignore[index]
             for b in own:
                 self.flats[b].take()
             try:
-                return compiled(region.module, *args, **kwargs)
+                return compiled(region, *args, **kwargs)
             finally:
                 for b in own:
                     self.flats[b].drop()

@@ -46,8 +46,8 @@ def blocks(model: nn.Module) -> list[str]:
     return [name for name, _ in find_blocks(model)]
 
 
-def regions(model: nn.Module, patterns: str | list[str] = "auto", max_bytes: int = GIB) -> list[tuple[str, str]]:
-    return [(r.name, r.kind) for r in find_regions(model, patterns, max_bytes=max_bytes)]
+def regions(model: nn.Module, patterns: str | list[str] = "auto", max_bytes: int = GIB) -> list[str]:
+    return [name for name, _ in find_regions(model, patterns, max_bytes=max_bytes)]
 
 
 def calls(model: nn.Module) -> list[str]:
@@ -59,7 +59,7 @@ def test_a_language_model_has_its_layers_as_blocks_and_its_head_as_a_region() ->
     decoder = Tree(embedding=nn.Embedding(8, 4), layers=nn.ModuleList([Block(), Block()]), norm=nn.LayerNorm(4))
     model = Tree(model=decoder, tail=Tree(norm=nn.LayerNorm(4), head=nn.Linear(4, 8)), head=nn.Linear(4, 8))
     assert blocks(model) == ["model.layers.0", "model.layers.1"]
-    assert regions(model) == [("model.layers.0", "block"), ("model.layers.1", "block"), ("tail", "module")]
+    assert regions(model) == ["model.layers.0", "model.layers.1", "tail"]
     assert calls(model) == ["model.embedding", "model.norm", "head"]
 
 
@@ -74,18 +74,18 @@ def test_a_list_that_repeats_nothing_is_looked_through() -> None:
 
 def test_a_sequential_of_leaves_is_one_block() -> None:
     model = Tree(mlp=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), norm=nn.LayerNorm(4))
-    assert regions(model) == [("mlp", "block")]
+    assert regions(model) == ["mlp"]
     assert calls(model) == ["norm"]
     alone = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    assert blocks(alone) == [""] and regions(alone) == [("", "block")]
+    assert blocks(alone) == [""] and regions(alone) == [""]
 
 
 def test_a_list_of_leaves_that_cannot_be_called_leaves_its_owner_a_region() -> None:
     model = Tree(body=Tree(layers=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])))
     assert blocks(model) == []
-    assert regions(model) == [("", "sized")]
+    assert regions(model) == [""]
     both = Tree(body=model, layers=nn.ModuleList([Block(), Block()]))
-    assert regions(both) == [("body", "module"), ("layers.0", "block"), ("layers.1", "block")]
+    assert regions(both) == ["body", "layers.0", "layers.1"]
 
 
 def test_leaves_around_blocks_in_one_list_run_eagerly() -> None:
@@ -103,7 +103,7 @@ def test_a_block_that_cannot_be_called_is_compiled_by_its_members() -> None:
     pair = lambda: nn.ModuleList([Block(), nn.Linear(4, 4)])  # noqa: E731
     model = Tree(layers=nn.ModuleList([pair(), pair()]))
     assert blocks(model) == ["layers.0", "layers.1"]
-    assert regions(model) == [("layers.0.0", "module"), ("layers.1.0", "module")]
+    assert regions(model) == ["layers.0.0", "layers.1.0"]
     assert calls(model) == ["layers.0.1", "layers.1.1"]
 
 
@@ -112,7 +112,7 @@ def test_shared_modules_count_once() -> None:
     block = Block()
     model = Tree(first=nn.ModuleList([block, block, block]), again=block)
     assert blocks(model) == ["first.0"]
-    assert regions(model) == [("first.0", "block")]
+    assert regions(model) == ["first.0"]
     shared = nn.Linear(4, 4)
     one, two = Block(), Block()
     one.first = two.second = shared
@@ -123,20 +123,20 @@ def test_shared_modules_count_once() -> None:
 def test_without_blocks_the_largest_submodules_that_fit() -> None:
     model = Tree(body=Tree(one=Block(), two=Block(8)), head=nn.Linear(4, 4))
     size = lambda m: sum(p.nbytes for p in m.parameters())  # noqa: E731
-    assert regions(model) == [("", "sized")]
-    assert regions(model, max_bytes=size(model) - 1) == [("body", "sized")]
-    assert regions(model, max_bytes=size(model.body) - 1) == [("body.one", "sized"), ("body.two", "sized")]
-    assert regions(model, max_bytes=size(model.body.one)) == [("body.one", "sized")]
+    assert regions(model) == [""]
+    assert regions(model, max_bytes=size(model) - 1) == ["body"]
+    assert regions(model, max_bytes=size(model.body) - 1) == ["body.one", "body.two"]
+    assert regions(model, max_bytes=size(model.body.one)) == ["body.one"]
 
 
 def test_patterns_replace_the_choice() -> None:
     model = Tree(layers=nn.ModuleList([Block(), Block()]), head=nn.Linear(4, 4))
     assert regions(model, ["layers.*.first", "head"]) == [
-        ("layers.0.first", "pattern"),
-        ("layers.1.first", "pattern"),
-        ("head", "pattern"),
+        "layers.0.first",
+        "layers.1.first",
+        "head",
     ]
-    assert regions(model, ["layers.*"]) == [("layers.0", "pattern"), ("layers.1", "pattern")]
+    assert regions(model, ["layers.*"]) == ["layers.0", "layers.1"]
     with pytest.raises(ConfigError, match=r"nothing\.\*"):
         regions(model, ["layers.*", "nothing.*"])
     with pytest.raises(ConfigError, match="auto"):

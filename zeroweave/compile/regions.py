@@ -11,30 +11,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal, cast
+from typing import cast
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from zeroweave.errors import ConfigError
-
-Kind = Literal["block", "module", "sized", "pattern"]
-
-
-@dataclass(frozen=True)
-class Region:
-    """A module that is compiled as one.
-
-    `name` is its qualified name, "" for the whole model. `kind` says why it is a region: a repeated
-    "block", a remaining composite "module", the largest submodule within a size ("sized"), or a name
-    "pattern" of the config.
-    """
-
-    name: str
-    module: nn.Module
-    kind: Kind
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -79,8 +62,10 @@ def _has_repeating_list(container: nn.Module) -> bool:
     return any(True for child in _entries(container) for _ in _blocks("", child, set()))
 
 
-def find_regions(model: nn.Module, patterns: str | Sequence[str] = "auto", *, max_bytes: int) -> list[Region]:
-    """The modules of `model` that are compiled as one, in model order; none lies inside another.
+def find_regions(
+    model: nn.Module, patterns: str | Sequence[str] = "auto", *, max_bytes: int
+) -> list[tuple[str, nn.Module]]:
+    """The modules of `model` that are compiled as one, by qualified name, in model order; none lies inside another.
 
     "auto": every block that can be called (of one that cannot, its outermost composite members), and each
     outermost other module that has children and parameters and contains no block. In a model without blocks:
@@ -94,13 +79,11 @@ def find_regions(model: nn.Module, patterns: str | Sequence[str] = "auto", *, ma
         return _matching(model, patterns)
     if patterns != "auto":
         raise ConfigError(f'compile.regions is "auto" or a list of name patterns, not {patterns!r}')
-    blocks = {module: name for name, module in find_blocks(model)}
+    blocks = {module for _, module in find_blocks(model)}
     if not blocks:
-        sized = _outermost(model, lambda module: _can_be_region(module) and _fits(module, max_bytes))
-        return [Region(name, module, "sized") for name, module in sized]
-    above = {parent for name in blocks.values() for parent in _parents(model, name)}
-    found = _outermost(model, lambda module: module not in above and _can_be_region(module))
-    return [Region(name, module, "block" if module in blocks else "module") for name, module in found]
+        return _outermost(model, lambda module: _can_be_region(module) and _fits(module, max_bytes))
+    above = {module for module in model.modules() if not blocks.isdisjoint({*module.modules()} - {module})}
+    return _outermost(model, lambda module: module not in above and _can_be_region(module))
 
 
 def find_units(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -109,16 +92,18 @@ def find_units(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[st
     Those are the regions that `patterns` name, compiled or not, and then the blocks.
     """
     named = [] if isinstance(patterns, str) else _matching(model, patterns)
-    return [*((region.name, region.module) for region in named), *find_blocks(model)]
+    return [*named, *find_blocks(model)]
 
 
-def _outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(model: nn.Module, is_one: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
     """The outermost modules for which `is_one` says so, in model order, each under its first name."""
+    found: list[tuple[str, nn.Module]] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         if module not in inside and is_one(module):
             inside.update(module.modules())
-            yield name, module
+            found.append((name, module))
+    return found
 
 
 def _can_be_region(module: nn.Module) -> bool:
@@ -129,7 +114,7 @@ def _fits(module: nn.Module, max_bytes: int) -> bool:
     return sum(p.numel() * p.element_size() for p in module.parameters()) <= max_bytes
 
 
-def _matching(model: nn.Module, patterns: Sequence[str]) -> list[Region]:
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
     candidates = {m: name for name, m in model.named_modules() if has_parameters(m) and _is_callable(m)}
     hits = {pattern: {m for m, name in candidates.items() if fnmatchcase(name, pattern)} for pattern in patterns}
     if missing := [pattern for pattern in patterns if not hits[pattern]]:
@@ -137,16 +122,15 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[Region]:
             f"compile.regions: no module with parameters matches {', '.join(map(repr, missing))}; "
             "patterns are matched against the qualified names of model.named_modules()"
         )
-    chosen = set().union(*hits.values())
-    return [Region(name, module, "pattern") for name, module in _outermost(model, chosen.__contains__)]
+    return _outermost(model, set().union(*hits.values()).__contains__)
 
 
-def call_modules(model: nn.Module, regions: Sequence[Region]) -> list[tuple[str, nn.Module]]:
+def call_modules(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
     """The modules outside all `regions` that hold parameters directly, in model order.
 
     They run eagerly, each execution a call of its own.
     """
-    inside = {module for region in regions for module in region.module.modules()}
+    inside = {module for _, region in regions for module in region.modules()}
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -179,14 +163,6 @@ def _entries(module: nn.Module) -> Iterator[nn.Module]:
 
 def _named_entries(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((key, child) for key, child in module._modules.items() if child is not None)
-
-
-def _parents(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """The modules on the way from `model` to the module called `name`, that one excluded."""
-    module = model
-    for part in name.split(".") if name else ():
-        yield module
-        module = module.get_submodule(part)
 
 
 def _class(module: nn.Module) -> type[nn.Module]:

@@ -42,7 +42,7 @@ class Calls:
         self.regions = len(regions)
         self.templates: Templates | None = None
         if config.compile.enabled:
-            c, names = config.compile, {r.module: r.name for r in regions}
+            c, names = config.compile, {module: name for name, module in regions}
             announcer = Announcer.on_terminal(self._rank, lambda: progress.step == 0)
             self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer)
 
@@ -53,11 +53,11 @@ class Calls:
             return ModuleCall(name, module, slots, runtime, access, self.session, compiled)
 
         self._calls = [call(name, module, recurse=False) for name, module in call_modules(model, regions)]
-        for region in regions:
+        for name, module in regions:
             compiled = None
             if self.templates is not None:
-                compiled = self._compiled(region.name, region.module, self.templates, config.compile.dynamic)
-            self._calls.append(call(region.name, region.module, recurse=True, compiled=compiled))
+                compiled = self._compiled(name, module, self.templates, config.compile.dynamic)
+            self._calls.append(call(name, module, recurse=True, compiled=compiled))
         for made in self._calls:
             made.install()
 

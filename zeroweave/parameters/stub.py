@@ -162,15 +162,9 @@ class AtRest(torch.Tensor):
         stub.refuse(_name_of(func))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Callable[..., Any], types: object, *values: Any) -> Any:  # type: ignore[override]
         """Refuses what reaches the operators past `__torch_function__` (constructors written in C++)."""
-        stub = _first_stub((args, kwargs))
+        stub = _first_stub(values)
         assert stub is not None, func
         stub.refuse(str(func))
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.facts import Costs
+from zeroweave.schedule.facts import Costs, Kind
 from zeroweave.schedule.instructions import (
     Call,
     End,
@@ -109,6 +109,12 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         spans.append(Span("compute", index, now, now + seconds))
         return now + seconds
 
+    def send(lane: Kind, index: int, bucket: int, spared: float) -> float:
+        start = max(now, free)
+        over = start + max(0.0, costs.seconds(lane, bucket, sizes[bucket]) - spared)
+        spans.append(Span(lane, index, start, over))
+        return over
+
     def wait(index: int, until: float) -> float:
         if until > now:
             waits[index] = until - now
@@ -123,13 +129,10 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         match instruction:
             case Unshard(bucket):
                 if index in schedule.gathers:
-                    start = max(now, free)
-                    seconds = costs.seconds("all_gather", bucket, sizes[bucket])
-                    free = start + max(0.0, seconds - costs.gather.alpha * (together > 0 and launched))
+                    free = send("all_gather", index, bucket, costs.gather.alpha * (together > 0 and launched))
                     launched = True
                     arrives[bucket] = free
                     flats += sizes[bucket]
-                    spans.append(Span("all_gather", index, start, free))
                 together = max(0, together - 1)
             case Reshard(bucket) if index in schedule.drops:
                 flats -= sizes[bucket]
@@ -143,11 +146,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                     held += sizes[instruction.bucket]
                     together = max(0, together - 1)
                     for number, (at, bucket) in enumerate(due if not together else ()):
-                        start = max(now, free)
-                        seconds = costs.seconds("reduce_scatter", bucket, sizes[bucket])
-                        free = start + max(0.0, seconds - costs.reduce.alpha * (number > 0))
+                        free = send("reduce_scatter", at, bucket, costs.reduce.alpha * (number > 0))
                         flying.setdefault(bucket, deque()).append(free)
-                        spans.append(Span("reduce_scatter", at, start, free))
                     due = due if together else []
                 event += 1
                 if isinstance(instruction, Run):

@@ -67,10 +67,14 @@ def verify(schedule: Listing) -> None:
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
-        if reason := state.step(index, instruction):
-            raise ScheduleError(f"instruction {index}, {schedule.describe(instruction)}: {reason}")
-    if reason := state.finish():
-        raise ScheduleError(f"instruction {len(schedule.instructions)}, end of the schedule: {reason}")
+        try:
+            state.step(index, instruction)
+        except ScheduleError as error:
+            raise ScheduleError(f"instruction {index}, {schedule.describe(instruction)}: {error}") from None
+    try:
+        state.finish()
+    except ScheduleError as error:
+        raise ScheduleError(f"instruction {len(schedule.instructions)}, end of the schedule: {error}") from None
     _match_record(schedule)
 
 
@@ -108,79 +112,76 @@ class _State:
         self.launch: list[Unshard | Reduce] = []  # those of the last Fuse
         self.together: dict[int, tuple[int, ...]] = {}  # bucket -> what it was reduced with
 
-    def step(self, index: int, instruction: Instruction) -> str | None:
-        """Apply one instruction; the reason why it is wrong, or None."""
+    def step(self, index: int, instruction: Instruction) -> None:
+        """Apply one instruction; ScheduleError, which says why, where it is wrong."""
         buckets = self._buckets(instruction)
         if unknown := [bucket for bucket in buckets if bucket not in self.facts.by_id]:
-            return f"unknown bucket {unknown[0]}"
+            raise ScheduleError(f"unknown bucket {unknown[0]}")
         if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard):
-            return f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it"
-        if not self.fused:
+            raise ScheduleError(f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it")
+        if self.fused:
+            self._fused(instruction)
+        else:
             self.launch = []
-        elif reason := self._fused(instruction):
-            return reason
-        if isinstance(instruction, Run | End | Reduce) and (reason := self.moves.event(instruction, index)):
-            return reason
+        if isinstance(instruction, Run | End | Reduce):
+            self.moves.event(instruction, index)
         match instruction:
             case Unshard(bucket):
-                return self._unshard(bucket)
+                self._unshard(bucket)
             case Fuse(count):
                 if count < 2:
-                    return "it takes two collectives to be fused"
+                    raise ScheduleError("it takes two collectives to be fused")
                 self.fused = count
             case Wait(bucket):
                 if not self.holds[bucket]:
-                    return "nobody has unsharded the bucket"
+                    raise ScheduleError("nobody has unsharded the bucket")
                 self.waited.add(bucket)
             case Run(call, uses):
-                return self._run(call, uses, lasts=index in self.lasting)
+                self._run(call, uses, lasts=index in self.lasting)
             case End(call):
                 if not self.open_calls.get(call):
-                    return "the call is not running"
+                    raise ScheduleError("the call is not running")
                 for bucket in self.open_calls[call].pop():
                     self.readers[bucket] -= 1
             case Reshard(bucket):
-                return self._reshard(bucket)
+                self._reshard(bucket)
             case Reduce(bucket):
-                return self._reduce(bucket) or self._reduced_together(bucket)
+                self._reduce(bucket)
+                if not self.fused:
+                    self._reduced_together(bucket)
             case Settle(bucket):
                 if bucket not in self.in_flight:
-                    return "settled without a reduction in flight"
+                    raise ScheduleError("settled without a reduction in flight")
                 self.in_flight.remove(bucket)
             case Update(bucket):
-                return self._update(bucket)
+                self._update(bucket)
             case Free():
                 if not self.facts.free:
-                    return "nothing asks for activations to be freed"
+                    raise ScheduleError("nothing asks for activations to be freed")
                 if any(self.open_calls.values()):
-                    return "a call is still running"
+                    raise ScheduleError("a call is still running")
                 self.freed = True
             case Offload() | Release() | Reload():
-                return self.moves.move(instruction)
-        return None
+                self.moves.move(instruction)
 
-    def _fused(self, instruction: Instruction) -> str | None:
+    def _fused(self, instruction: Instruction) -> None:
         """The next instruction of a launch."""
         kind = type(self.launch[0]) if self.launch else None
         if not isinstance(instruction, Unshard | Reduce) or (kind is not None and type(instruction) is not kind):
             more = {Unshard: "gathers", Reduce: "reductions", None: "collectives"}[kind]
-            return f"a Fuse before it asks for {self.fused} more {more}"
+            raise ScheduleError(f"a Fuse before it asks for {self.fused} more {more}")
         if kind is Reduce and self.moves.events in self.boundaries:
-            return "a Fuse before it asks for reductions of one backward"
+            raise ScheduleError("a Fuse before it asks for reductions of one backward")
         if isinstance(instruction, Unshard) and self.holds[instruction.bucket]:
-            return "a Fuse before it asks for gathers, and this bucket has been gathered"
+            raise ScheduleError("a Fuse before it asks for gathers, and this bucket has been gathered")
         self.launch.append(instruction)
         self.fused -= 1
-        return None
 
-    def _reduced_together(self, bucket: int) -> str | None:
-        """Is it, each time, together with the same buckets?"""
-        if self.fused:
-            return None
+    def _reduced_together(self, bucket: int) -> None:
+        """It must be together with the same buckets each time."""
         members = tuple(i.bucket for i in self.launch) or (bucket,)
         if any(self.together.setdefault(member, members) != members for member in members):
-            return "reduced in one launch with others than before"
-        return None
+            raise ScheduleError("reduced in one launch with others than before")
 
     @staticmethod
     def _buckets(instruction: Instruction) -> tuple[int, ...]:
@@ -190,79 +191,72 @@ class _State:
             return ()
         return (instruction.bucket,)
 
-    def _unshard(self, bucket: int) -> str | None:
+    def _unshard(self, bucket: int) -> None:
         if not self.holds[bucket]:
             if self.gathers[bucket] and bucket in self.facts.kept_by_stage:
-                return "the bucket is kept and must be gathered once"
+                raise ScheduleError("the bucket is kept and must be gathered once")
             self.gathers[bucket] += 1
             self.waited.discard(bucket)
         self.holds[bucket] += 1
-        return None
 
-    def _run(self, call: Call, uses: tuple[int, ...], lasts: bool) -> str | None:
+    def _run(self, call: Call, uses: tuple[int, ...], lasts: bool) -> None:
         for bucket in uses:
             if not self.holds[bucket]:
-                return f"{self.facts.name(bucket)} is used but not unsharded"
+                raise ScheduleError(f"{self.facts.name(bucket)} is used but not unsharded")
             if bucket not in self.waited:
-                return f"{self.facts.name(bucket)} is used before it was waited for"
+                raise ScheduleError(f"{self.facts.name(bucket)} is used before it was waited for")
         if lasts:
             self.open_calls.setdefault(call, []).append(uses)
             for bucket in uses:
                 self.readers[bucket] += 1
-        return None
 
-    def _reshard(self, bucket: int) -> str | None:
+    def _reshard(self, bucket: int) -> None:
         if not self.holds[bucket]:
-            return "no hold is left to drop"
+            raise ScheduleError("no hold is left to drop")
         if self.holds[bucket] == 1:
             if self.readers[bucket]:
-                return "the last hold is dropped while the bucket is in use"
+                raise ScheduleError("the last hold is dropped while the bucket is in use")
             if bucket not in self.waited:
-                return "the last hold is dropped while the bucket is being gathered"
+                raise ScheduleError("the last hold is dropped while the bucket is being gathered")
         self.holds[bucket] -= 1
-        return None
 
-    def _reduce(self, bucket: int) -> str | None:
+    def _reduce(self, bucket: int) -> None:
         if not self.facts.by_id[bucket].trainable:
-            return "the bucket is not trainable"
+            raise ScheduleError("the bucket is not trainable")
         if bucket in self.in_flight:
-            return "reduced again before the last reduction was settled"
+            raise ScheduleError("reduced again before the last reduction was settled")
         if len(self.in_flight) >= self.facts.depth:
-            return f"more than {self.facts.depth} reductions in flight"
+            raise ScheduleError(f"more than {self.facts.depth} reductions in flight")
         self.in_flight.add(bucket)
         self.reduced.add(bucket)
-        return None
 
-    def _update(self, bucket: int) -> str | None:
+    def _update(self, bucket: int) -> None:
         if bucket in self.updated:
-            return "updated twice"
+            raise ScheduleError("updated twice")
         if bucket not in self.reduced:
-            return "updated but never reduced"
+            raise ScheduleError("updated but never reduced")
         if bucket in self.in_flight:
-            return "updated before its reduction was settled"
+            raise ScheduleError("updated before its reduction was settled")
         if self.in_flight and not self.facts.update_by_bucket:
-            return "updated before all reductions were settled, and buckets are not updated one by one"
+            raise ScheduleError("updated before all reductions were settled, and buckets are not updated one by one")
         self.updated.add(bucket)
-        return None
 
-    def finish(self) -> str | None:
-        """What is missing at the end, or None."""
+    def finish(self) -> None:
+        """ScheduleError for what is missing at the end."""
         if self.fused:
-            return f"a Fuse asks for {self.fused} more collectives"
-        if reason := self.moves.finish():
-            return reason
+            raise ScheduleError(f"a Fuse asks for {self.fused} more collectives")
+        self.moves.finish()
         for bucket in self.facts.buckets:
             if self.holds[bucket.id]:
-                return f"{bucket.name} is still unsharded"
+                raise ScheduleError(f"{bucket.name} is still unsharded")
             if bucket.id in self.in_flight:
-                return f"a reduction of {bucket.name} was never settled: its gradient is lost"
+                raise ScheduleError(f"a reduction of {bucket.name} was never settled: its gradient is lost")
             if bucket.trainable and bucket.id not in self.reduced:
-                return f"{bucket.name} was never reduced: its gradient is lost"
+                raise ScheduleError(f"{bucket.name} was never reduced: its gradient is lost")
             if bucket.trainable and bucket.id not in self.updated:
-                return f"{bucket.name} was never updated"
+                raise ScheduleError(f"{bucket.name} was never updated")
             if bucket.id in self.facts.kept_by_stage and not self.gathers[bucket.id]:
-                return f"{bucket.name} is kept but was never gathered"
-        return None
+                raise ScheduleError(f"{bucket.name} is kept but was never gathered")
 
 
 class _Moves:
@@ -280,11 +274,11 @@ class _Moves:
         self.running: dict[Call, list[int]] = {}
         self.last: dict[tuple[Call, int], Offload | Release | Reload] = {}
 
-    def event(self, instruction: Run | End | Reduce, index: int) -> str | None:
-        """The next event; the reason why activations are not where they must be, or None."""
+    def event(self, instruction: Run | End | Reduce, index: int) -> None:
+        """The next event: activations must be where it needs them."""
         for call in self.needed.get(self.events, ()):
             if not isinstance(self.last.get(call), Reload | None):
-                return f"what {call[0].name} has saved is needed behind this, and not on its way back"
+                raise ScheduleError(f"what {call[0].name} has saved is needed behind this, and not on its way back")
         self.events += 1
         if isinstance(instruction, Run):
             if index in self.lasting:
@@ -292,32 +286,29 @@ class _Moves:
             self.begun[instruction.call] += 1
         elif isinstance(instruction, End) and self.running.get(instruction.call):
             self.running[instruction.call].pop()
-        return None
 
-    def move(self, instruction: Offload | Release | Reload) -> str | None:
-        """Activations begin to leave, are gone, or begin to come back; the reason why that is wrong, or None."""
+    def move(self, instruction: Offload | Release | Reload) -> None:
+        """Activations begin to leave, are gone, or begin to come back."""
         call, number = key = instruction.call, instruction.number
         before, self.last[key] = self.last.get(key), instruction
         match instruction:
-            case Release():
-                return None if isinstance(before, Offload) else "nothing was copied that could be released"
-            case Reload():
-                return None if isinstance(before, Release) else "nothing was released that could come back"
-        if not self.wanted:
-            return "nothing asks for activations to be moved"
-        if before is not None:
-            return "moved out twice"
-        if number >= self.begun[call] or number in self.running.get(call, ()):
-            return "the call is not over"
-        if key not in self.needs:
-            return "no backward needs what the call has saved"
-        if self.needs[key] <= self.events:
-            return "a backward has needed it before"
-        return None
+            case Release() if not isinstance(before, Offload):
+                raise ScheduleError("nothing was copied that could be released")
+            case Reload() if not isinstance(before, Release):
+                raise ScheduleError("nothing was released that could come back")
+            case Offload() if not self.wanted:
+                raise ScheduleError("nothing asks for activations to be moved")
+            case Offload() if before is not None:
+                raise ScheduleError("moved out twice")
+            case Offload() if number >= self.begun[call] or number in self.running.get(call, ()):
+                raise ScheduleError("the call is not over")
+            case Offload() if key not in self.needs:
+                raise ScheduleError("no backward needs what the call has saved")
+            case Offload() if self.needs[key] <= self.events:
+                raise ScheduleError("a backward has needed it before")
 
-    def finish(self) -> str | None:
-        """What is not back at the end, or None."""
+    def finish(self) -> None:
+        """Everything must be back at the end."""
         for (call, _), instruction in self.last.items():
             if not isinstance(instruction, Reload):
-                return f"what {call.name} has saved never comes back"
-        return None
+                raise ScheduleError(f"what {call.name} has saved never comes back")
