@@ -6,6 +6,7 @@ from zeroweave.engine import Engine
 from zeroweave.engine.assembly import initialize
 from zeroweave.errors import (
     AgreementError,
+    CheckpointError,
     ConfigError,
     EngineError,
     NonFiniteError,
@@ -20,6 +21,7 @@ from zeroweave.schedule import Schedule
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
     "Config",
     "ConfigError",
     "Engine",

@@ -38,6 +38,10 @@ class EngineError(ZeroweaveError):
     """The engine is misused: a step without a backward, a forward on a destroyed engine, and the like."""
 
 
+class CheckpointError(EngineError):
+    """A checkpoint cannot be written, or is not what was written; the message names the file and what is wrong."""
+
+
 class UnsupportedError(ZeroweaveError, NotImplementedError):
     """Something that other libraries have, or that could be, and is not here; the message says why."""
 

@@ -104,6 +104,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "experts": {"parameters": ["*.experts.*"], "parallel_size": 2},
     "activations": {"free_threshold_bytes": 1 << 20},
+    "checkpoint": {"keep_last": 3, "keep_every": 100},
     "offload": {
         "optimizer": "adaptive",
         "params": False,
@@ -125,6 +126,10 @@ bucket = { bytes = 1_048_576, by_block = false }
 reduce = { depth = 1, op = "predivide" }
 activations = { free_threshold_bytes = 1048576 }
 experts = { parameters = ["*.experts.*"], parallel_size = 2 }
+
+[checkpoint]
+keep_last = 3
+keep_every = 100
 
 [offload]
 optimizer = "adaptive"

@@ -66,6 +66,7 @@ class Config(_Explained):
     experts: sections.ExpertsConfig = sections.ExpertsConfig()
     activations: sections.ActivationsConfig = sections.ActivationsConfig()
     offload: sections.OffloadConfig = sections.OffloadConfig()
+    checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
     debug: sections.EngineDebugConfig = sections.EngineDebugConfig()
 
     @field_validator("stage", mode="before")

@@ -167,6 +167,22 @@ class ActivationsConfig(Section):
     """
 
 
+class CheckpointConfig(Section):
+    """Which checkpoints stay; see docs/checkpoints.md."""
+
+    keep_last: Annotated[int, Field(ge=1)] | None = None
+    """Each save removes older checkpoints of its folder than this many; None: all stay."""
+
+    keep_every: Annotated[int, Field(ge=1)] | None = None
+    """Those whose optimizer step is a multiple of this stay for good."""
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> Self:
+        if self.keep_every is not None and self.keep_last is None:
+            raise ValueError("checkpoint.keep_every is for checkpoint.keep_last, without which all checkpoints stay")
+        return self
+
+
 class OffloadConfig(Section):
     """What lives in host memory and comes to the device when it is needed."""
 

@@ -28,6 +28,7 @@ from zeroweave.engine import Engine
 from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.asked import Asked, OptimizerLike, asked_for
 from zeroweave.engine.calls import Calls
+from zeroweave.engine.checkpoints import Checkpoints
 from zeroweave.engine.guard import Guard, Progress
 from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts
@@ -239,7 +240,8 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any) -> Engine:
         shown.open()
     step = OptimizerStep(parts, window, scaler, scheduler, shown, _adaptive(parts), lr_scheduler)
     values = Values(parts, window, scaler, shown)
-    return Engine(parts, calls, scheduler, window, step, values, samples)
+    checkpoints = Checkpoints(parts, window, step, values)
+    return Engine(parts, calls, scheduler, window, step, values, checkpoints, samples)
 
 
 def _adaptive(parts: EngineParts) -> Adaptive | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -12,10 +12,11 @@ from torch import nn
 from zeroweave.comm.ledger import Ledger
 from zeroweave.eager.hooks import own_outputs
 from zeroweave.engine.calls import Calls
+from zeroweave.engine.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Plan, Recording, Scheduler
-from zeroweave.engine.settings import Keep, Prefetch, changes_of
+from zeroweave.engine.settings import Changes, PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
@@ -44,6 +45,7 @@ class Engine:
         window: Window,
         step: OptimizerStep,
         values: Values,
+        checkpoints: Checkpoints,
         samples: Samples | None,
     ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
@@ -52,6 +54,7 @@ class Engine:
         self._calls = calls  # forwards
         self._window, self._step = window, step  # backwards up to an optimizer step, and that
         self._values = values  # what users read and write
+        self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
         self._samples = samples  # measured steps, where the environment asks for them
 
@@ -146,26 +149,21 @@ class Engine:
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Several backwards, one reduction: the block of one optimizer step. Collective.
 
-        Every backward inside, however it is started, adds its gradients up locally, in `precision.accumulate`; the
-        end of the block reduces each bucket once, and the next `step()` uses the result. Losses are not divided by
-        `gradient_accumulation_steps`, and that `step()` ends the window, unless
-        `set_gradient_accumulation_boundary` says otherwise; what it is told inside the block is forgotten at the end.
-        From the first backward to the end of the block this rank holds a full local gradient.
+        Every backward inside adds its gradients up locally, in `precision.accumulate`; the end of the block reduces
+        each bucket once, and the next `step()` uses the result and ends the window, unless
+        `set_gradient_accumulation_boundary` says otherwise, which holds to the end of the block. Losses are not
+        divided. From the first backward to the end of the block this rank holds a full local gradient.
 
-        An exception that leaves the block leaves it unreduced: on all ranks `zero_grad()` makes everything clean (after
-        a misuse that was refused, `step()` would use what the block has so far), on some ranks the others are ended.
-
-        EngineError, which changes nothing, in another such block, inside `no_sync()` and inside a forward or backward,
-        and for `step()` and all else inside that needs reduced gradients; NotImplementedError for pipeline modules and
-        optimizers that hide their parameters.
+        An exception that leaves the block on all ranks leaves it unreduced until `zero_grad()`. EngineError in another
+        such block, in `no_sync()`, in a forward or backward, and for `step()` and all else inside that needs reduced
+        gradients; NotImplementedError for pipeline modules and optimizers that hide their parameters.
         """
         return self._window.coalesce()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Does the optimizer step follow the present backward?
 
-        As the caller has said; else after the last of `gradient_accumulation_steps` micro-steps, and after a block of
-        `coalesce_grad_reduction()`.
+        As the caller has said; else after `gradient_accumulation_steps` micro-steps, and after a coalesced block.
         """
         return self._window.is_boundary()
 
@@ -173,7 +171,6 @@ class Engine:
         """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
         self._window.set_boundary(is_boundary)
 
-    # ------------------------------------------------------------------ step
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
         with self._guard("step"):
@@ -190,16 +187,13 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the window's gradients to a global 2-norm of at most `max_norm`; returns the norm before.
 
-        The norm is float32, 0-dim, on the engine's device, without the loss scale; each parameter counts once,
-        whatever names it has. To be called between the boundary's backward and `step()`. Collective.
+        The norm is float32, 0-dim, on the engine's device, without the loss scale; each parameter counts once. To be
+        called between the boundary's backward and `step()`. Collective.
         """
         return self._step.clip(max_norm)
 
     def get_global_grad_norm(self) -> float | None:
-        """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet.
-
-        A step that is skipped clips nothing.
-        """
+        """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
         return self._step.norm
 
     def zero_grad(self) -> None:
@@ -210,10 +204,9 @@ class Engine:
     def profiling(self) -> AbstractContextManager[Ledger]:
         """Inside, steps run without any communication; afterwards everything that they changed is as before.
 
-        Yields the ledger of what they would have sent. Gathers give copies of this rank's shards and reductions zeros,
-        so losses and norms mean nothing, and values cannot be read. A `Snapshot` brings back, bit for bit, after an
-        exception too; it costs a second copy of the trained shards, the optimizer's state and the module's buffers.
-        All ranks enter it, between windows; how many steps each runs inside is its own affair.
+        Yields the ledger of what they would have sent. Losses and norms mean nothing inside, and values cannot be
+        read. Costs a second copy of the trained shards, the optimizer's state and the module's buffers. All ranks
+        enter it, between windows; how many steps each runs inside is its own affair.
         """
         return tried_out(self._parts, self._window, self._step, self._values)
 
@@ -221,10 +214,9 @@ class Engine:
     def full(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
         """A copy of the whole value, in the parameter's shape, on the engine's device.
 
-        "param" is the float32 master where there is one, "grad" is float32 at least. Values that the optimizer holds
-        for a parameter as a whole, such as its step counter, come as they are. None for a gradient that no rank
-        has. Costs one gather of the parameter's bucket. EngineError for a parameter that is not the model's and
-        for state that the optimizer does not hold.
+        "param" is the float32 master where there is one, "grad" is float32 at least. What the optimizer holds for a
+        parameter as a whole, such as its step counter, comes as it is. None for a gradient that no rank has. Costs one
+        gather of the parameter's bucket. EngineError for what the model or the optimizer does not have.
         """
         return self._values.full(parameter, what)
 
@@ -258,9 +250,9 @@ class Engine:
     def full_parameters(self) -> AbstractContextManager[dict[str, nn.Parameter]]:
         """Everything unsharded: inside, the module's parameters are full and may be read and written.
 
-        Yields them by name. What is written is kept at the end: each rank stores its own part of what it finds, so all
-        ranks must write the same, bit by bit. Where they do not, EngineError names the parameters, and nothing is kept;
-        nor is it when an exception leaves the block. Collective; not inside a forward or backward.
+        Yields them by name. What is written is kept at the end; all ranks must write the same, bit by bit. Where they
+        do not, EngineError names the parameters, and nothing is kept; nor is it when an exception leaves the block.
+        Collective; not inside a forward or backward.
         """
         return self._values.full_parameters()
 
@@ -275,18 +267,44 @@ class Engine:
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and tensors of `state_dict`, one after the other, for models larger than the host's memory.
 
-        One bucket is full at a time, on the device. All ranks iterate (`for name, tensor in
-        engine.stream_state_dict(): …`) and do nothing else with the engine meanwhile; only rank 0 is given anything.
+        One bucket is full at a time, on the device. All ranks iterate, and do nothing else with the engine meanwhile;
+        only rank 0 is given anything.
         """
         return self._values.stream_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Takes rank 0's full `state_dict` on all ranks; every parameter and persistent buffer must be there.
 
-        It may be any mapping, such as one that reads tensors from a file when they are asked for: they are, twice, and
-        none is kept. Collective; the other ranks' argument is ignored.
+        Any mapping, such as one that reads tensors when they are asked for, which they are twice. Collective; the
+        other ranks' argument is ignored.
         """
         self._values.load_state_dict(state_dict)
+
+    # ------------------------------------------------------------------ checkpoints
+    def save(self, path: StrPath, tag: str | None = None, client_state: Plain | None = None, data: Any = None) -> str:
+        """Writes a checkpoint of the whole run to the folder `path`, which all ranks share; returns its tag.
+
+        Each rank writes what it has. `tag`: by default "step-" and the optimizer steps. `client_state`: what plain
+        values the program wants back. `data`: a sampler or loader with a `state_dict`. Rank 0's tag and values count.
+        Between two windows. Collective. CheckpointError on all ranks where one cannot write; all is then as before.
+        """
+        return self._checkpoints.save(path, tag, client_state, data)
+
+    def load(self, path: StrPath, tag: str | None = None, strict: bool = True, data: Any = None) -> dict[str, Any]:
+        """Goes on where `save` was called, at any stage and with any number of ranks; returns the `client_state`.
+
+        `tag`: None for the latest. `data`: what `save` was given, to be set. Every byte is checked first:
+        CheckpointError, which changes nothing, for what is broken, or of another model. Not `strict`: what is missing
+        stays as it is, and what is left over is not read. Collective.
+        """
+        return self._checkpoints.load(path, tag, strict, data)
+
+    def export(self, path: StrPath, dtype: torch.dtype | None = None, shard_bytes: int = 5 << 30) -> None:
+        """Writes the model's `state_dict` to the folder `path` as Hugging Face has it: safetensors and an index.
+
+        Floating dtypes become `dtype`, if given. One bucket is whole at a time. The folder is new. Collective.
+        """
+        self._checkpoints.export(path, dtype, shard_bytes)
 
     # ------------------------------------------------------------------ schedules
     @property
@@ -302,31 +320,22 @@ class Engine:
     def record(self) -> AbstractContextManager[Recording]:
         """Times whole steps inside, while they train as ever. Collective.
 
-        What it yields has, at the end of the block, `operations` (every collective of the last step, in order) and
-        `graph` (what depends on what). The times of `operations` are this rank's, the costs that schedules are made
-        from those of the slowest rank. Reading the clock costs a few microseconds for each instruction, and one
+        What it yields has, at the end of the block, `operations` (every collective of the last step, in order, with
+        this rank's times) and `graph` (what depends on what). Costs a few microseconds for each instruction, and one
         wait for the device at the end of each step.
         """
         return self._scheduler.record()
 
     def compile_schedule(
-        self,
-        operations: Operations,
-        prefetch_ahead: Prefetch | None = None,
-        keep: Keep | None = None,
-        memory_budget: int | None = None,
-        fuse: bool | None = None,
-        depth: int | None = None,
+        self, operations: Operations, prefetch_ahead: Prefetch | None = None, **changes: Unpack[PlanChanges]
     ) -> Plan:
-        """Makes a schedule from what was recorded; nothing changes yet.
+        """Makes a schedule from what was recorded; nothing changes yet. The changes are those of `reschedule`.
 
-        What is None stays as the config, or the last `reschedule`, has it. All ranks must make the same plan before
-        they use it. Raises EngineError for a setting that is refused and ScheduleError
+        All ranks must make the same plan before they use it. EngineError for a setting that is refused, ScheduleError
         where a pass of your own breaks the schedule.
         """
-        changes = changes_of(prefetch_ahead, keep, memory_budget, fuse, depth)
         with self._guard("compile_schedule"):
-            return self._scheduler.plan(operations, changes)
+            return self._scheduler.plan(operations, changes_of(prefetch_ahead, **changes))
 
     def use(self, plan: Plan) -> None:
         """Follows `plan` from the next step on. Collective, between two optimizer steps.
@@ -335,27 +344,20 @@ class Engine:
         """
         plan.use()
 
-    def reschedule(
-        self,
-        prefetch: Prefetch | None = None,
-        keep: Keep | None = None,
-        memory_budget: int | None = None,
-        fuse: bool | None = None,
-        depth: int | None = None,
-    ) -> Schedule | None:
+    def reschedule(self, **changes: Unpack[Changes]) -> Schedule | None:
         """Changes how the next steps communicate; nothing is recompiled. Collective, between two optimizer steps.
 
-        What is None stays. Returns the new schedule; None where no step has been recorded yet: the settings then
-        hold for the first one. Raises as `compile_schedule` and `use` do.
+        What is not given, or None, stays. Returns the new schedule; None where no step has been recorded yet: the
+        settings then hold for the first one. Raises as `compile_schedule` and `use` do.
         """
         with self._guard("reschedule"):
-            return self._scheduler.reschedule(changes_of(prefetch, keep, memory_budget, fuse, depth))
+            return self._scheduler.reschedule(changes_of(**changes))
 
     def register_pass(self, new: Pass, after: str | None = None) -> None:
         """Adds a pass of your own behind the one called `after`, or behind all; on all ranks.
 
-        A pass is a pure function from a `Schedule` to a `Schedule`. It takes effect with the next schedule that is
-        made; one that makes a schedule illegal is a ScheduleError that names the pass and the instruction.
+        A pure function from a `Schedule` to a `Schedule`, which takes effect with the next one that is made. One that
+        makes a schedule illegal is a ScheduleError that names the pass and the instruction.
         """
         with self._guard("register_pass"):
             self._scheduler.register_pass(new, after)
@@ -371,11 +373,10 @@ class Engine:
     def destroy(self, optimizer_state: bool = True) -> None:
         """Gives the model back as an ordinary one with its full parameters, and ends what the engine started.
 
-        Collective. The optimizer's groups hold the user's parameters again, and its state is that of whole parameters,
-        on every rank, in the dtypes that it keeps (float32 at least): on the engine's device if all ranks have room
-        there, else in host memory. Where neither has room, a warning says so, and the optimizer has no state; with
-        `optimizer_state=False` it has none anyway. `initialize` takes model and optimizer over as they are. A process
-        group stays for later engines, also one that `initialize` has started.
+        Collective. The optimizer has the user's parameters again, and on every rank the state of whole ones, in its
+        dtypes (float32 at least): on the engine's device if all ranks have room there, else in host memory. Where
+        neither has room, a warning says so, and it has none, as with `optimizer_state=False`. `initialize` takes both
+        over as they are. A process group stays, also one that `initialize` has started.
         """
         if self._guard.destroyed:
             return

@@ -35,6 +35,10 @@ class Progress:
 
         return back
 
+    def resume(self, step: int) -> None:
+        """Goes on behind that many steps."""
+        self.step = step
+
     def __call__(self) -> tuple[int, int]:
         return self.step, self.ledger.count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from zeroweave.config import Config
 from zeroweave.errors import ConfigError, EngineError
@@ -59,17 +59,36 @@ class ScheduleSettings:
         return frozenset(known[name] for name in self.keep)
 
 
+class PlanChanges(TypedDict, total=False):
+    """What of the settings a user changes beside the prefetch; None is no change."""
+
+    keep: Keep | None
+    memory_budget: int | None
+    fuse: bool | None
+    depth: int | None
+
+
+class Changes(PlanChanges, total=False):
+    """What of the settings a user changes; None is no change."""
+
+    prefetch: Prefetch | None
+
+
 def changes_of(
-    prefetch: Prefetch | None, keep: Keep | None, budget: int | None, fuse: bool | None, depth: int | None
+    prefetch: Prefetch | None = None,
+    keep: Keep | None = None,
+    memory_budget: int | None = None,
+    fuse: bool | None = None,
+    depth: int | None = None,
 ) -> dict[str, Any]:
     """What a user asks for, as `replace` of ScheduleSettings takes it. EngineError where it is no such setting."""
-    for name, value, least in (("prefetch", prefetch, 0), ("memory_budget", budget, 0), ("depth", depth, 1)):
+    for name, value, least in (("prefetch", prefetch, 0), ("memory_budget", memory_budget, 0), ("depth", depth, 1)):
         if value is not None and value != "auto" and (not isinstance(value, int) or value < least):
             raise EngineError(f"{name} must be a whole number of at least {least}, not {value!r}")
     if isinstance(keep, str) and keep not in ("auto", "none", "all"):
         raise EngineError(f"keep must be 'auto', 'none', 'all' or names of buckets, not {keep!r}")
     chosen = keep if keep is None or isinstance(keep, str) else tuple(keep)
-    changes = {"prefetch": prefetch, "keep": chosen, "memory_budget": budget, "fuse": fuse, "depth": depth}
+    changes = {"prefetch": prefetch, "keep": chosen, "memory_budget": memory_budget, "fuse": fuse, "depth": depth}
     return {name: value for name, value in changes.items() if value is not None}
 
 

@@ -82,7 +82,8 @@ def full_gradients(
     return result
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that state dicts have, by name."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -112,9 +113,7 @@ def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None
     One bucket is gathered at a time; where each of several groups has its own, each group's in turn. Who leaves early
     takes part in the other gathers all the same.
     """
-    names: dict[str, list[str]] = {}
-    for alias, name in parts.places.aliases.items():
-        names.setdefault(name, []).append(alias)
+    names = _all_names(parts)
     wanted = parts.control.rank == 0
     for bucket in parts.runtime.buckets.values():
         for number, flat in enumerate(_each_group(parts.runtime, bucket)):
@@ -122,15 +121,35 @@ def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None
             for slot, view in zip(bucket.layout.slots, views, strict=True) if wanted else ():
                 value = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
                 try:
-                    for name in (slot.name, *names.get(slot.name, ())):
+                    for name in names[slot.name]:
                         yield bucket.layout.keys(name)[number], value
                 except GeneratorExit:
                     wanted = False
                     break
             del views, flat
     if wanted:
-        for name, buffer in _persistent_buffers(parts.model):
+        for name, buffer in persistent_buffers(parts.model):
             yield name, buffer.detach().to("cpu", copy=True)
+
+
+def listed(parts: EngineParts) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Name, shape and dtype of all that `stream` yields, in its order. Local."""
+    names = _all_names(parts)
+    for bucket in parts.runtime.buckets.values():
+        for number in range(bucket.layout.groups):
+            for slot in bucket.layout.slots:
+                for name in names[slot.name]:
+                    yield bucket.layout.keys(name)[number], slot.shape, parts.original_dtypes[slot.name]
+    for name, buffer in persistent_buffers(parts.model):
+        yield name, tuple(buffer.shape), buffer.dtype
+
+
+def _all_names(parts: EngineParts) -> dict[str, list[str]]:
+    """Canonical name -> all names of the parameter, that one first."""
+    names = {name: [name] for name in parts.places.names}
+    for alias, name in parts.places.aliases.items():
+        names[name].append(alias)
+    return names
 
 
 @dataclass(frozen=True)
@@ -193,7 +212,7 @@ def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> 
 @torch.no_grad()
 def load_state_dict(given: Mapping[str, torch.Tensor], parts: EngineParts) -> None:
     """Rank 0's full values into every rank's shards, masters and buffers. All or nothing."""
-    runtime, buffers = parts.runtime, dict(_persistent_buffers(parts.model))
+    runtime, buffers = parts.runtime, dict(persistent_buffers(parts.model))
     names = {
         key: slot.shape for b in runtime.buckets.values() for slot in b.layout.slots for key in b.layout.keys(slot.name)
     }

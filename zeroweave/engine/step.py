@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -60,6 +60,15 @@ class OptimizerStep:
             scaler_back()
 
         return back
+
+    def scale_state(self) -> dict[str, float]:
+        """The loss scale, and what it depends on."""
+        return self._scaler.loss_scale.state()
+
+    def resume(self, skipped: int, scale: Mapping[str, float]) -> None:
+        """Goes on behind that many skipped steps, with a loss scale."""
+        self.skipped = skipped
+        self._scaler.loss_scale.resume(scale)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """See `Engine.clip_grad_norm_`."""

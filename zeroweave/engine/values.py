@@ -150,7 +150,7 @@ class Values:
         if part is None:
             raise EngineError(f"{what!r} of {name!r} has the shape {list(shape)}, and not {list(value.shape)}")
         if what == "param":
-            with self._rewriting(f"writing {name!r}"):
+            with self.rewriting(f"writing {name!r}"):
                 values = bucket.values()
                 bucket.fragment(values, slot).copy_(part)
                 bucket.put(values)
@@ -221,7 +221,7 @@ class Values:
         with self._guard("load_state_dict"):
             self._window.refuse_inside("load_state_dict()")
             self._guard.meet()
-            with self._rewriting("load_state_dict()"):
+            with self.rewriting("load_state_dict()"):
                 state.load_state_dict(state_dict, self._parts)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
@@ -244,9 +244,9 @@ class Values:
         room = Room.now(self._parts.device)  # beside the parameters
         return values, self._optimizer.gather(self._runtime.transport, self._control, room)
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ new values
     @contextmanager
-    def _rewriting(self, what: str) -> Iterator[None]:
+    def rewriting(self, what: str) -> Iterator[None]:
         """Inside, the values of parameters change: between two windows, with nothing gathered."""
         if self._parts.stubs.gradients_pending:
             raise EngineError(f"{what} while gradients wait: call it after step() or zero_grad()")

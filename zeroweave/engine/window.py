@@ -62,6 +62,10 @@ class Window(Observer):
 
         return back
 
+    def resume(self, micro_steps: int) -> None:
+        """Goes on behind that many micro-steps, with a new window."""
+        self.micro_steps = micro_steps
+
     # ------------------------------------------------------------------ backwards
     def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps unless told not to."""

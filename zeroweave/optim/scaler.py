@@ -7,7 +7,7 @@ is skipped has written nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 import torch
@@ -72,6 +72,16 @@ class LossScale:
             self.patience -= 1
         else:
             self.value = max(self.value / 2.0, self._minimum)
+
+    def state(self) -> dict[str, float]:
+        """What `resume` goes on with."""
+        return {"value": self.value, "good_steps": self.good_steps, "patience": self.patience}
+
+    def resume(self, state: Mapping[str, float]) -> None:
+        """Goes on with the scale of another run; one that is not dynamic stays what it is."""
+        if self.dynamic:
+            self.value = state["value"]
+            self.good_steps, self.patience = int(state["good_steps"]), int(state["patience"])
 
     def remember(self) -> Callable[[], None]:
         """What brings the scale and its counters back to what they are now."""

@@ -145,6 +145,27 @@ class ShardedOptimizer:
             case number:
                 self.optimizer.state[self._fragments[bucket].parameters[slot]][key] = type(number)(value.item())
 
+    def replace(self, states: States) -> None:
+        """What the optimizer holds of fragments is `states` from now on; of those that are not there, nothing."""
+        self.offload.finish()
+        for bucket, slot in self._sharded:
+            fragment = self._fragments[bucket].parameters[slot]
+            self.optimizer.state.pop(fragment, None)
+            if (bucket, slot) in states:
+                self.optimizer.state[fragment] = states[bucket, slot]
+        self.offload.take_in()
+
+    def home_of_moments(self, bucket: int) -> torch.device:
+        """Where `replace` wants what belongs to the elements of a bucket's fragments."""
+        return torch.device("cpu") if bucket in self.offload.on_host() else self._device
+
+    def home_of_scalars(self, bucket: int, slot: int) -> torch.device:
+        """Where the optimizer wants its tensors of one element, such as a step counter."""
+        fragment = self._fragments[bucket].parameters[slot]
+        groups = zip(self.optimizer.param_groups, self._whole, strict=True)
+        group = next((group for group, fragments in groups if any(f is fragment for f in fragments)), {})
+        return self._device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
         return sum(

@@ -1,0 +1,180 @@
+"""A folder of checkpoints: one folder each, by tag, and `latest`, which names the one to go on with.
+
+    DIR/latest                       {"tag":"step-00000200","manifest":"<its checksum>"}
+    DIR/step-00000200/manifest.json  see `manifest`
+    DIR/step-00000200/rank-00000.safetensors …
+    DIR/.step-00000300.4f1c….partial what is being written, or was when its writer died
+
+A checkpoint is written beside its place and renamed when all of it is on the disk, `latest` after that. So whatever is
+there under a tag is whole, and a run that dies at any moment leaves what was there before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Final
+
+from zeroweave.checkpoint import manifest as manifests
+from zeroweave.checkpoint.manifest import Manifest
+from zeroweave.errors import CheckpointError
+
+LATEST: Final = "latest"
+_PARTIAL: Final = ".partial"
+_TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_tag(tag: str) -> None:
+    """CheckpointError for what cannot be the name of a checkpoint."""
+    if not _TAG.fullmatch(tag) or tag == LATEST:
+        raise CheckpointError(
+            f"{tag!r} cannot be a checkpoint's tag: letters, digits, '.', '_' and '-', a letter or digit first, at "
+            f"most 128 of them, and not {LATEST!r}"
+        )
+
+
+class Folder:
+    """The checkpoints in one folder. What it does is local; who writes is one rank."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    # ------------------------------------------------------------------ writing
+    def begin(self, tag: str) -> Path:
+        """A new folder for the files of a checkpoint that is to have this tag, which must be free."""
+        check_tag(tag)
+        self.path.mkdir(parents=True, exist_ok=True)
+        if (self.path / tag).exists():
+            raise CheckpointError(f"{self.path} has a checkpoint {tag!r} already: choose another tag, or remove it")
+        partial = self.path / f".{tag}.{uuid.uuid4().hex}{_PARTIAL}"
+        partial.mkdir()
+        return partial
+
+    def publish(self, partial: Path, manifest: Manifest) -> None:
+        """Gives what lies in `partial` its tag, and makes it the latest."""
+        content = manifest.sealed()
+        write_file(partial / manifests.NAME, content)
+        sync(partial)
+        place = self.path / manifest.tag
+        try:
+            partial.rename(place)
+        except OSError as error:
+            raise CheckpointError(f"{place} cannot be published: {error.strerror}") from None
+        sync(self.path)
+        latest = {"tag": manifest.tag, "manifest": manifests.parse(content).checksum}
+        waiting = self.path / f".{LATEST}.{uuid.uuid4().hex}{_PARTIAL}"
+        write_file(waiting, json.dumps(latest, separators=(",", ":")).encode())
+        waiting.replace(self.path / LATEST)
+        sync(self.path)
+
+    def prune(self, keep_last: int, keep_every: int | None = None) -> list[str]:
+        """Removes all checkpoints but the last ones and those of each `keep_every`-th step; returns their tags.
+
+        The latest stays. One that cannot be read is not touched, nor is what is being written.
+        """
+        known = sorted(((m.step, tag) for tag in self.tags() if (m := self._readable(tag)) is not None), reverse=True)
+        stay = {tag for _, tag in known[:keep_last]} | {self.latest()[0]}
+        if keep_every is not None:
+            stay |= {tag for step, tag in known if step % keep_every == 0}
+        gone = [tag for _, tag in known if tag not in stay]
+        for tag in gone:
+            away = self.path / f".{tag}.{uuid.uuid4().hex}{_PARTIAL}"
+            (self.path / tag).rename(away)  # so that it is there whole, or not at all
+            discard(away)
+        return gone
+
+    # ------------------------------------------------------------------ reading
+    def tags(self) -> list[str]:
+        """The tags of all checkpoints, sorted."""
+        if not self.path.is_dir():
+            return []
+        return sorted(p.name for p in self.path.iterdir() if _TAG.fullmatch(p.name) and (p / manifests.NAME).is_file())
+
+    def latest(self) -> tuple[str, str]:
+        """Tag and manifest's checksum of the latest checkpoint."""
+        try:
+            content = _read(self.path / LATEST, 4096)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self.choices()}") from None
+        try:
+            told = json.loads(content)
+            tag, checksum = told["tag"], told["manifest"]
+            check_tag(tag)
+            if len(told) != 2 or not re.fullmatch("[0-9a-f]{32}", checksum):
+                raise ValueError
+        except (ValueError, KeyError, TypeError, RecursionError, CheckpointError):
+            raise CheckpointError(f"{self.path / LATEST} is damaged; {self.choices()}") from None
+        return tag, checksum
+
+    def manifest(self, tag: str | None = None) -> Manifest:
+        """The manifest of a checkpoint; None: of the latest."""
+        expected = None
+        if tag is None:
+            tag, expected = self.latest()
+        check_tag(tag)
+        place = self.path / tag
+        if place.is_symlink():
+            raise CheckpointError(f"{place} is a symbolic link")
+        try:
+            found = manifests.parse(_read(place / manifests.NAME, manifests.LARGEST))
+        except CheckpointError as error:
+            raise CheckpointError(f"the checkpoint {tag!r} in {self.path}: {error}; {self.choices(tag)}") from None
+        if found.tag != tag or (expected is not None and found.checksum != expected):
+            raise CheckpointError(
+                f"the checkpoint {tag!r} in {self.path}: {manifests.NAME} is that of another one; {self.choices(tag)}"
+            )
+        return found
+
+    def _readable(self, tag: str) -> Manifest | None:
+        try:
+            return self.manifest(tag)
+        except CheckpointError:
+            return None
+
+    def choices(self, beside: str = "") -> str:
+        """What else could be loaded, in words."""
+        others = [tag for tag in self.tags() if tag != beside]
+        if not others:
+            return "there is no other one"
+        return f"load one of these by its tag: {', '.join(others[-8:])}"
+
+
+def discard(partial: Path) -> None:
+    """Removes what will not be published."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    with open(fd, "rb") as file:
+        try:
+            content = file.read(limit + 1)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > limit:
+        raise CheckpointError(f"{path} has more than {limit} bytes")
+    return content
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """A new file, which is on the disk when this returns."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(folder: Path) -> None:
+    """What has been made or renamed in a folder is on the disk when this returns."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

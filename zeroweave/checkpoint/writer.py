@@ -1,0 +1,137 @@
+"""A checkpoint is written: each rank its own file, and rank 0 the manifest. All of it or nothing, on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zeroweave.checkpoint.files import FileWriter, Part
+from zeroweave.checkpoint.folder import Folder, discard
+from zeroweave.checkpoint.manifest import NAMES, Entry, File, Manifest, Piece
+from zeroweave.errors import CheckpointError, EngineError
+from zeroweave.ranks.control import Control
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank has to write.
+
+    `parts`: what of which tensors; `tensors` gives them in this order, but for those without elements, and may make
+    each when it is asked for. `values`: encoded, by name; names are distinct over the ranks.
+    """
+
+    parts: Sequence[Part]
+    tensors: Iterable[torch.Tensor]
+    values: Mapping[str, Any]
+
+
+class _Written(NamedTuple):
+    """What a rank tells the others: its file, and which parts begin where in it; or what went wrong."""
+
+    failure: str = ""
+    name: str = ""
+    file: File | None = None
+    parts: Sequence[tuple[Part, int]] = ()
+    values: Mapping[str, Any] = {}
+
+
+def save(
+    folder: Folder,
+    tag: str,
+    step: int,
+    stage: int,
+    content: Callable[[], Content],
+    control: Control,
+    keep: tuple[int, int | None] | None,
+) -> None:
+    """Writes the checkpoint `tag`. Collective; rank 0's `tag` and `folder` count, which all ranks must see.
+
+    `keep`: see `Folder.prune`. CheckpointError on all ranks where one of them cannot write; nothing is left then of
+    what was written, and the checkpoints that there were are as before.
+    """
+    partial = _begin(folder, tag, control)
+    told = control.all_gather_object(_write(partial, content, control.rank), "what was written")
+    failures = [f"rank {rank}: {one.failure}" for rank, one in enumerate(told) if one.failure]
+    published = ""
+    if control.rank == 0:
+        if not failures:
+            try:
+                folder.publish(partial, _manifest(tag, step, stage, told))
+                if keep is not None:
+                    folder.prune(*keep)
+            except (OSError, CheckpointError) as error:
+                published = f"rank 0: {words(error)}"
+        discard(partial)
+    failures += filter(None, [control.broadcast_object(published, label="the end of a checkpoint")])
+    if failures:
+        raise CheckpointError(f"the checkpoint {tag!r} was not written to {folder.path}: {'; '.join(failures)}")
+
+
+def _begin(folder: Folder, tag: str, control: Control) -> Path:
+    found: tuple[str, str] = "", ""
+    if control.rank == 0:
+        try:
+            found = str(folder.begin(tag)), ""
+        except (OSError, CheckpointError) as error:
+            found = "", words(error)
+    path, failure = control.broadcast_object(found, label="the folder of a checkpoint")
+    if failure:
+        raise CheckpointError(f"the checkpoint {tag!r} cannot be written to {folder.path}: {failure}")
+    return Path(path)
+
+
+def _write(partial: Path, content: Callable[[], Content], rank: int) -> _Written:
+    """This rank's file."""
+    name = f"rank-{rank:05d}.safetensors"
+    if not partial.is_dir():
+        return _Written(f"there is no {partial}, which rank 0 has made: checkpoints need a folder that all ranks share")
+    try:
+        mine = content()
+        with FileWriter(partial / name, [part for part in mine.parts if part.numel]) as file:
+            for tensor in mine.tensors:
+                file.write(tensor)
+    except (OSError, EngineError) as error:
+        return _Written(words(error))
+    begins = [(part, file.begins.get(part.name, 0)) for part in mine.parts]
+    return _Written(name=name, file=file.written, parts=begins, values=mine.values)
+
+
+def _manifest(tag: str, step: int, stage: int, told: Sequence[_Written]) -> Manifest:
+    pieces: dict[str, list[Piece]] = {}
+    kinds: dict[str, Part] = {}
+    for one in told:
+        for part, begin in one.parts:
+            known = kinds.setdefault(part.name, part)
+            if (known.shape, known.dtype) != (part.shape, part.dtype):
+                raise CheckpointError(f"the ranks have different {part.name!r}")
+            mine = pieces.setdefault(part.name, [])
+            if part.numel:
+                mine.append(Piece(file=one.name, begin=begin, start=part.start, numel=part.numel))
+    tensors = {
+        name: Entry(
+            shape=part.shape, dtype=NAMES[part.dtype], pieces=tuple(sorted(pieces[name], key=lambda piece: piece.start))
+        )
+        for name, part in kinds.items()
+    }
+    return Manifest(
+        tag=tag,
+        step=step,
+        stage=stage,
+        world=len(told),
+        files={one.name: one.file for one in told if one.file is not None},
+        tensors=tensors,
+        values={name: value for one in told for name, value in one.values.items()},
+    )
+
+
+def words(error: OSError | EngineError) -> str:
+    """What went wrong, and with which file."""
+    if isinstance(error, EngineError):
+        return str(error)
+    what = error.strerror or os.strerror(error.errno or 0)
+    return f"{what}: {error.filename}" if error.filename else what
