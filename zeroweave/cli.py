@@ -69,7 +69,7 @@ def demo(
         raise typer.BadParameter(f"{ranks} does not divide the batch of 16 sequences", param_hint="--ranks")
     path = None if json is None else str(json)
     settings = {"stage": stage, "steps": steps, "lower": lower, "eager": eager, "profile": profile, "json": path}
-    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo", dumps(settings)]))
+    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo.run", dumps(settings)]))
 
 
 @app.command(context_settings=PASS_THROUGH)
@@ -146,19 +146,16 @@ def doctor() -> None:
     """
     from zeroweave.report.doctor import checks
 
-    worst = "ok"
+    states = set()
     for check in checks():
+        states.add(check.state)
         print(f"{check.state:8} {check.name}: {check.detail}", flush=True)
         if check.state != "ok":
             print(f"{'':8} -> {check.cure}", flush=True)
-            worst = "failed" if "failed" in (worst, check.state) else "limited"
-    verdict = {
-        "ok": "zeroweave works here",
-        "limited": "zeroweave works here, within limits",
-        "failed": "zeroweave cannot train here",
-    }
-    print(verdict[worst])
-    raise typer.Exit(int(worst == "failed"))
+    if "failed" in states:
+        print("zeroweave cannot train here")
+        raise typer.Exit(1)
+    print("zeroweave works here, within limits" if "limited" in states else "zeroweave works here")
 
 
 if __name__ == "__main__":

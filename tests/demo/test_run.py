@@ -90,14 +90,15 @@ def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("steps", "stage"),
+    ("steps", "options"),
     [
-        pytest.param(2, 1, id="after the recorded step, whose peaks no schedule tells"),
-        pytest.param(4, 3, id="before the schedule changes by measured times"),
+        pytest.param(2, ["--stage", 1], id="after the recorded step, whose peaks no schedule tells"),
+        pytest.param(4, ["--stage", 3], id="before the schedule changes by measured times"),
+        pytest.param(1, ["--profile"], id="the schedule changes while steps are profiled"),
     ],
 )
-def test_a_short_run_is_checked_by_a_step_that_follows_its_schedule(steps: int, stage: int) -> None:
-    done = zeroweave("demo", "--eager", "--steps", steps, "--stage", stage)
+def test_a_short_run_is_checked_by_a_step_that_follows_its_schedule(steps: int, options: list[object]) -> None:
+    done = zeroweave("demo", "--eager", "--steps", steps, *options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -172,14 +172,10 @@ def relative_difference(ours: Mapping[str, Tensor | None], reference: Mapping[st
     """The largest of ‖ours − reference‖ / ‖reference‖ over the parameters; infinite where one side has no
     gradient.
     """
-    if {name for name, gradient in ours.items() if gradient is not None} != set(reference):
+    found = {name: gradient for name, gradient in ours.items() if gradient is not None}
+    if found.keys() != reference.keys():
         return float("inf")
-    worst = 0.0
-    for name, expected in reference.items():
-        found = ours[name]
-        assert found is not None
-        worst = max(worst, float((found - expected).norm() / expected.norm().clamp_min(1e-30)))
-    return worst
+    return max(float((found[k] - each).norm() / each.norm().clamp_min(1e-30)) for k, each in reference.items())
 
 
 def bit_equal(one: Sequence[Mapping[str, Tensor | None]], other: Sequence[Mapping[str, Tensor | None]]) -> bool:

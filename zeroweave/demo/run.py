@@ -124,7 +124,7 @@ class Demo:
             training = time.perf_counter() - start
             engine.reschedule()  # figures are those of one step: no peak of an earlier schedule, no change at its end
             counted = measure.profiled(lambda: self.step(engine, settings.steps))
-            stats, schedule = engine.stats, engine.schedule
+            stats, schedule, executed = engine.stats, engine.schedule, engine.executed
             assert schedule is not None  # recorded and agreed in the first step
             config = engine.config
             bound = measure.state_bound(engine.buckets, self.rank, settings.stage, _ahead(engine), config.reduce.depth)
@@ -145,7 +145,7 @@ class Demo:
                 stages_bit_equal=all(self.gather(equal)),
                 difference=max(self.gather(difference)),
                 counts=self.gather(mine),
-                replayed=all(self.gather(engine.executed == schedule.instructions)),
+                replayed=all(self.gather(executed == schedule.instructions)),
                 memory=self.gather((stats.memory, formula, bound)),
                 schedule=schedule,
                 stats=stats,
@@ -162,7 +162,9 @@ class Demo:
         sent = {
             kind: Traffic(t.calls // steps, t.payload // steps, t.wire // steps) for kind, t in planned.totals().items()
         }
-        return Profile(max(self.gather(ordinary)), max(self.gather(alone)), sent)
+        assert engine.schedule is not None
+        planned_by = measure.scheduled(engine.schedule, engine.buckets)
+        return Profile(max(self.gather(ordinary)), max(self.gather(alone)), sent, planned_by)
 
     def gather(self, item: Any) -> list[Any]:
         """Every rank's item."""
@@ -200,3 +202,7 @@ def _ahead(engine: zw.Engine) -> int:
     """Most buckets that are gathered ahead of the one in use: "auto" limits all memory of a step, not their number."""
     ahead = engine.config.compile.prefetch
     return len(engine.buckets) - 1 if ahead == "auto" else ahead
+
+
+if __name__ == "__main__":
+    main()

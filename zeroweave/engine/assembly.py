@@ -206,7 +206,6 @@ def _assemble(
         model=model,
         config=settings,
         runtime=runtime,
-        ledger=ledger,
         transport=transport,
         control=control,
         progress=guard.progress,

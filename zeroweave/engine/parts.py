@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.agreements import Agreements
@@ -28,7 +27,6 @@ class EngineParts:
     model: nn.Module
     config: Config
     runtime: Runtime
-    ledger: Ledger
     transport: Wire
     control: Control
     progress: Progress

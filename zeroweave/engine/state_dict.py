@@ -101,10 +101,9 @@ def state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
 
 def _keys(parts: EngineParts) -> dict[str, tuple[str, ...]]:
     """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`."""
-    layout_of = {slot.name: bucket.layout for bucket in parts.runtime.buckets.values() for slot in bucket.layout.slots}
-    aliases = parts.places.aliases
+    buckets, places, aliases = parts.runtime.buckets, parts.runtime.directory.places, parts.places.aliases
     names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-    return {name: layout_of[aliases.get(name, name)].keys(name) for name in names}
+    return {name: buckets[places[aliases.get(name, name)][0]].layout.keys(name) for name in names}
 
 
 def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None]:

@@ -117,6 +117,6 @@ class Stats:
             offloaded_peak=0 if offloading is None else offloading.host.peak,
             on_demand_reloads=0 if offloading is None else offloading.on_demand,
             last_step=dict(last_step),
-            total=dict(parts.ledger.totals()),
+            total=dict(parts.progress.ledger.totals()),
             memory=Memory.read(runtime, parts.optimizer),
         )

@@ -47,9 +47,9 @@ class OptimizerStep:
         """steps that did not, because gradients were not finite"""
         self.executed: tuple[Instruction, ...] = ()
         """the instructions of the last one"""
-        self.traffic = parts.ledger.step()
+        self.traffic = parts.progress.ledger.step()
         """what the last one and its window have sent; at first, what `initialize` has"""
-        parts.ledger.begin_step()
+        parts.progress.ledger.begin_step()
 
     def remember(self) -> Callable[[], None]:
         """What brings back what steps change, here and in the scaler."""
@@ -165,8 +165,8 @@ class OptimizerStep:
         if self._config.gather_after_step:
             self._shown.open()
         if not parts.transport.skips:
-            self.traffic = parts.ledger.step()
-            parts.ledger.begin_step()
+            self.traffic = parts.progress.ledger.step()
+            parts.progress.ledger.begin_step()
 
     # ------------------------------------------------------------------ steps that are skipped
     def _may_apply(self, nonfinite: bool) -> bool:

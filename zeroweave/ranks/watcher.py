@@ -6,15 +6,16 @@ The rules are in `alarm`.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+from pydantic import TypeAdapter
 
 from zeroweave.ranks.board import Board
 from zeroweave.ranks.differ import ADVICE, Issued, dump, explain, parse
@@ -86,13 +87,14 @@ class RankStatus:
     failure: Failure | None = None
 
     def dump(self) -> str:
-        return json.dumps(asdict(self))
+        return _STATUS.dump_json(self).decode()
 
     @classmethod
     def parse(cls, text: str) -> RankStatus:
-        fields = json.loads(text) if text else {}
-        failure = fields.pop("failure", None)
-        return cls(**fields, failure=Failure(**failure) if failure else None)
+        return _STATUS.validate_json(text) if text else cls()
+
+
+_STATUS: Final = TypeAdapter(RankStatus)
 
 
 class StatusLine:
