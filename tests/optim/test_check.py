@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError
-from zeroweave.optim.step import check_optimizer
+from zeroweave.optim.check import check_optimizer
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tests.optim import samples
 from tests.optim.world import World, assert_equal, build_net, random_gradients, unsharded_step
 from zeroweave.errors import ParameterError
-from zeroweave.optim.check import ELEMENT_WISE
+from zeroweave.optim.check import ELEMENT_WISE, check_optimizer
 from zeroweave.optim.probe import probe
-from zeroweave.optim.step import check_optimizer
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 

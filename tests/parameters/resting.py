@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroweave.parameters.places import Places, StubStatus, rest
+from zeroweave.parameters.places import Places, rest
+from zeroweave.parameters.stub import StubStatus
 
 NAME = "0.weight"
 """The parameter that `Resting.by` reaches."""

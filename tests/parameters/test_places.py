@@ -15,7 +15,9 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.parameters.resting import NAME, Resting, make_resting, real_of
 from zeroweave.errors import ParameterError
-from zeroweave.parameters.places import AtRest, Showing, StubStatus, check, rest
+from zeroweave.parameters.check import check
+from zeroweave.parameters.places import rest
+from zeroweave.parameters.stub import AtRest, Showing, StubStatus
 
 pytestmark = pytest.mark.oldest
 

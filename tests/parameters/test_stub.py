@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.parameters.resting import NAME, ROUTES, Resting, make_resting
 from zeroweave.errors import ParameterError
-from zeroweave.parameters.places import AtRest
+from zeroweave.parameters.stub import AtRest
 
 pytestmark = pytest.mark.oldest
 

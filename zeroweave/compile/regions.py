@@ -28,38 +28,26 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     and a ModuleList cannot, and if nothing in it repeats a class on its own. A block may be a ModuleList that
     is never called itself: it is still one place for buckets (see `find_regions` for what is compiled).
     """
+    found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
-    return list(_blocks("", model, seen))
-
-
-def _blocks(name: str, module: nn.Module, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen:
-        return
-    seen.add(module)
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        repeated = _repeated_classes(module)
-        if any(_is_composite(child) for child in _entries(module) if _class(child) in repeated):
-            for key, child in _named_entries(module):
+    for name, module in model.named_modules():
+        known = module in seen
+        seen.add(module)
+        if known or not isinstance(module, (nn.ModuleList, nn.Sequential)):
+            continue
+        entries = _entries(module)
+        counts = Counter(_class(child) for child in entries.values() if has_parameters(child))
+        repeated = [child for child in entries.values() if counts[_class(child)] > 1]
+        if any(map(_is_composite, repeated)):
+            for key, child in entries.items():
                 if _is_composite(child) and has_parameters(child) and child not in seen:
                     seen.update(child.modules())
-                    yield _join(name, key), child
-            return
-        if repeated and _is_callable(module) and not _has_repeating_list(module):
+                    found.append((f"{name}.{key}" if name else key, child))
             seen.update(module.modules())
-            yield name, module
-            return
-    for key, child in _named_entries(module):
-        yield from _blocks(_join(name, key), child, seen)
-
-
-def _repeated_classes(container: nn.Module) -> set[type[nn.Module]]:
-    counts = Counter(_class(child) for child in _entries(container) if has_parameters(child))
-    return {cls for cls, count in counts.items() if count > 1}
-
-
-def _has_repeating_list(container: nn.Module) -> bool:
-    """Whether a list strictly inside `container` has blocks of its own."""
-    return any(True for child in _entries(container) for _ in _blocks("", child, set()))
+        elif repeated and _is_callable(module) and not any(map(find_blocks, entries.values())):
+            seen.update(module.modules())
+            found.append((name, module))
+    return found
 
 
 def find_regions(
@@ -79,10 +67,10 @@ def find_regions(
         return _matching(model, patterns)
     if patterns != "auto":
         raise ConfigError(f'compile.regions is "auto" or a list of name patterns, not {patterns!r}')
-    blocks = {module for _, module in find_blocks(model)}
+    blocks = find_blocks(model)
     if not blocks:
         return _outermost(model, lambda module: _can_be_region(module) and _fits(module, max_bytes))
-    above = {module for module in model.modules() if not blocks.isdisjoint({*module.modules()} - {module})}
+    above = {parent for name, _ in blocks for parent in _parents(model, name)}
     return _outermost(model, lambda module: module not in above and _can_be_region(module))
 
 
@@ -156,13 +144,17 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _entries(module: nn.Module) -> Iterator[nn.Module]:
+def _entries(module: nn.Module) -> dict[str, nn.Module]:
     """Children with repetitions: a list may hold one module several times."""
-    return (child for child in module._modules.values() if child is not None)
+    return {key: child for key, child in module._modules.items() if child is not None}
 
 
-def _named_entries(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((key, child) for key, child in module._modules.items() if child is not None)
+def _parents(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """The modules on the way from `model` to the module called `name`, that one excluded."""
+    module = model
+    for part in name.split(".") if name else ():
+        yield module
+        module = module.get_submodule(part)
 
 
 def _class(module: nn.Module) -> type[nn.Module]:
@@ -177,7 +169,3 @@ def _is_composite(module: nn.Module) -> bool:
 def _is_callable(module: nn.Module) -> bool:
     """Whether the class defines a forward; ModuleList and ModuleDict do not."""
     return type(module).forward is not nn.Module.forward
-
-
-def _join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key

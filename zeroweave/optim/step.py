@@ -17,7 +17,7 @@ from torch import nn
 from zeroweave._torch.optimizers import has_step_hooks, is_step_replaced
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
-from zeroweave.optim.check import ELEMENT_WISE, check_optimizer
+from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.room import Room
 from zeroweave.optim.state_offload import StateOffload
@@ -25,8 +25,6 @@ from zeroweave.optim.states import Gathered, States, gather
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Transfers
-
-__all__ = ["ShardedOptimizer", "check_optimizer"]
 
 
 class ShardedOptimizer:

@@ -25,10 +25,7 @@ from zeroweave._torch.modules import parameter_entries, refresh_rnn_weights, wat
 from zeroweave._torch.tensors import exchange
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.anatomy import Anatomy
-from zeroweave.parameters.check import check
 from zeroweave.parameters.stub import VALUES, AtRest, Showing, StubStatus
-
-__all__ = ["AtRest", "Places", "Showing", "StubStatus", "check", "rest"]
 
 
 def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter], nn.Parameter]) -> Places:

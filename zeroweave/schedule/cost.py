@@ -8,6 +8,7 @@ waiting for communication left out. Whatever a pass moves, these stay.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -77,6 +78,17 @@ class Prediction:
 def is_event(instruction: Instruction) -> bool:
     """Does the instruction belong to the record?"""
     return isinstance(instruction, Run | End | Reduce)
+
+
+def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
+    """While each event is the last: the most of ``memory``, which is known of each instruction."""
+    most: list[int] = []
+    for instruction, used in zip(schedule.instructions, memory, strict=True):
+        if is_event(instruction):
+            most.append(used)
+        elif most:
+            most[-1] = max(most[-1], used)
+    return most
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Prediction:

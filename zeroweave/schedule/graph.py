@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
@@ -41,12 +41,11 @@ class Graph:
 
         No schedule of this record with these gathers is faster, however its instructions are moved in time.
         """
-        computing, sending = self._seconds(costs)
         # For each instruction when the compute stream is past it, and when the collective that it starts is over
         # (the former again, where it starts none); behind each which of these it waited for.
         past: list[_End] = []
         over: list[_End] = []
-        for index, (compute, send) in enumerate(zip(computing, sending, strict=True)):
+        for index, (compute, send) in enumerate(self._seconds(costs)):
             arrived: _End = (0.0, None)  # the compute stream's turn
             free: _End = (0.0, None)  # the lane's as well
             for other, reason in self.before.get(index, ()):
@@ -67,24 +66,21 @@ class Graph:
             source = (past if reason in ("compute", "storage") else over)[at][1]
         return longest, tuple(reversed(path))
 
-    def _seconds(self, costs: Costs) -> tuple[list[float], list[float | None]]:
+    def _seconds(self, costs: Costs) -> Iterator[tuple[float, float | None]]:
         """Seconds of the compute stream for each instruction, and of the collective that it starts, if any."""
         sizes = self.schedule.facts.sizes
-        computing: list[float] = []
-        sending: list[float | None] = []
         event = -1
         for index, instruction in enumerate(self.schedule.instructions):
             event += is_event(instruction)
-            computing.append(costs.compute[event] if is_event(instruction) else 0.0)
-            sending.append(None)
+            compute, send = costs.compute[event] if is_event(instruction) else 0.0, None
             match instruction:
                 case Unshard(b) if index in self.schedule.gathers:
-                    sending[index] = costs.seconds("all_gather", b, sizes[b])
+                    send = costs.seconds("all_gather", b, sizes[b])
                 case Reduce(b):
-                    sending[index] = costs.seconds("reduce_scatter", b, sizes[b])
+                    send = costs.seconds("reduce_scatter", b, sizes[b])
                 case Update(b):
-                    computing[index] = costs.update.get(b, 0.0)
-        return computing, sending
+                    compute = costs.update.get(b, 0.0)
+            yield compute, send
 
 
 def dependencies(schedule: Schedule) -> Graph:

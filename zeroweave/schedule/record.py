@@ -10,7 +10,7 @@ from statistics import median_high
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import Span, is_event
+from zeroweave.schedule.cost import Span, is_event, most_by_event
 from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
 from zeroweave.schedule.instructions import (
@@ -282,9 +282,5 @@ def _activations(step: Step) -> list[int]:
                 flats += needed[call, number][1]
         beside = moment.allocated - flats
         base = beside if base is None else base
-        used = max(0, beside - base) if moment.allocated else 0
-        if is_event(moment.instruction):
-            memory.append(used)
-        elif memory:
-            memory[-1] = max(memory[-1], used)
-    return memory
+        memory.append(max(0, beside - base) if moment.allocated else 0)
+    return most_by_event(schedule, memory)

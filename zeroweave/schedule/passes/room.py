@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import Prediction, is_event, simulate
+from zeroweave.schedule.cost import Prediction, is_event, most_by_event, simulate
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.passes.settle import settle
 
@@ -24,7 +24,8 @@ class Events:
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self.slots: list[int] = []
         self.before: list[int] = []
-        self.memory = _by_event(schedule, costs)
+        settled = settle(schedule)
+        self.memory = most_by_event(settled, simulate(settled, costs).memory)
         for index, instruction in enumerate(schedule.instructions):
             self.before.append(len(self.slots))
             if is_event(instruction):
@@ -38,17 +39,6 @@ class Events:
         """Takes that room."""
         for event in range(start, stop):
             self.memory[event] += nbytes
-
-
-def _by_event(schedule: Schedule, costs: Costs) -> list[int]:
-    settled = settle(schedule)
-    memory: list[int] = []
-    for instruction, used in zip(settled.instructions, simulate(settled, costs).memory, strict=True):
-        if is_event(instruction):
-            memory.append(used)
-        elif memory:
-            memory[-1] = max(memory[-1], used)
-    return memory
 
 
 def predict(schedule: Schedule, costs: Costs) -> Prediction:
