@@ -7,6 +7,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed import distributed_c10d as c10d
+
+# The second of each pair is the name before 2.13, which deprecates it.
+_public_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_public_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -41,8 +48,6 @@ def new_process_group(
     Why: `new_group` names groups by their ranks and by how many groups a process has, so that one of ranks that
     had another before finds the addresses of that one in the store, and ranks with other groups never meet.
     """
-    from torch.distributed import distributed_c10d as c10d
-
     default = torch.distributed.group.WORLD
     device = default.bound_device_id if default is not None else None
     rank = list(ranks).index(torch.distributed.get_rank())
@@ -65,6 +70,27 @@ def coalescing(group: torch.distributed.ProcessGroup, device: torch.device) -> A
 
     Why: there is no public way to put several collectives into one launch.
     """
-    from torch.distributed.distributed_c10d import _coalescing_manager
+    return c10d._coalescing_manager(group=group, device=device, async_ops=True)
 
-    return _coalescing_manager(group=group, device=device, async_ops=True)
+
+def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts to gather each rank's `mine` in `output`, in rank order; its work.
+
+    Why: the public function takes longer, and is needed inside of `coalescing` alone.
+    """
+    if group in c10d._world.pg_coalesce_state:
+        return _public_all_gather(output, mine, group=group, async_op=True)
+    options = AllgatherOptions()
+    options.asyncOp = True
+    return group._allgather_base(output, mine, options)
+
+
+def reduce_scatter(
+    output: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts to reduce the ranks' flats, of which `output` becomes this rank's part; its work. Why: as `all_gather`."""
+    if group in c10d._world.pg_coalesce_state:
+        return _public_reduce_scatter(output, flat, op=op, group=group, async_op=True)
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
+    return group._reduce_scatter_base(output, flat, options)

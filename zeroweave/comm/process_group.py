@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch.distributed import coalescing, new_process_group
+from zeroweave._torch.distributed import all_gather, coalescing, new_process_group, reduce_scatter
 from zeroweave._torch.foreach import foreach_copy_
 from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
@@ -20,10 +20,6 @@ from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
-
-# The second of each pair is the name before 2.13, which deprecates it.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class _Work:
@@ -185,11 +181,11 @@ class ProcessGroupTransport:
         self._count("all_gather", flat, layout.id)
         target = lent(flat)
         if shard.dtype == flat.dtype:
-            work = _all_gather(target, lent(shard), group=self.group, async_op=True)
+            work = all_gather(target, lent(shard), self.group)
         else:
             with self._beside():
                 start, stop = layout.shard_range(self.rank)
-                work = _all_gather(target, target[start:stop].copy_(shard), group=self.group, async_op=True)
+                work = all_gather(target, target[start:stop].copy_(shard), self.group)
         return _Work(self._launch or work, self.ledger, flat, shard)
 
     def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
@@ -213,7 +209,7 @@ class ProcessGroupTransport:
             self._count("reduce_scatter", flat, layout.id)
             chunks = layout.chunks
             if min(chunks) == max(chunks):
-                work = _reduce_scatter(lent(out), lent(flat), op=kind, group=self.group, async_op=True)
+                work = reduce_scatter(lent(out), lent(flat), kind, self.group)
             else:
                 inputs = list(lent(flat).split(list(chunks)))
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)

@@ -140,12 +140,12 @@ def handed_over() -> list[tuple[str, bool]]:
 
             return call
 
-        before, process_group._all_gather = process_group._all_gather, watched("gather", process_group._all_gather)
+        before, process_group.all_gather = process_group.all_gather, watched("gather", process_group.all_gather)
         try:
             engine.backward(engine(torch.ones(2, 8)).sum())
             engine.step()
         finally:
-            process_group._all_gather = before
+            process_group.all_gather = before
         assert counted
     return seen
 

@@ -42,7 +42,7 @@ def gathers(lower: str | None) -> tuple[list[list[str]], list[list[str]]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compile_ = {"enabled": lower is not None, "lower": lower or "aot_eager", "prefetch": 1, "record_steps": 0}
     seen: list[list[str]] = []
-    issue = process_group._all_gather
+    issue = process_group.all_gather
 
     def walked(*args: Any, **kwargs: Any) -> Any:
         seen.append(way(sys._getframe(1)))
@@ -57,13 +57,13 @@ def gathers(lower: str | None) -> tuple[list[list[str]], list[list[str]]]:
         for _ in range(2):
             engine.backward(forward())
             engine.step()
-        process_group._all_gather = walked
+        process_group.all_gather = walked
         try:
             loss = forward()
             ahead = len(seen)
             engine.backward(loss)
         finally:
-            process_group._all_gather = issue
+            process_group.all_gather = issue
         engine.step()
         assert not engine.stats.departures
     return seen[:ahead], seen[ahead:]
