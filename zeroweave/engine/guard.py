@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -25,15 +25,6 @@ class Progress:
     def step_ended(self) -> None:
         """After each optimizer step, and each that was skipped."""
         self.step += 1
-
-    def remember(self) -> Callable[[], None]:
-        """What brings the steps back to what they are now."""
-        step = self.step
-
-        def back() -> None:
-            self.step = step
-
-        return back
 
     def resume(self, step: int) -> None:
         """Goes on behind that many steps."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 from zeroweave.config import Config
 from zeroweave.errors import ConfigError, EngineError
@@ -74,22 +74,19 @@ class Changes(PlanChanges, total=False):
     prefetch: Prefetch | None
 
 
-def changes_of(
-    prefetch: Prefetch | None = None,
-    keep: Keep | None = None,
-    memory_budget: int | None = None,
-    fuse: bool | None = None,
-    depth: int | None = None,
-) -> dict[str, Any]:
+def changes_of(**asked: Unpack[Changes]) -> dict[str, Any]:
     """What a user asks for, as `replace` of ScheduleSettings takes it. EngineError where it is no such setting."""
-    for name, value, least in (("prefetch", prefetch, 0), ("memory_budget", memory_budget, 0), ("depth", depth, 1)):
-        if value is not None and value != "auto" and (not isinstance(value, int) or value < least):
+    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    for name, least in (("prefetch", 0), ("memory_budget", 0), ("depth", 1)):
+        value = changes.get(name, "auto")
+        if value != "auto" and (not isinstance(value, int) or value < least):
             raise EngineError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    if isinstance(keep, str) and keep not in ("auto", "none", "all"):
+    keep = changes.get("keep", "auto")
+    if not isinstance(keep, str):
+        changes["keep"] = tuple(keep)
+    elif keep not in ("auto", "none", "all"):
         raise EngineError(f"keep must be 'auto', 'none', 'all' or names of buckets, not {keep!r}")
-    chosen = keep if keep is None or isinstance(keep, str) else tuple(keep)
-    changes = {"prefetch": prefetch, "keep": chosen, "memory_budget": memory_budget, "fuse": fuse, "depth": depth}
-    return {name: value for name, value in changes.items() if value is not None}
+    return changes
 
 
 def settings_of(config: Config) -> ScheduleSettings:
@@ -105,9 +102,8 @@ def passes_of(config: Config) -> list[Pass]:
 
 def _import(name: str) -> Pass:
     """The function of "module:function"."""
-    module, colon, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function) if colon else None
+        found = pkgutil.resolve_name(name) if ":" in name else None
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"compile.passes: {name!r} cannot be imported: {error}") from None
     if not callable(found):

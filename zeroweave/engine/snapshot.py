@@ -33,9 +33,10 @@ class Snapshot:
         self._schedule = self._runtime.replay.schedule
         self._runtime.transfers.finish()  # what lies in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
-        owners = (parts.progress, self._runtime, self._runtime.replay, window, step)
+        owners = (self._runtime, self._runtime.replay, window, step)
         self._back: list[Callable[[], object]] = [owner.remember() for owner in owners]
         """each brings something back"""
+        self._back.append(partial(parts.progress.resume, parts.progress.step))
         self._back.append(partial(torch.set_rng_state, torch.get_rng_state()))
         if device.type == "cuda":
             self._back.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))

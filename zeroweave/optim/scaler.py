@@ -83,15 +83,6 @@ class LossScale:
             self.value = state["value"]
             self.good_steps, self.patience = int(state["good_steps"]), int(state["patience"])
 
-    def remember(self) -> Callable[[], None]:
-        """What brings the scale and its counters back to what they are now."""
-        now = self.value, self.good_steps, self.patience
-
-        def back() -> None:
-            self.value, self.good_steps, self.patience = now
-
-        return back
-
 
 def loss_scale_of(config: Config, layouts: Iterable[BucketLayout]) -> LossScale | None:
     """The loss scale that a config asks for: where it names none, a dynamic one if anything is trained in float16."""
@@ -203,10 +194,10 @@ class Scaler:
 
     def remember(self) -> Callable[[], None]:
         """What brings the loss scale and the norm back to what they are now."""
-        norm, scale_back = self.norm, self.loss_scale.remember()
+        norm, scale = self.norm, self.loss_scale.state()
 
         def back() -> None:
             self.norm = norm
-            scale_back()
+            self.loss_scale.resume(scale)
 
         return back
