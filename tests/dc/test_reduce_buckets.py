@@ -161,7 +161,7 @@ def test_what_is_dropped_never_arrives() -> None:
     bench = Bench(size=4)
     bench.add(4, 1)
     bench.buckets.abort()
-    bench.reductions.drop()
+    bench.reductions.abort()
     assert bench.transport.log == ["start 0", "wait 0"]  # its memory is free only then
     assert bench.gauge.now == 0 and bench.arrived == []
     bench.add(4)

@@ -94,7 +94,7 @@ class Gathers:
         for _, flat in self._sharded():
             flat.drop()
 
-    def drop_idle(self) -> None:
+    def reset_idle(self) -> None:
         """Drops what is held for being persistent or prefetched only: the next use gathers it anew."""
         for parameter, flat in self._sharded():
             if flat.holds == parameter.persistent + (parameter.id in self._prefetched):

@@ -288,9 +288,9 @@ class WindowGradients:
         return taken
 
     def zero_grad(self) -> None:
-        """Drops the window: after a skipped step or an exception, on all ranks."""
+        """Aborts the window: after a skipped step or an exception, on all ranks."""
         self._buckets.abort()
-        self._reductions.drop()
+        self._reductions.abort()
         self._gradients.add(-sum(each.value.nbytes for each in self._sums.values()))
         self._sums.clear()
         self._written.clear()

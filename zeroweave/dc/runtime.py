@@ -203,7 +203,7 @@ class Runtime:
         if gradients.begin_forward():
             gathers.renew()
         elif not gradients.in_window:
-            gathers.drop_idle()
+            gathers.reset_idle()
 
     def lazy_init_symm_memory(self) -> None:
         """Makes the symmetric memory large enough for what is registered; the first forward does it. Collective.
@@ -258,7 +258,7 @@ class Runtime:
         return self._parts.gradients.take_gradients()
 
     def zero_grad(self) -> None:
-        """Drops the window, and all that is gathered: after a skipped step or an exception, on all ranks."""
+        """Aborts the window, and resets all that is gathered: after a skipped step or an exception, on all ranks."""
         self._parts.gradients.zero_grad()
         self._parts.gathers.reset()
 
@@ -342,7 +342,7 @@ class Runtime:
 
     # ------------------------------------------------------------------ life cycle
     def reset(self) -> None:
-        """Forgets the graphs, for instance before a new compilation. Parameters, and what the window has, stay."""
+        """Unregisters the graphs, for instance before a new compilation. Parameters, and what the window has, stay."""
         self._refuse_profiling("reset()")
         for graph_id in self.graph_ids:
             _GRAPHS.pop(graph_id, None)

@@ -48,8 +48,7 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
     try:
         for current, parameter in named.items():
             other = AtRest(reals[current], current, status)
-            attributes = {**vars(parameter), **vars(other)}
-            vars(other).update(attributes)
+            vars(other).update({**vars(parameter), **vars(other)})
             torch.utils.swap_tensors(parameter, other)
             swapped.append((parameter, other))
             vars(reals[current]).update(vars(other))

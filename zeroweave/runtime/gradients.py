@@ -224,6 +224,6 @@ class Gradients:
     def reset(self) -> None:
         """Forgets the window: after the step, `zero_grad` or an exception. Waits for what is under way."""
         self.unreduced = False
-        self.reductions.drop()
+        self.reductions.abort()
         for account in self._accounts.values():
             account.reset()

@@ -80,7 +80,7 @@ class Reductions:
         while self._flights:
             self.settle(self._flights[0].key)
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """Waits for what is under way and forgets its results."""
         while self._flights:
             self._land(self._flights.popleft())
