@@ -98,7 +98,7 @@ def _try_out(optimizer: torch.optim.Optimizer, attempt: _Attempt) -> list[str]:
     before = _random_state(attempt.device)
     for step in range(len(_SCALES)):
         whole.step(step)
-        if not _same(before, _random_state(attempt.device)):
+        if _random_state(attempt.device) != before:
             return [f"it draws random numbers, and would draw others for the part that a rank holds; {_INSTEAD}"]
         for number, one in enumerate(ranks):
             try:
@@ -317,9 +317,5 @@ def _aside(device: torch.device) -> Iterator[None]:
 
 
 def _random_state(device: torch.device) -> list[Any]:
-    on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [random.getstate(), torch.get_rng_state(), *on_device]
-
-
-def _same(before: Sequence[Any], after: Sequence[Any]) -> bool:
-    return before[0] == after[0] and all(map(torch.equal, before[1:], after[1:]))
+    on_device = [torch.cuda.get_rng_state(device).tolist()] if device.type == "cuda" else []
+    return [random.getstate(), torch.get_rng_state().tolist(), *on_device]
