@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,37 +150,26 @@ def _all_names(parts: EngineParts) -> dict[str, list[str]]:
     return names
 
 
-@dataclass(frozen=True)
-class Held:
-    """What the ranks' optimizers hold of a parameter under one key.
-
-    `mine` [numel of the fragment]: this rank's part, None if it holds none, of `dtype`; or `whole`, one value for
-    the parameter, such as a step counter.
-    """
-
-    mine: torch.Tensor | None = None
-    dtype: torch.dtype | None = None
-    whole: torch.Tensor | None = None
-
-
-def agree_on_state(name: str, key: str, held: Mapping[str, Any], numel: int, control: Control, groups: int = 1) -> Held:
+def agree_on_state(
+    name: str, key: str, held: Mapping[str, Any], numel: int, control: Control, groups: int = 1
+) -> tuple[torch.Tensor, bool]:
     """What its ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
 
-    `numel`: of this rank's fragment. `groups`: how many sharding groups have a parameter of this name. EngineError on
-    all ranks where one of these holds nothing.
+    This rank's part [numel], zeros if it holds none; or, as is told with it, one value for the whole parameter, such as
+    a step counter. `numel`: of this rank's fragment. `groups`: how many sharding groups have a parameter of this name.
+    EngineError on all ranks where one of these holds nothing.
     """
     value = held.get(key)
     mine = value if isinstance(value, torch.Tensor) and value.shape == (numel,) else None
     whole = None if value is None or mine is not None else torch.as_tensor(value).detach().cpu()
-    ranks = control.all_gather_object(
-        (mine is not None and mine.dtype, whole, sorted(map(str, held))), f"{key} of {name}"
-    )
-    found: dict[int, Held] = {}
-    for rank, (dtype, theirs, _) in enumerate(ranks):
-        if theirs is not None:
-            found.setdefault(rank % groups, Held(whole=theirs))
-        elif dtype:
-            found.setdefault(rank % groups, Held(mine, dtype))
+    dtype = None if mine is None else mine.dtype
+    ranks = control.all_gather_object((dtype, whole, sorted(map(str, held))), f"{key} of {name}")
+    found: dict[int, tuple[torch.Tensor, bool]] = {}
+    for rank, (theirs, value, _) in enumerate(ranks):
+        if value is not None:
+            found.setdefault(rank % groups, (value, True))
+        elif theirs is not None:
+            found.setdefault(rank % groups, (torch.zeros(numel, dtype=theirs) if mine is None else mine, False))
     if len(found) == groups:
         return found[control.rank % groups]
     known = sorted({known for _, _, names in ranks for known in names})

@@ -48,13 +48,11 @@ class Values:
                     return None
                 shard = gradient
             else:
-                found = self._state(bucket, slot, what)
-                if found.whole is not None:
-                    return found.whole
-                assert found.dtype is not None
+                found, whole = self._state(bucket, slot, what)
+                if whole:
+                    return found
                 shard = torch.zeros(bucket.shard.numel(), dtype=found.dtype, device=bucket.device)
-                if found.mine is not None:
-                    bucket.fragment(shard, slot).copy_(found.mine)
+                bucket.fragment(shard, slot).copy_(found)
             full = state.gather_like(self._runtime, bucket, shard)[slot]  # another group may have what this one misses
             return None if missing else full.clone()
 
@@ -62,22 +60,14 @@ class Values:
         with self._guard("set_full"):
             bucket, slot = self._find(parameter, "set_full()", what)
             self._guard.meet()
-            place = bucket.layout.slots[slot]
-            part = None
-            self._refuse_other_values(value, bucket, place.name)
+            place, part = bucket.layout.slots[slot], None
+            mine, label = written.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
+            if refused := written.differing([(place.name, bucket.layout.groups)], [mine], [True], label, self._control):
+                raise EngineError(refused)
             if tuple(value.shape) == place.shape:
                 fragment = bucket.layout.fragment(slot, bucket.rank)
                 part = value.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.numel]
             self._set(bucket, slot, what, value.detach(), part, place.shape)
-
-    def _refuse_other_values(self, value: torch.Tensor, bucket: Bucket, name: str) -> None:
-        """EngineError on all ranks unless all have the same `value` for this parameter. Collective."""
-        if self._control.world == 1:
-            return
-        mine = written.digest(value.to(bucket.shard.dtype))
-        label, groups = f"set_full() of {name!r}", bucket.layout.groups
-        if refused := written.differing([(name, groups)], [mine], [True], label, self._control):
-            raise EngineError(refused)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         bucket, slot = self._find(parameter, "fragment()")
@@ -91,12 +81,8 @@ class Values:
             if what == "grad":
                 gradient, missing = self._gradient(bucket, slot)
                 return None if gradient is None or missing else bucket.fragment(gradient, slot).clone()
-            found = self._state(bucket, slot, what)
-            if found.whole is not None:
-                return found.whole
-            if found.mine is None:
-                return torch.zeros(0, dtype=found.dtype, device=bucket.device)
-            return found.mine.to(bucket.device, copy=True)
+            found, whole = self._state(bucket, slot, what)
+            return found if whole else found.to(bucket.device, copy=True)
 
     def set_local(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
         with self._guard("set_local"):
@@ -123,8 +109,8 @@ class Values:
         missing = state.absent_gradients(self._runtime, self._control)[bucket.id]
         return self._scaler.look(bucket.id), slot in missing
 
-    def _state(self, bucket: Bucket, slot: int, key: str) -> state.Held:
-        """What the ranks' optimizers hold of a slot under a key. Collective."""
+    def _state(self, bucket: Bucket, slot: int, key: str) -> tuple[torch.Tensor, bool]:
+        """What the ranks' optimizers hold of a slot under a key, see `agree_on_state`. Collective."""
         if self._optimizer is None:
             raise EngineError("the engine has no optimizer, so parameters have no optimizer state")
         held = self._optimizer.state_of(bucket.id, slot)
@@ -144,8 +130,7 @@ class Values:
     ) -> None:
         """`part`: what of `value` belongs to this rank; None where its shape is not `shape`."""
         name = bucket.layout.slots[slot].name
-        found = None if what in ("param", "grad") else self._state(bucket, slot, what)
-        if found is not None and found.whole is not None:
+        if what not in ("param", "grad") and self._state(bucket, slot, what)[1]:
             part, shape = (value, ()) if value.numel() == 1 else (None, ())
         if part is None:
             raise EngineError(f"{what!r} of {name!r} has the shape {list(shape)}, and not {list(value.shape)}")
@@ -161,7 +146,7 @@ class Values:
             self._window.reduce_rest("replacing a gradient")
             self._scaler.write(bucket.id, slot, part)
         else:
-            assert found is not None and self._optimizer is not None
+            assert self._optimizer is not None
             self._optimizer.set_state(bucket.id, slot, what, part)
 
     # ------------------------------------------------------------------ all of them
