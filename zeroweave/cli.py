@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -40,19 +39,14 @@ def options(
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-class Lower(StrEnum):
-    """What turns a traced graph into code."""
-
-    inductor = "inductor"
-    aot_eager = "aot_eager"
-
-
 @app.command()
 def demo(
     stage: Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage")] = 3,
     ranks: Annotated[int, typer.Option(min=1, help="processes; must divide the batch of 16 sequences")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 200,
-    lower: Annotated[Lower, typer.Option(help="how compiled regions are lowered")] = Lower.inductor,
+    lower: Annotated[
+        Literal["inductor", "aot_eager"], typer.Option(help="how compiled regions are lowered")
+    ] = "inductor",
     eager: Annotated[bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="also time steps without communication")] = False,
     json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,

@@ -25,10 +25,9 @@ def compare(
     """
     if board is None:
         return
-    end = time.monotonic() + deadline_seconds
     # Two headings in turn: a rank that has seen the others' digests may begin the next comparison before they have
     # seen its own, but not the one after that.
-    digests = _exchange(board, f"digest {number % 2}", number, f"{digest:016x}", end, deadline_seconds)
+    digests = _exchange(board, f"digest {number % 2}", number, f"{digest:016x}", deadline_seconds)
     if len(set(digests)) == 1:
         return
     other = next(rank for rank, each in enumerate(digests) if each != digests[0])
@@ -38,8 +37,7 @@ def compare(
 
 def first_difference(board: Board, number: int, lines: Sequence[str], other: int, deadline_seconds: float) -> str:
     """Where the lists of rank 0 and of rank `other` begin to differ, in words. Collective; `number` as in `compare`."""
-    end = time.monotonic() + deadline_seconds
-    lists = _exchange(board, "lines", number, "\n".join(lines), end, deadline_seconds)
+    lists = _exchange(board, "lines", number, "\n".join(lines), deadline_seconds)
     return difference(lists[0].split("\n"), lists[other].split("\n"), 0, other)
 
 
@@ -51,7 +49,8 @@ def difference(one: Sequence[str], two: Sequence[str], rank: int, other: int) ->
     return f"ranks {rank} and {other} describe them alike"
 
 
-def _exchange(board: Board, heading: str, number: int, text: str, end: float, deadline_seconds: float) -> list[str]:
+def _exchange(board: Board, heading: str, number: int, text: str, deadline_seconds: float) -> list[str]:
+    end = time.monotonic() + deadline_seconds
     board.post(heading, f"{number}\t{text}")
     while True:
         lines = [line.partition("\t") for line in board.read(heading)]
