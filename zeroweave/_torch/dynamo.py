@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,6 +113,12 @@ def dynamo_frame_seconds() -> list[float]:
 
     Why: Dynamo goes on after its backend has returned (guards, bytecode), before it runs what it compiled.
     """
+    return _compilation_times().get("_compile.compile_inner", [])
+
+
+@cache
+def _compilation_times() -> dict[str, list[float]]:
+    """Dynamo's own dictionary of times. Why: it is read with each call of a region, and an import takes longer."""
     from torch._dynamo.utils import compilation_time_metrics
 
-    return compilation_time_metrics.get("_compile.compile_inner", [])
+    return compilation_time_metrics

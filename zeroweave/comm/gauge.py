@@ -14,7 +14,8 @@ class Gauge:
 
     def add(self, nbytes: int) -> None:
         self.now += nbytes
-        self.peak = max(self.peak, self.now)
+        if self.now > self.peak:
+            self.peak = self.now
 
     def restart(self) -> None:
         """From here on `peak` is measured anew."""

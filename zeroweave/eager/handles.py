@@ -66,7 +66,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         )
 
     def _unpack(self, saved: object) -> torch.Tensor:
-        if isinstance(saved, Saved | _Parameter):
+        if not isinstance(saved, _Handle):
+            assert isinstance(saved, (Saved, _Parameter))
             tensor = self._runtime.activations.use(saved) if isinstance(saved, Saved) else saved.tensor
             if version(tensor) != saved.version:
                 raise RuntimeError(
@@ -75,7 +76,6 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                     f"version {version(tensor)}; expected version {saved.version}"
                 )
             return tensor
-        assert isinstance(saved, _Handle)
         if saved.generation != saved.bucket.generation:
             raise RuntimeError(
                 f"parameters of {saved.bucket.layout.name!r} have changed since the forward of this backward: "

@@ -144,8 +144,8 @@ def hook_gradients(runtime: Runtime) -> None:
 
     def hook(bucket: int, slot: int) -> Callable[[torch.Tensor], None]:
         def hand_over(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:  # None: a compiled backward delivered it
+            if (gradient := parameter.grad) is not None:  # None: a compiled backward delivered it
+                parameter.grad = None
                 deliver(bucket, slot, gradient)
 
         return hand_over

@@ -143,7 +143,9 @@ class Replay:
 
     def left(self, call: Call) -> None:
         """A call ends: drops the holds that it does not need any more."""
-        index = next(i for i in reversed(range(len(self._open))) if self._open[i].call == call)
+        index = len(self._open) - 1
+        while self._open[index].call != call:
+            index -= 1
         ended = self._open[index]
         if ended.lasts:
             self._reduce_overdue(End(call))
@@ -272,10 +274,6 @@ class Replay:
         due = self._cursor.reductions
         return due if due and self.following and not self._outlasted else ()
 
-    def _ahead(self, event: Instruction) -> bool:
-        """Is the event still to come in the schedule?"""
-        return self.following and self._cursor.ahead(event)
-
     def reduce_due(self) -> None:
         """Reduces what is complete, if the schedule has it next; a bucket that was complete early has waited for it."""
         while self.reducing and (due := self._next_reductions()) and all(map(self._is_due, due)):
@@ -298,7 +296,7 @@ class Replay:
         Gradients may be missing on this rank only (a parameter that its batch did not use): the others reduce
         in the turn, so this one must, too.
         """
-        while self.reducing and (due := self._next_reductions()) and self._ahead(event):
+        while self.reducing and (due := self._next_reductions()) and self._cursor.ahead(event):
             self._reduce_next(due)
 
     def _comes_next(self, event: Instruction) -> bool:

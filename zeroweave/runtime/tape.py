@@ -134,7 +134,8 @@ class Tape:
         frame.put_on_tape(segment, saves, silent)
         self._trains = self._trains or frame.trains
         self._marks.append((frame, False))
-        self._uses.update(frame.uses)
+        for bucket in frame.uses:
+            self._uses[bucket] += 1
 
     def left(self, frame: Frame) -> None:
         """A call ends; nothing to be noted where its beginning was not."""
@@ -205,7 +206,8 @@ class Tape:
             return StepBack(frame, begins=True)
         if frame in self._open:  # else the forward of the frame did not end
             self._open.remove(frame)
-        self._uses.subtract(frame.uses)
+        for bucket in frame.uses:
+            self._uses[bucket] -= 1
         over = tuple(bucket for bucket in sorted(frame.uses, reverse=True) if not self._uses[bucket])
         return StepBack(frame, begins=False, over=over)
 
