@@ -32,9 +32,8 @@ class _Explained(sections.Section):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            causes = [details.get("ctx", {}).get("error") for details in error.errors()]
-            unsupported = any(isinstance(cause, UnsupportedStage) for cause in causes)
-            kind = UnsupportedStage if unsupported else ConfigError
+            causes = [type(details.get("ctx", {}).get("error")) for details in error.errors()]
+            kind = UnsupportedStage if UnsupportedStage in causes else ConfigError
             raise kind(explain(error, type(self))) from None
 
 

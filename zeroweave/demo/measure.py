@@ -77,13 +77,12 @@ def profiled(step: Callable[[], object], itemsize: int = 4) -> dict[str, Count]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         step()
-    events = [event for event in seen.events() or () if event.name in PROFILED]
-    return total((PROFILED[event.name], itemsize * largest(event.input_shapes)) for event in events)
-
-
-def largest(shapes: Sequence[Sequence[int]]) -> int:
-    """Elements of an event's largest tensor: the flat, beside a shard of it. 0 where there are only lists."""
-    return max((torch.Size(shape).numel() for shape in shapes if shape), default=0)
+    found: list[tuple[str, int]] = []
+    for event in seen.events() or ():
+        if event.name in PROFILED:
+            sizes = (torch.Size(shape).numel() for shape in event.input_shapes if shape)  # of the flat and a shard
+            found.append((PROFILED[event.name], itemsize * max(sizes, default=0)))
+    return total(found)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from zeroweave.engine.samples import FOLDER, STEPS
-from zeroweave.report.course import Course, Courses
+from zeroweave.report.course import Courses
 from zeroweave.report.launch import launch
 from zeroweave.report.tables import size, table
 
@@ -32,13 +32,12 @@ def report(shown: Courses) -> Iterator[str]:
     for course in courses:
         head += [f"{course.name}: start", "takes", "exposed"]
     width = len(str(len(schedule.instructions)))
-    rows = [
-        [
-            f"{index:{width}}  {schedule.describe(instruction)}",
-            *(cell for course in courses for cell in _row(course, index)),
-        ]
-        for index, instruction in enumerate(schedule.instructions)
-    ]
+    rows = []
+    for index, instruction in enumerate(schedule.instructions):
+        rows.append([f"{index:{width}}  {schedule.describe(instruction)}"])
+        for course in courses:
+            times = course.starts[index], course.takes.get(index), course.waits.get(index)
+            rows[-1] += map(_ms, times)
     yield from table(head, rows)
     yield ""
     if not courses:
@@ -50,10 +49,6 @@ def report(shown: Courses) -> Iterator[str]:
         yield "predicted from the measured steps themselves: the schedule was made before anything was measured"
     if shown.seconds:
         yield "making templates and the schedule took: " + ", ".join(f"{k} {v:.3f} s" for k, v in shown.seconds.items())
-
-
-def _row(course: Course, index: int) -> tuple[str, str, str]:
-    return _ms(course.starts[index]), _ms(course.takes.get(index)), _ms(course.waits.get(index))
 
 
 def _totals(shown: Courses) -> Iterator[tuple[str, ...]]:

@@ -25,32 +25,28 @@ def trace(schedule: Schedule, courses: tuple[Course, ...]) -> dict[str, Any]:
 def _events(schedule: Schedule, course: Course) -> Iterator[dict[str, Any]]:
     process = PROCESSES[course.name]
     threads = {lane: number for number, lane in enumerate(LANES, 1)}
+
+    def shown(index: int, start: float, seconds: float, lane: str, category: str) -> dict[str, Any]:
+        """A complete event."""
+        return {
+            "ph": "X",
+            "name": schedule.describe(schedule.instructions[index]),
+            "cat": category,
+            "pid": process,
+            "tid": threads[lane],
+            "ts": 1e6 * start,
+            "dur": 1e6 * seconds,
+            "args": {"instruction": index},
+        }
+
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": course.name}}
     used = {"compute", *(span.lane for span in course.spans)}
     for lane, name in LANES.items():
-        if lane not in used:
-            continue
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": threads[lane], "args": {"name": name}}
-    names = [schedule.describe(instruction) for instruction in schedule.instructions]
+        if lane in used:
+            yield {"ph": "M", "name": "thread_name", "pid": process, "tid": threads[lane], "args": {"name": name}}
     for span in course.spans:
-        yield _slice(names, span.index, span.start, span.stop - span.start, process, threads[span.lane], span.lane)
+        yield shown(span.index, span.start, span.stop - span.start, span.lane, span.lane)
     for index, seconds in course.waits.items():
-        yield _slice(names, index, course.starts[index], seconds, process, threads["compute"], "wait")
-    for start, nbytes in zip(course.starts, course.memory, strict=False):
+        yield shown(index, course.starts[index], seconds, "compute", "wait")
+    for start, nbytes in zip(course.starts, course.memory, strict=bool(course.memory)):
         yield {"ph": "C", "name": "memory", "pid": process, "ts": 1e6 * start, "args": {"bytes": nbytes}}
-
-
-def _slice(
-    names: list[str], index: int, start: float, seconds: float, process: int, thread: int, category: str
-) -> dict[str, Any]:
-    """A complete event."""
-    return {
-        "ph": "X",
-        "name": names[index],
-        "cat": category,
-        "pid": process,
-        "tid": thread,
-        "ts": 1e6 * start,
-        "dur": 1e6 * seconds,
-        "args": {"instruction": index},
-    }
