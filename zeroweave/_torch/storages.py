@@ -23,8 +23,7 @@ def lent(tensor: torch.Tensor) -> torch.Tensor:
     as long as their threads please. The storage that counts its users is not among it.
     """
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(cast(Any, storage), 0, tensor.shape, tensor.stride())
+    return tensor.new_empty(0).set_(cast(Any, storage), 0, tensor.shape, tensor.stride())
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -112,7 +112,7 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
     if views:
         foreach_copy_(views, tensors)
     for start, stop in layout.gaps():
-        flat[start:stop].zero_()
+        flat.narrow(0, start, stop - start).zero_()
 
 
 def _tensors(parts: Parts) -> Iterable[torch.Tensor]:
