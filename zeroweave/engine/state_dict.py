@@ -200,20 +200,19 @@ def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> 
 def load_state_dict(given: Mapping[str, torch.Tensor], parts: EngineParts) -> None:
     """Rank 0's full values into every rank's shards, masters and buffers. All or nothing."""
     runtime, buffers = parts.runtime, dict(persistent_buffers(parts.model))
-    names = {
-        key: slot.shape for b in runtime.buckets.values() for slot in b.layout.slots for key in b.layout.keys(slot.name)
-    }
+    layouts = [bucket.layout for bucket in runtime.buckets.values()]
+    shapes = {key: slot.shape for each in layouts for slot in each.slots for key in each.keys(slot.name)}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     known = {key for keys in _keys(parts).values() for key in keys}
     problems = None
     if parts.control.rank == 0:
         present = set(given)  # asking `given` itself might read a tensor each time
-        missing = sorted((names.keys() | buffers.keys()) - present)
+        missing = sorted(shapes.keys() - present)
         unknown = sorted(present - known - buffers.keys())
-        shapes = {**names, **{name: tuple(b.shape) for name, b in buffers.items()}}
         wrong = [
             f"{name}: {list(found)} instead of {list(shape)}"
             for name, shape in shapes.items()
-            if name in present and (found := tuple(given[name].shape)) != tuple(shape)
+            if name in present and (found := tuple(given[name].shape)) != shape
         ]
         parts_of = {"missing": missing, "unknown": unknown, "of another shape": wrong}
         problems = "; ".join(f"{what}: {', '.join(which)}" for what, which in parts_of.items() if which)
