@@ -17,6 +17,7 @@ from zeroweave.errors import (
     ZeroweaveError,
 )
 from zeroweave.experts import expert_group
+from zeroweave.integrations.pretrained import load_pretrained
 from zeroweave.schedule import Schedule
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "ZeroweaveError",
     "expert_group",
     "initialize",
+    "load_pretrained",
 ]
 __version__ = "0.1.0"
 

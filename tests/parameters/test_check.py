@@ -123,7 +123,6 @@ def sparse_parameter() -> nn.Parameter:
     [
         (lambda: nn.Parameter(torch.zeros(2, 2).as_subclass(Sub)), "tensor subclass (Sub)"),
         (sparse_parameter, "layout torch.sparse_coo"),
-        (lambda: nn.Parameter(torch.zeros(2, device="meta")), "meta device"),
         (lambda: nn.Parameter(torch.zeros(4, 4)[:, :2]), "make it contiguous"),
         (lambda: nn.Parameter(torch.zeros(1).expand(4)), "make it contiguous"),
         (lambda: nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "dtype torch.complex64"),
@@ -142,7 +141,6 @@ def test_parameters_of_other_kinds(make: Callable[[], nn.Parameter], reason: str
     [
         (lambda: torch.zeros(1).expand(4), "an expanded buffer"),
         (lambda: torch.zeros(3, 1).expand(3, 4), "an expanded buffer"),
-        (lambda: torch.zeros(2, device="meta"), "a buffer on the meta device"),
         (lambda: torch.eye(3).to_sparse(), "a buffer of layout torch.sparse_coo"),
         (lambda: torch.nn.parameter.UninitializedBuffer(), "a buffer without a shape"),
     ],

@@ -15,6 +15,7 @@ from zeroweave.errors import EngineError
 from zeroweave.experts import find_experts
 from zeroweave.optim.check import check_optimizer
 from zeroweave.parameters.check import check
+from zeroweave.parameters.weights import Buffers, Weights, WeightsLike, weights_of
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -27,9 +28,13 @@ class Asked:
     optimizer: torch.optim.Optimizer | None
     scheduler: Any
     experts: frozenset[int]
+    weights: Weights
+    buffers: Buffers
 
 
-def asked_for(model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any) -> Asked:
+def asked_for(
+    model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any, weights: WeightsLike | None
+) -> Asked:
     """Raises what `initialize` does for arguments that are refused."""
     settings = Config.load(config)
     passes_of(settings)
@@ -39,7 +44,9 @@ def asked_for(model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr
         optimizer = optimizer(list(model.parameters()))
     if optimizer is not None:
         check_optimizer(optimizer, model)
-    return Asked(settings, optimizer, _scheduler_of(lr_scheduler, optimizer), experts)
+    source = weights_of(model, weights)
+    scheduler = _scheduler_of(lr_scheduler, optimizer)
+    return Asked(settings, optimizer, scheduler, experts, source, Buffers(model, source))
 
 
 def _scheduler_of(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:

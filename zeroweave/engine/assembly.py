@@ -47,6 +47,7 @@ from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.places import rest
 from zeroweave.parameters.stub import StubStatus
+from zeroweave.parameters.weights import WeightsLike
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.start import backstop, start_process_group
@@ -61,6 +62,7 @@ def initialize(
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    weights: WeightsLike | None = None,
 ) -> Engine:
     """Shards `model` and its optimizer over the ranks of `process_group` and returns the engine.
 
@@ -76,11 +78,16 @@ def initialize(
     `lr_scheduler`: a learning-rate scheduler of that optimizer or a callable from
     the optimizer to one; each optimizer step that is not skipped moves it.
 
+    `weights`: what the parameters are to begin with, instead of the values that they have: a safetensors file, a folder
+    of them, of which each rank reads its part, or a function `fill(name, tensor)`, which rank 0 calls. So a model that
+    was made under `with torch.device("meta"):` is never whole anywhere. Without `weights` its modules initialise
+    themselves, on rank 0, as `reset_parameters` has it.
+
     Raises ConfigError for a wrong config and ParameterError or EngineError for a model or an optimizer
     that is refused; nothing has been changed then.
     """
     try:
-        asked: Asked | Exception = asked_for(model, optimizer, config, lr_scheduler)
+        asked: Asked | Exception = asked_for(model, optimizer, config, lr_scheduler, weights)
     except Exception as error:
         asked = error  # raised when the ranks have met: the others may not have it, and must not wait for this one
     settings = Config() if isinstance(asked, Exception) else asked.settings
@@ -184,8 +191,9 @@ def _assemble(
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
     runtime = Runtime(layouts, transport, policy, ledger.entering, transport.issuing, trains=optimizer is not None)
-    fill(runtime, named)
+    fill(runtime, named, asked.weights)
     runtime.transfers.finish()
+    asked.buffers.give()
     share_buffers(model, device, runtime)
     buckets, moments_off, states = list(runtime.buckets.values()), settings.offload.optimizer != "none", States()
     if optimizer is not None:

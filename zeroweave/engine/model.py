@@ -13,6 +13,7 @@ from zeroweave.engine.state_dict import share
 from zeroweave.errors import EngineError
 from zeroweave.experts import GROUP as EXPERTS
 from zeroweave.layout import WORLD, ParameterSpec
+from zeroweave.parameters.weights import FileWeights, Weights
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.runtime import Runtime
 
@@ -69,18 +70,27 @@ def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], set
 
 
 @torch.no_grad()
-def fill(runtime: Runtime, named: Mapping[str, nn.Parameter]) -> None:
-    """Gives every shard the values of the first rank of its group.
+def fill(runtime: Runtime, named: Mapping[str, nn.Parameter], weights: Weights) -> None:
+    """Gives every shard its first values: what it needs of files, else those of the first rank of its group.
 
     Not rounded to the dtype of the computation where it is a master.
     """
     for bucket in runtime.buckets.values():
-        tensors = [named[slot.name] for slot in bucket.layout.slots]
-        widest = max((t.dtype for t in tensors), key=lambda dtype: dtype.itemsize)
-        full = torch.zeros(bucket.layout.numel, dtype=widest, device=bucket.device)
-        for view, tensor in zip(bucket.views(full), tensors, strict=True):
-            view.copy_(tensor)
-        runtime.transport.broadcast(full, group=bucket.layout.group)
+        layout = bucket.layout
+        if isinstance(weights, FileWeights):
+            shard = torch.zeros(layout.shard_numel, dtype=bucket.shard.dtype)
+            for index, slot in enumerate(layout.slots):
+                if (place := layout.fragment(index, bucket.rank)).numel:
+                    part = weights.part(slot.name, place.offset, place.numel)
+                    bucket.fragment(shard, index).copy_(part)
+            bucket.put(shard.to(bucket.device))
+            continue
+        widest = max((named[slot.name].dtype for slot in layout.slots), key=lambda dtype: dtype.itemsize)
+        full = torch.zeros(layout.numel, dtype=widest, device=bucket.device)
+        if layout.number(runtime.transport.rank) == runtime.transport.rank:
+            for view, slot in zip(bucket.views(full), layout.slots, strict=True):
+                view.copy_(weights.whole(slot.name))
+        runtime.transport.broadcast(full, group=layout.group)
         bucket.put(bucket.slice(full))
 
 

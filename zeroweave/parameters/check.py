@@ -112,8 +112,6 @@ def _kind_reasons(parameter: nn.Parameter) -> Iterator[str]:
         yield f"is a tensor subclass ({kind}); only plain nn.Parameter objects can be sharded"
     elif parameter.layout is not torch.strided:
         yield f"has layout {parameter.layout}; convert it with to_dense()"
-    elif parameter.is_meta:
-        yield "is on the meta device; give it a device and values (module.to_empty, then initialise) first"
     elif parameter.is_quantized or parameter.is_complex():
         yield f"has dtype {parameter.dtype}, which is not supported; store it as a real dtype"
     elif not _is_dense(parameter):
@@ -126,8 +124,6 @@ def _buffer_reasons(buffer: torch.Tensor) -> Iterator[str]:
         yield "is a buffer without a shape (a lazy module); run one forward before zeroweave.initialize"
     elif buffer.layout is not torch.strided:
         yield f"is a buffer of layout {buffer.layout}; register its to_dense(), or keep it as a plain attribute"
-    elif buffer.is_meta:
-        yield "is a buffer on the meta device; give it a device and values (module.to_empty, then initialise) first"
     elif any(size > 1 and stride == 0 for size, stride in zip(buffer.size(), buffer.stride(), strict=True)):
         yield "is an expanded buffer, whose elements share memory; register a clone() of it"
 

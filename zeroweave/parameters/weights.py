@@ -1,0 +1,257 @@
+"""Where a model's first values come from: itself, safetensors files, the program, or its modules' own initialisation.
+
+A model on the meta device has shapes and no values, and so costs no memory. Its values are made or read bucket by
+bucket on their way into the shards, so that nobody ever holds the whole model.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from zeroweave.errors import ParameterError
+from zeroweave.notices import warn
+
+WeightsLike: TypeAlias = str | os.PathLike[str] | Callable[[str, torch.Tensor], Any]
+"""A safetensors file, a folder of them, or a function that fills the tensor of a parameter's name."""
+
+_GIVE: Final = "give zeroweave.initialize `weights`: a safetensors file or folder, or a function that fills a tensor"
+_INDEX: Final = "model.safetensors.index.json"
+
+
+class MadeWeights:
+    """Whole values, which one rank makes and sends to the others.
+
+    `fill(name, tensor)` writes a parameter's values into a tensor on the CPU; None: the modules do it themselves, as
+    `reset_parameters` (PyTorch) and `_init_weights` (transformers) have it, where they have no values.
+    """
+
+    def __init__(self, model: nn.Module, fill: Callable[[str, torch.Tensor], Any] | None = None) -> None:
+        self._model, self._fill = model, fill
+        self._named = dict(model.named_parameters())
+        self._owners = {
+            id(parameter): module for module in model.modules() for parameter in module._parameters.values()
+        }
+        self._made: dict[int, torch.Tensor] = {}
+        """by `id` of the parameter: what a module has made together with others, and nobody has asked for yet"""
+
+    def check(self) -> None:
+        """ParameterError where a parameter could not be given values."""
+        if self._fill is not None:
+            return
+        without = [name for name, parameter in self._named.items() if parameter.is_meta]
+        helpless = [name for name in without if self._reset_of(self._owners[id(self._named[name])]) is None]
+        if helpless:
+            raise ParameterError(
+                f"{', '.join(map(repr, helpless))}: on the meta device, in modules without reset_parameters(); {_GIVE}"
+            )
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A parameter's values, in its shape."""
+        parameter = self._named[name]
+        if self._fill is not None:
+            value = _unset(parameter)
+            self._fill(name, value)
+        elif not parameter.is_meta:
+            return parameter
+        else:
+            if id(parameter) not in self._made:
+                self._reset(self._owners[id(parameter)])
+            value = self._made.pop(id(parameter))
+        if value.is_floating_point() and value.isnan().any():
+            who = "the function `weights`" if self._fill is not None else type(self._owners[id(parameter)]).__name__
+            raise ParameterError(f"{who} has left values of {name!r} unset; {_GIVE}")
+        return value
+
+    def _reset(self, module: nn.Module) -> None:
+        """Has a copy of the module, with memory of its own, initialise itself."""
+        clone = copy.copy(module)
+        own = {
+            name: p if p is None else nn.Parameter(_unset(p), requires_grad=p.requires_grad)
+            for name, p in module._parameters.items()
+        }
+        vars(clone)["_parameters"] = own
+        vars(clone)["_buffers"] = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
+        reset = self._reset_of(clone)
+        assert reset is not None  # `check`
+        reset()
+        for name, made in own.items():
+            if made is not None:
+                self._made[id(module._parameters[name])] = made.detach()
+
+    def _reset_of(self, module: nn.Module) -> Callable[[], Any] | None:
+        """What initialises a module's own parameters."""
+        init = getattr(self._model, "_init_weights", None)
+        if callable(init):
+            return lambda: init(module)
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        return reset if callable(reset) else None
+
+
+class FileWeights:
+    """Values in safetensors files, of which each rank reads what it needs.
+
+    `path`: a file, or a folder with an index or a single file, as Hugging Face has them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._files = _files_of(Path(path))
+        """a tensor's name -> its file"""
+        self._path = path
+        self._keys: dict[str, str] = {}
+        """a parameter's canonical name -> the one that the files have"""
+
+    def check(self, model: nn.Module) -> None:
+        """ParameterError, which names them, where parameters are missing, or of other shapes. Warns of what is left."""
+        names = _names_of(model)
+        self._keys = {name: key for name, known in names.items() for key in reversed(known) if key in self._files}
+        missing = [name for name in names if name not in self._keys]
+        wrong = [
+            f"{name}: {list(shape)} instead of {list(parameter.shape)}"
+            for name, parameter in model.named_parameters()
+            if name in self._keys and (shape := self._shape(self._keys[name])) != tuple(parameter.shape)
+        ]
+        problems = {"missing": missing, "of another shape": wrong}
+        if told := "; ".join(f"{what}: {', '.join(which)}" for what, which in problems.items() if which):
+            raise ParameterError(f"the weights in {self._path} do not fit the model: {told}")
+        known = {key for keys in names.values() for key in keys} | {name for name, _ in model.named_buffers()}
+        if left := sorted(self._files.keys() - known):
+            more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+            warn(f"the model has no parameters for these weights in {self._path}: {', '.join(left[:8])}{more}")
+
+    def part(self, name: str, start: int, numel: int) -> torch.Tensor:
+        """Elements `start` to `start + numel` of a flattened parameter, which `check` has found."""
+        key = self._keys[name]
+        # Opened anew for each: a mapped file counts as this process's memory as long as it is open.
+        with _opened(self._files[key]) as file:
+            lazy = file.get_slice(key)
+            shape = lazy.get_shape()
+            if len(shape) < 1:
+                return file.get_tensor(key).reshape(-1)
+            row = math.prod(shape[1:])
+            first = start // row
+            rows = lazy[first : -(-(start + numel) // row)]
+            return rows.reshape(-1).narrow(0, start - first * row, numel)
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        """All of a buffer, if it is there."""
+        if name not in self._files:
+            return None
+        with _opened(self._files[name]) as file:
+            return file.get_tensor(name)
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        with _opened(self._files[key]) as file:
+            return tuple(file.get_slice(key).get_shape())
+
+
+def _unset(parameter: torch.Tensor) -> torch.Tensor:
+    """Memory of a parameter's shape, in which what nobody writes is seen."""
+    return torch.full(parameter.shape, math.nan if parameter.is_floating_point() else 0, dtype=parameter.dtype)
+
+
+Weights: TypeAlias = MadeWeights | FileWeights
+
+
+def weights_of(model: nn.Module, given: WeightsLike | None) -> Weights:
+    """The values that a model is to begin with. ParameterError where some of its parameters would have none."""
+    if given is None or (callable(given) and not isinstance(given, os.PathLike)):
+        made = MadeWeights(model, given)
+        made.check()
+        return made
+    files = FileWeights(given)
+    files.check(model)
+    return files
+
+
+class Buffers:
+    """Values for the buffers of `model` that are on the meta device: those in the files, else those of a new module.
+
+    A module that is made of a config alone, as rotary embeddings are, is made once more. Plain attributes that are
+    tensors on the meta device come with it. ParameterError for a buffer that is nowhere.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
+        self._attributes: list[tuple[nn.Module, str, torch.Tensor]] = []
+        lost = []
+        for path, module in model.named_modules():
+            names = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+            made = _made_again(module) if names else None
+            for name in names:
+                whole = f"{path}.{name}" if path else name
+                value = weights.buffer(whole) if isinstance(weights, FileWeights) else None
+                value = value if value is not None or made is None else made._buffers.get(name)
+                if value is None or value.shape != module._buffers[name].shape:
+                    lost.append(whole)
+                else:
+                    self._buffers.append((module, name, value))
+            for name, value in vars(made).items() if made is not None else ():
+                if isinstance(value, torch.Tensor) and getattr(vars(module).get(name), "is_meta", False):
+                    self._attributes.append((module, name, value))
+        if lost:
+            raise ParameterError(
+                f"{', '.join(map(repr, lost))}: buffers on the meta device whose values nobody knows; register them "
+                "again with values before zeroweave.initialize"
+            )
+
+    def give(self) -> None:
+        """Puts them into the model."""
+        for module, name, value in self._buffers:
+            module._buffers[name] = value
+        for module, name, value in self._attributes:
+            setattr(module, name, value)
+
+
+def _made_again(module: nn.Module) -> nn.Module | None:
+    config = getattr(module, "config", None)
+    if config is None or any(True for _ in module.parameters()):
+        return None
+    try:
+        with torch.device("cpu"):
+            return type(module)(config)
+    except Exception:  # it takes something else; the buffer is told
+        return None
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ParameterError(f"{path} cannot be read: {error}") from None
+
+
+def _files_of(path: Path) -> dict[str, Path]:
+    if path.is_dir():
+        if (index := path / _INDEX).is_file():
+            try:
+                placed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+                return {name: path / Path(file).name for name, file in placed.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ParameterError(f"{index} is no index of safetensors files: {error}") from None
+        found = sorted(path.glob("*.safetensors"))
+        if len(found) != 1:
+            what = "several safetensors files" if found else "no safetensors file"
+            raise ParameterError(f"the folder {path} has {what} and no {_INDEX}")
+        path = found[0]
+    with _opened(path) as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Canonical name -> all names of the parameter, that one first."""
+    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[str, list[str]] = {name: [name] for name in canonical.values()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in names[canonical[id(parameter)]]:
+            names[canonical[id(parameter)]].append(name)
+    return {name: tuple(known) for name, known in names.items()}
