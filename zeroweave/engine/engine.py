@@ -16,7 +16,7 @@ from zeroweave.engine.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Plan, Recording, Scheduler
-from zeroweave.engine.settings import Changes, PlanChanges, Prefetch, changes_of
+from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
@@ -344,14 +344,14 @@ class Engine:
         """
         plan.use()
 
-    def reschedule(self, **changes: Unpack[Changes]) -> Schedule | None:
+    def reschedule(self, prefetch: Prefetch | None = None, **changes: Unpack[PlanChanges]) -> Schedule | None:
         """Changes how the next steps communicate; nothing is recompiled. Collective, between two optimizer steps.
 
         What is not given, or None, stays. Returns the new schedule; None where no step has been recorded yet: the
         settings then hold for the first one. Raises as `compile_schedule` and `use` do.
         """
         with self._guard("reschedule"):
-            return self._scheduler.reschedule(changes_of(**changes))
+            return self._scheduler.reschedule(changes_of(prefetch, **changes))
 
     def register_pass(self, new: Pass, after: str | None = None) -> None:
         """Adds a pass of your own behind the one called `after`, or behind all; on all ranks.

@@ -68,12 +68,6 @@ class PlanChanges(TypedDict, total=False):
     depth: int | None
 
 
-class Changes(PlanChanges, total=False):
-    """What of the settings a user changes; None is no change."""
-
-    prefetch: Prefetch | None
-
-
 def changes_of(**asked: Unpack[Changes]) -> dict[str, Any]:
     """What a user asks for, as `replace` of ScheduleSettings takes it. EngineError where it is no such setting."""
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
