@@ -335,7 +335,7 @@ class Engine:
         where a pass of your own breaks the schedule.
         """
         with self._guard("compile_schedule"):
-            return self._scheduler.plan(operations, changes_of(prefetch=prefetch_ahead, **changes))
+            return self._scheduler.plan(operations, changes_of(prefetch_ahead, **changes))
 
     def use(self, plan: Plan) -> None:
         """Follows `plan` from the next step on. Collective, between two optimizer steps.

@@ -68,8 +68,9 @@ class PlanChanges(TypedDict, total=False):
     depth: int | None
 
 
-def changes_of(**asked: Unpack[Changes]) -> dict[str, Any]:
+def changes_of(prefetch: Prefetch | None = None, **others: Unpack[PlanChanges]) -> dict[str, Any]:
     """What a user asks for, as `replace` of ScheduleSettings takes it. EngineError where it is no such setting."""
+    asked = {"prefetch": prefetch, **others}
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     for name, least in (("prefetch", 0), ("memory_budget", 0), ("depth", 1)):
         value = changes.get(name, "auto")
