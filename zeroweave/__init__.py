@@ -1,5 +1,6 @@
 """zeroweave: ZeRO-1, 2 and 3 for PyTorch with compiled compute and a replayed communication schedule."""
 
+from zeroweave import data
 from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.config import Config
 from zeroweave.engine import Engine
@@ -34,6 +35,7 @@ __all__ = [
     "ScheduleError",
     "UnsupportedError",
     "ZeroweaveError",
+    "data",
     "expert_group",
     "initialize",
     "load_pretrained",

@@ -75,11 +75,10 @@ class Checkpoints:
                 fitting = Fitting(reader.manifest, self._wanted(), strict)
                 fitting.check()
                 client: dict[str, Any] = plain.decode(reader.manifest.values["client"])
-                position = None if data is None else fitting.data(self._control.rank, self._control.world)
+                if data is not None:  # first: it may refuse, and then nothing has changed
+                    data.load_state_dict(fitting.data(self._control.rank, self._control.world))
                 with self._values.rewriting("load()"):
                     self._load(reader, fitting)
-            if data is not None:
-                data.load_state_dict(position)
             return client
 
     def export(self, path: StrPath, dtype: torch.dtype | None, shard_bytes: int) -> None:
