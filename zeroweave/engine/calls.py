@@ -86,7 +86,7 @@ class Calls:
                 yield
             self._runtime.end_session()
         except BaseException:
-            self._runtime.abandon_session()
+            self._runtime.abort_session()
             raise
         finally:
             self._shown.hide()

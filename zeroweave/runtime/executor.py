@@ -93,7 +93,7 @@ class Executor:
         for bucket, held in sorted(self.holds.items()):
             self.execute(iter([Reshard(bucket)] * held))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forgets what was executed."""
         self.executed.clear()
 

@@ -39,7 +39,7 @@ class Inference(Replay):
     def forward_over(self) -> None:
         """The outermost forward is over; the next one may follow what it did."""
         if self.kept_by_stage:
-            self.forget()  # kept buckets stay gathered, there is nothing to order
+            self.clear()  # kept buckets stay gathered, there is nothing to order
             return
         record = tuple(self.record)
         if self.arrive():
@@ -49,7 +49,7 @@ class Inference(Replay):
         self._before = record
         self.next_window(schedule)
 
-    def abandon(self) -> None:
-        """The forward ended with an exception, or the window was given up."""
-        self.abort()
+    def abort(self) -> None:
+        """The forward ended with an exception, or the window was aborted."""
+        super().abort()
         self.next_window(None)

@@ -249,10 +249,10 @@ class Replay:
             self.executor.execute(map(Update, order), update)
             self.executor.drop_holds()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forgets what was recorded and executed; the holds of kept buckets stay."""
         self.record.clear()
-        self.executor.forget()
+        self.executor.clear()
 
     def next_window(self, schedule: Schedule | None) -> None:
         """Starts a window that follows `schedule` (None: on demand, in the default order)."""

@@ -164,12 +164,12 @@ class Runtime:
         elif not self.in_backward:
             self.replay.forward_ended()
 
-    def abandon_session(self) -> None:
+    def abort_session(self) -> None:
         """The outermost forward ended with an exception, as a recomputation that has what it needs does, too."""
         self._leave_session()
         self._frame = None
         if not self._training:
-            self._inference.abandon()
+            self._inference.abort()
 
     def enter(self, name: str, phase: str, uses: tuple[int, ...], trains: bool = False) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left. `trains`: see `Frame`."""
@@ -392,7 +392,7 @@ class Runtime:
         self._saved.clear()
         self.gradients.reset()
         self.replay.abort()
-        self._inference.abandon()
+        self._inference.abort()
 
 
 def _saved_key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:

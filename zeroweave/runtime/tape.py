@@ -23,7 +23,7 @@ class Frame:
 
     On the tape: `saves`: its graph keeps values of parameters, which a backward that comes to it reads; `trains`: it
     does wherever its input has a gradient, and has one itself; `silent`: it keeps no graph, because it runs again in
-    the backward, or has none. `segment`: see `_torch.checkpoint_segment`.
+    the backward, or has none. `segment`: see `_torch.autograd.checkpoint_segment`.
     """
 
     call: Call
