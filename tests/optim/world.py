@@ -85,7 +85,9 @@ class Rank:
             self.views[layout.id] = View(layout, rank, home)
             slot_of.update({id(named[slot.name]): (layout.id, i) for i, slot in enumerate(layout.slots)})
         views, device = list(self.views.values()), torch.device("cpu")
-        states = take(self.optimizer, views, named, [describe(self.optimizer, named)], transport, device, device)
+        states = take(
+            self.optimizer.state, views, named, [describe(self.optimizer, named)], transport, device, lambda _: device
+        )
         self.sharded = ShardedOptimizer(self.optimizer, views, slot_of, transfers, states, bool(offload))
 
 

@@ -43,6 +43,7 @@ from zeroweave.experts import groups_of
 from zeroweave.layout import WORLD, BucketLayout, build_layout
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
+from zeroweave.optim.state_dict import StateDicts
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.places import rest
@@ -198,7 +199,7 @@ def _assemble(
     buckets, moments_off, states = list(runtime.buckets.values()), settings.offload.optimizer != "none", States()
     if optimizer is not None:
         home = torch.device("cpu") if moments_off else device
-        states = take(optimizer, buckets, named, told, transport, device, home)
+        states = take(optimizer.state, buckets, named, told, transport, device, lambda _: home)
 
     place = runtime.directory.places
     original = {name: p.dtype for name, p in named.items()}
@@ -248,6 +249,9 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any) -> Engine:
     step = OptimizerStep(parts, window, scaler, scheduler, shown, _adaptive(parts), lr_scheduler)
     values = Values(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, values)
+    if parts.optimizer is not None:
+        served = StateDicts(parts.optimizer, parts.places.names, parts.transport, parts.control, checkpoints.alone)
+        parts.ends.callback(served.close)
     return Engine(parts, calls, scheduler, window, step, values, checkpoints, samples)
 
 

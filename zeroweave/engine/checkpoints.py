@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -55,10 +56,16 @@ class Checkpoints:
         self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
         self._window, self._step, self._values = window, step, values
 
-    def save(self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any) -> str:
-        with self._parts.guard("save"):
-            self._refuse("save()")
+    @contextmanager
+    def alone(self, call: str) -> Iterator[None]:
+        """Guards a call that all ranks make, between two windows."""
+        with self._parts.guard(call):
+            self._refuse(f"{call}()")
             self._parts.guard.meet()
+            yield
+
+    def save(self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any) -> str:
+        with self.alone("save"):
             step = self._parts.progress.step
             tag = self._control.broadcast_object(tag, label="the tag of a checkpoint") or f"step-{step:08d}"
             keeping, stage = self._parts.config.checkpoint, self._parts.config.stage
@@ -68,9 +75,7 @@ class Checkpoints:
             return tag
 
     def load(self, path: StrPath, tag: str | None, strict: bool, data: Any) -> dict[str, Any]:
-        with self._parts.guard("load"):
-            self._refuse("load()")
-            self._parts.guard.meet()
+        with self.alone("load"):
             with opened(Folder(path), tag, self._control) as reader:
                 fitting = Fitting(reader.manifest, self._wanted(), strict)
                 fitting.check()
@@ -82,9 +87,7 @@ class Checkpoints:
             return client
 
     def export(self, path: StrPath, dtype: torch.dtype | None, shard_bytes: int) -> None:
-        with self._parts.guard("export"):
-            self._refuse("export()")
-            self._parts.guard.meet()
+        with self.alone("export"):
             failure, items = "", stream(self._parts)
             if self._control.rank == 0:
                 parts = [

@@ -50,7 +50,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         reasons += _group_reasons(optimizer, names)
-        if whole := uncuttable(optimizer, names):
+        if whole := uncuttable(optimizer.state, names):
             reasons.append(
                 f"it holds state that cannot be cut like its parameters ({', '.join(whole)}); build a new optimizer "
                 "for zeroweave.initialize, or use AdamW, Adam or SGD"

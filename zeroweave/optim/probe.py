@@ -263,7 +263,7 @@ def _state(
     """State like that of `user`, for another shape."""
     state: dict[str, Any] = {}
     for key, value in held.items():
-        if is_cut(user, key, value, optimizer):
+        if is_cut(user, key, value, optimizer.state):
             like = value.reshape(-1)[:64].double().mean().nan_to_num()
             dtype = part.dtype if value.dtype == user.dtype else value.dtype
             state[key] = torch.full_like(part, float(like), dtype=dtype, requires_grad=False)

@@ -65,15 +65,15 @@ class HostedMoments:
     At rest the optimizer's state holds views of those. What somebody else puts there is taken in by the next `lift`.
     """
 
-    def __init__(self, transfers: Transfers, fragments: Fragments, state: State) -> None:
-        self._transfers, self._fragments, self._state = transfers, fragments, state
+    def __init__(self, transfers: Transfers, fragments: Fragments, optimizer: torch.optim.Optimizer) -> None:
+        self._transfers, self._fragments, self._optimizer = transfers, fragments, optimizer
         self._hosts: dict[_Kind, HostTensor] = {}
         self._views: dict[tuple[int, _Kind], torch.Tensor] = {}
         self._coming: tuple[list[_Kind], Upload] | None = None
         self._device: dict[_Kind, torch.Tensor] = {}
 
     def _moments(self) -> list[FragmentMoment]:
-        return moments_of(self._fragments, self._state)
+        return moments_of(self._fragments, self._optimizer.state)
 
     def nbytes(self) -> int:
         return sum(moment.value.nbytes for moment in self._moments())
@@ -130,11 +130,11 @@ class StateOffload:
         transfers: Transfers,
         buckets: Mapping[int, Bucket],
         fragments: Mapping[int, Fragments],
-        state: State,
+        optimizer: torch.optim.Optimizer,
         hosted: Iterable[int],
     ) -> None:
-        self._transfers, self._buckets, self._fragments, self._state = transfers, buckets, fragments, state
-        self._moments = {bucket: HostedMoments(transfers, fragments[bucket], state) for bucket in hosted}
+        self._transfers, self._buckets, self._fragments, self._optimizer = transfers, buckets, fragments, optimizer
+        self._moments = {bucket: HostedMoments(transfers, fragments[bucket], optimizer) for bucket in hosted}
         self._lifted: dict[int, Upload | None] = {}
         """bucket -> its master on the way, if that lives in host memory"""
         self._after: dict[int, int] = {}
@@ -207,7 +207,7 @@ class StateOffload:
     def nbytes(self, bucket: int) -> int:
         """Bytes that the device has more to hold if the states of a bucket live there."""
         home = self._buckets[bucket].home
-        moments = sum(moment.value.nbytes for moment in moments_of(self._fragments[bucket], self._state))
+        moments = sum(moment.value.nbytes for moment in moments_of(self._fragments[bucket], self._optimizer.state))
         return moments + (home.saves if home.movable else 0)
 
     def host_nbytes(self) -> int:
@@ -219,7 +219,7 @@ class StateOffload:
         if on_host == (bucket in self._moments):
             return
         if on_host:
-            moments = self._moments[bucket] = HostedMoments(self._transfers, self._fragments[bucket], self._state)
+            moments = self._moments[bucket] = HostedMoments(self._transfers, self._fragments[bucket], self._optimizer)
             self._transfers.download(moments.lower())
         else:
             moments = self._moments.pop(bucket)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,6 +25,10 @@ from zeroweave.runtime.bucket import Bucket
 
 States = dict[tuple[int, int], dict[str, Any]]
 """(bucket id, slot) -> what an optimizer holds of that parameter, or of this rank's fragment of it."""
+
+
+Held = Mapping[Any, Mapping[str, Any]]
+"""Parameter -> what an optimizer holds of it, whole; `optimizer.state` is one, and has keys of other kinds, too."""
 
 
 class Told(NamedTuple):
@@ -54,26 +58,26 @@ _Mine = Mapping[tuple[int, int], Mapping[str, Told]]
 
 
 # ---------------------------------------------------------------------- of whole parameters
-def uncuttable(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[str]:
-    """What `optimizer` holds that cannot be cut into fragments, in words. `names`: by `id` of the parameter."""
+def uncuttable(held: Held, names: Mapping[int, str]) -> list[str]:
+    """What of `held` cannot be cut into fragments, in words. `names`: by `id` of the parameter."""
     found = []
-    for parameter, key, value in _values(optimizer):
+    for parameter, key, value in _values(held):
         shapes = [list(tensor.shape) for tensor in _tensors(value) if tensor.numel() > 1]
         if shapes and not (isinstance(value, torch.Tensor) and value.shape == parameter.shape):
             found.append(f"{key!r} {shapes[0]} of {names.get(id(parameter), 'another model')} {list(parameter.shape)}")
     return found
 
 
-def is_cut(parameter: torch.Tensor, key: str, value: Any, optimizer: torch.optim.Optimizer) -> bool:
+def is_cut(parameter: torch.Tensor, key: str, value: Any, held: Held) -> bool:
     """Does `value` belong to the elements of a whole parameter?
 
-    Of a parameter without dimensions a step counter has the same shape: the optimizer's other parameters tell then.
+    Of a parameter without dimensions a step counter has the same shape: what is `held` of the others tells then.
     """
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     if parameter.ndim:
         return True
-    alike = [v.shape == p.shape for p, k, v in _values(optimizer) if k == key and p.ndim and hasattr(v, "shape")]
+    alike = [v.shape == p.shape for p, k, v in _values(held) if k == key and p.ndim and hasattr(v, "shape")]
     return any(alike) if alike else key != "step"
 
 
@@ -90,7 +94,9 @@ def describe(optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Par
         on_device = bool(group.get("capturable") or group.get("fused"))
         for p in group["params"]:
             if held := optimizer.state.get(p):
-                states[names[id(p)]] = {key: _tell(optimizer, p, key, value, on_device) for key, value in held.items()}
+                states[names[id(p)]] = {
+                    key: tell(optimizer.state, p, key, value, on_device) for key, value in held.items()
+                }
     return Described(type(optimizer).__name__, groups, states)
 
 
@@ -122,18 +128,19 @@ def agree(
 
 @torch.no_grad()
 def take(
-    optimizer: torch.optim.Optimizer,
+    held: Held,
     buckets: Iterable[Bucket],
     named: Mapping[str, nn.Parameter],
     told: Sequence[Described | None],
     transport: Transport,
     device: torch.device,
-    home: torch.device,
+    home: Callable[[int], torch.device],
 ) -> States:
     """What the optimizer is to hold of this rank's fragments; what the first rank of each sharding group has counts.
 
-    Collective: each kind of state is broadcast bucket by bucket, through `device`. What is cut goes to `home`. Of
-    empty fragments there is nothing. `told` is what `agree` has returned. `optimizer` is not changed.
+    Collective: each kind of state is broadcast bucket by bucket, through `device`. What is cut goes to `home` of the
+    bucket. Of empty fragments there is nothing. `told` is what `agree` has returned. `held`, this rank's own, is not
+    changed.
     """
     states: States = {}
     for bucket in buckets:
@@ -151,17 +158,17 @@ def take(
             flat = torch.zeros(layout.numel, dtype=dtype, device=device)
             for slot in (layout.slots[i] for i in mine) if transport.rank == source else ():
                 view = flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
-                view.copy_(optimizer.state[named[slot.name]][key])
+                view.copy_(held[named[slot.name]][key])
             transport.broadcast(flat.view(torch.uint8), group=layout.group)  # gloo does not know all dtypes
             start, stop = layout.shard_range(bucket.rank)
-            shard = flat[start:stop].to(home, copy=True)
+            shard = flat[start:stop].to(home(layout.id), copy=True)
             for i in mine:
                 cut[i, key] = shard.narrow(0, places[i].start, places[i].numel)
             del flat, shard  # before the next ones are made
-        for i, held in enumerate(found):
-            if held and places[i].numel:
-                own = optimizer.state.get(named[layout.slots[i].name], {})
-                states[layout.id, i] = _taken(held, {key: cut.get((i, key)) for key in held}, own, device)
+        for i, state in enumerate(found):
+            if state and places[i].numel:
+                own = held.get(named[layout.slots[i].name], {})
+                states[layout.id, i] = _taken(state, {key: cut.get((i, key)) for key in state}, own, device)
     return states
 
 
@@ -190,13 +197,13 @@ def gather(
     transport: Transport,
     control: Control,
     device: torch.device,
-    room: Room,
+    room: Room | None,
 ) -> Gathered:
     """What the optimizers of all ranks hold, of whole parameters, on every rank. Collective; changes nothing.
 
     `room`: what this rank has; where there is room for the states of all ranks they lie on `device`, else in host
-    memory, else there are none. Each kind of state is gathered bucket by bucket on `device`, and then goes where it is
-    to lie. What belongs to the rank alone is in it as it is.
+    memory, else there are none. None: rank 0 alone gets all of them, in host memory. Each kind of state is gathered
+    bucket by bucket on `device`, and then goes where it is to lie. What belongs to the rank alone is in it as it is.
     """
     held = {
         (bucket, slot): optimizer.state.get(parameter, {})
@@ -209,12 +216,15 @@ def gather(
         for place, state in held.items()
     }
     ranks = control.all_gather_object((mine, room), "the optimizer's state")
-    told, rooms = [mine for mine, _ in ranks], [room for _, room in ranks]
-    needs = _needs(told, buckets)
-    memory = decide(rooms, needs)
-    if memory is None:
-        return Gathered({}, shortage(rooms, needs))
-    home = device if memory == "device" else torch.device("cpu")
+    told, rooms = [mine for mine, _ in ranks], [room for _, room in ranks if room is not None]
+    host = torch.device("cpu")
+    home, home_of_scalars, wanted = host, host, control.rank == 0
+    if rooms:
+        needs = _needs(told, buckets)
+        memory = decide(rooms, needs)
+        if memory is None:
+            return Gathered({}, shortage(rooms, needs))
+        home, home_of_scalars, wanted = device if memory == "device" else host, device, True
     states: States = {}
     for id, bucket in buckets.items():
         layout = bucket.layout
@@ -228,14 +238,14 @@ def gather(
                     shard.narrow(0, place.start, place.numel).copy_(value)
             flat = torch.empty(layout.numel, dtype=dtype, device=device)
             transport.all_gather(flat, shard, layout).wait()
-            for i in slots:
+            for i in slots if wanted else ():
                 slot = layout.slots[i]
                 whole[i, key] = flat.narrow(0, slot.offset, slot.numel).view(slot.shape).to(home, copy=True)
             del shard, flat  # before the next ones are made
-        for i, state in enumerate(found):
+        for i, state in enumerate(found if wanted else ()):
             if state:
                 gathered = {key: whole.get((i, key)) for key in state}
-                states[id, i] = _taken(state, gathered, held.get((id, i), {}), device)
+                states[id, i] = _taken(state, gathered, held.get((id, i), {}), home_of_scalars)
     return Gathered(states)
 
 
@@ -266,8 +276,8 @@ def _needs(told: Sequence[_Mine], buckets: Mapping[int, Bucket]) -> list[Need]:
 
 
 # ---------------------------------------------------------------------- inside
-def _values(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, str, Any]]:
-    for parameter, state in optimizer.state.items():
+def _values(held: Held) -> Iterator[tuple[torch.Tensor, str, Any]]:
+    for parameter, state in held.items():
         if isinstance(parameter, torch.Tensor):
             for key, value in state.items():
                 yield parameter, key, value
@@ -295,8 +305,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | str | bytes | numbers.Number)
 
 
-def _tell(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, value: Any, on_device: bool) -> Told:
-    if is_cut(parameter, key, value, optimizer):
+def tell(held: Held, parameter: torch.Tensor, key: str, value: Any, on_device: bool) -> Told:
+    """What the others have to know of `value`, which is `held` of a whole parameter."""
+    if is_cut(parameter, key, value, held):
         return Told("cut", None if value.dtype == parameter.dtype else value.dtype)
     here = isinstance(value, torch.Tensor) and value.device == parameter.device
     return _tell_whole(value, on_device or (here and parameter.device.type != "cpu"))

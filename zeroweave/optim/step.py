@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.room import Room
 from zeroweave.optim.state_offload import StateOffload
-from zeroweave.optim.states import Gathered, States, gather
+from zeroweave.optim.states import Described, Gathered, Held, States, gather, take
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Transfers
@@ -50,7 +50,8 @@ class ShardedOptimizer:
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
         self._fragments = {b.layout.id: Fragments(b) for b in trainable}
         self._users: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
-        self._sharded: dict[tuple[int, int], nn.Parameter] = {}  # whose state is that of fragments
+        self.sharded: dict[tuple[int, int], nn.Parameter] = {}
+        """(bucket id, slot) -> the user's parameter whose state is that of fragments"""
         self._whole: list[list[nn.Parameter]] = []
         self._parts: dict[int, list[list[nn.Parameter]]] = {}  # the groups while one bucket is stepped
         for index, users in enumerate(self._users):
@@ -61,7 +62,7 @@ class ShardedOptimizer:
                     continue  # frozen: it would never have a gradient
                 fragment = self._fragments[bucket].parameters[slot]
                 if user.numel():
-                    self._sharded[bucket, slot] = user
+                    self.sharded[bucket, slot] = user
                     optimizer.state.pop(user, None)
                 parts = self._parts.setdefault(bucket, [[] for _ in self._users])
                 parts[index].append(fragment)
@@ -69,13 +70,9 @@ class ShardedOptimizer:
                 if (bucket, slot) in states:
                     optimizer.state[fragment] = states[bucket, slot]
         self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in self._parts}
-        self.offload = StateOffload(
-            transfers, views, self._fragments, optimizer.state, sorted(views) if moments_off else ()
-        )
-        self._handles = [
-            optimizer.register_state_dict_pre_hook(_refuse_save),
-            optimizer.register_load_state_dict_pre_hook(_refuse_load),
-        ]
+        self.offload = StateOffload(transfers, views, self._fragments, optimizer, sorted(views) if moments_off else ())
+        self._packing = False
+        """does PyTorch put a state dict together?"""
 
     @property
     def by_bucket(self) -> bool:
@@ -146,12 +143,18 @@ class ShardedOptimizer:
     def replace(self, states: States) -> None:
         """What the optimizer holds of fragments is `states` from now on; of those that are not there, nothing."""
         self.offload.finish()
-        for bucket, slot in self._sharded:
+        for bucket, slot in self.sharded:
             fragment = self._fragments[bucket].parameters[slot]
             self.optimizer.state.pop(fragment, None)
             if (bucket, slot) in states:
                 self.optimizer.state[fragment] = states[bucket, slot]
         self.offload.take_in()
+
+    def load(self, states: States) -> None:
+        """Goes on, inside `optimizer.load_state_dict`, with `states`, which the optimizer brings up to date."""
+        self.replace(states)
+        with self._holding(self._whole):
+            self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
 
     def home_of_moments(self, bucket: int) -> torch.device:
         """Where `replace` wants what belongs to the elements of a bucket's fragments."""
@@ -173,28 +176,50 @@ class ShardedOptimizer:
             if isinstance(tensor, torch.Tensor)
         )
 
-    def gather(self, transport: Transport, control: Control, room: Room) -> Gathered:
-        """What `destroy` needs: the state of whole parameters, where all ranks have `room` for it. Collective."""
+    def gather(self, transport: Transport, control: Control, room: Room | None) -> Gathered:
+        """The state of whole parameters, where all ranks have `room` for it; None: on rank 0 alone. Collective.
+
+        `destroy` needs it, and so do state dicts.
+        """
         self.offload.finish()
         return gather(self.optimizer, self._views, self._fragments, transport, control, self._device, room)
+
+    def take(
+        self, held: Held, named: Mapping[str, nn.Parameter], told: Described, transport: Transport, world: int
+    ) -> States:
+        """What `load` needs, of what rank 0 has `held` and `told` of whole parameters. Collective."""
+        buckets = self._views.values()
+        return take(held, buckets, named, [told] * world, transport, self._device, self.home_of_moments)
+
+    @property
+    def sharding_groups(self) -> int:
+        """How many ranks have parameters of their own under one name; 1 where all have the same."""
+        return max((bucket.layout.groups for bucket in self._views.values()), default=1)
+
+    def pack(self) -> None:
+        """PyTorch is about to put a state dict together, and wants all that has a state to be in some group."""
+        self._packing = True
+        for group, users, fragments in zip(self.optimizer.param_groups, self._users, self._whole, strict=True):
+            group["params"] = [*users, *fragments]
+
+    def packed(self) -> None:
+        """It has done so, or has failed to. The groups are what they were."""
+        if self._packing:
+            self._packing = False
+            self._rest()
 
     def destroy(self, states: States) -> None:
         """Hands the optimizer back with the user's parameters and `states`, which `gather` has got. Idempotent.
 
         To be called after the parameters were restored.
         """
-        for handle in self._handles:
-            handle.remove()
-        if not self._handles:
-            return
-        self._handles = []
         self.offload.finish()
-        for (bucket, slot), user in self._sharded.items():
+        for (bucket, slot), user in self.sharded.items():
             self.optimizer.state.pop(self._fragments[bucket].parameters[slot], None)
             if (bucket, slot) in states:
                 self.optimizer.state[user] = states[bucket, slot]
-        for group, users in zip(self.optimizer.param_groups, self._users, strict=False):
-            group["params"] = users
+        self._rest()
+        self.sharded, self._users = {}, []
 
     def _step(
         self,
@@ -218,6 +243,7 @@ class ShardedOptimizer:
     @contextmanager
     def _holding(self, groups: Sequence[list[nn.Parameter]]) -> Iterator[None]:
         """Inside, the optimizer's groups hold fragments."""
+        self.packed()
         held = self.optimizer.param_groups
         if len(held) != len(self._users) or any(
             group["params"] is not users for group, users in zip(held, self._users, strict=True)
@@ -231,16 +257,8 @@ class ShardedOptimizer:
         try:
             yield
         finally:
-            for group, users in zip(held, self._users, strict=True):
-                group["params"] = users
+            self._rest()
 
-
-_STATE = "the optimizer's state is sharded over the ranks, and the engine neither saves nor loads it"
-
-
-def _refuse_save(_: torch.optim.Optimizer) -> NoReturn:
-    raise ParameterError(f"optimizer.state_dict(): {_STATE}; parameters are saved by engine.state_dict()")
-
-
-def _refuse_load(_: torch.optim.Optimizer, __: dict[str, Any]) -> NoReturn:
-    raise ParameterError(f"optimizer.load_state_dict(): {_STATE}; parameters are loaded by engine.load_state_dict()")
+    def _rest(self) -> None:
+        for group, users in zip(self.optimizer.param_groups, self._users, strict=False):
+            group["params"] = users
