@@ -7,6 +7,7 @@ a file like any other of the format: eight bytes that give the length of a JSON 
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -34,13 +35,20 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @dataclass(frozen=True)
 class Part:
-    """What a file has of one tensor: `numel` elements from `start` on, flattened."""
+    """What a file has of one tensor: `numel` elements from `start` on, flattened.
+
+    CheckpointError where its dtype has no name in safetensors.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     start: int
     numel: int
+
+    def __post_init__(self) -> None:
+        if self.dtype not in NAMES:
+            raise CheckpointError(f"{self.name!r} is of {self.dtype}, which safetensors does not know")
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Part:
@@ -120,10 +128,7 @@ class FileWriter:
 
 
 class FileReader:
-    """Reads a file that `expected` describes, which has been hashed in all its bytes before a piece is given out.
-
-    CheckpointError, which names the file, where it is not that one.
-    """
+    """Reads a file that `expected` describes. CheckpointError, which names the file, where it is not that one."""
 
     def __init__(self, path: Path, expected: File) -> None:
         self._name, self._expected = path.name, expected
@@ -158,7 +163,7 @@ class FileReader:
         while view:
             got = os.preadv(self._fd, [view], begin)
             if not got:
-                raise CheckpointError(f"{self._name} ended while it was read")
+                raise OSError(errno.EIO, "ended while it was read", self._name)
             view, begin = view[got:], begin + got
 
     def close(self) -> None:

@@ -2,93 +2,171 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zeroweave.checkpoint import plain
-from zeroweave.checkpoint.manifest import Manifest
+from zeroweave.checkpoint.manifest import NAME, Count, Manifest
 from zeroweave.errors import CheckpointError
+
+_OWN_BUFFER: Final = re.compile(r"rank/\d+/buffer/(.*)")
+_OWN_DATA: Final = re.compile(r"rank/\d+/data")
+_SHOWN: Final = 20
+"""Names that an error tells of each kind."""
+
+
+class _Fact(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class Run(_Fact):
+    micro_steps: Count
+    skipped_steps: Count
+
+
+class LossScale(_Fact):
+    value: Annotated[float, Field(gt=0)]
+    good_steps: Count
+    patience: Count
+
+
+class Group(_Fact):
+    """Of an optimizer: its parameters, by name, and its options."""
+
+    params: list[str]
+    options: dict[str, Any]
+
+
+class Optimizer(_Fact):
+    kind: str
+    """its class"""
+    groups: list[Group]
+
+
+class Scheduler(_Fact):
+    """Of learning rates."""
+
+    kind: str
+    state: dict[Any, Any]
+
+
+class Facts(_Fact):
+    """What all ranks share beside tensors. A manifest has it under the same names."""
+
+    run: Run
+    loss_scale: LossScale
+    client: dict[Any, Any]
+    optimizer: Optimizer | None = None
+    lr_scheduler: Scheduler | None = None
 
 
 @dataclass(frozen=True)
 class Wanted:
     """What an engine has: the shapes of its parameters and of its buffers, by NAME, and its optimizer, if any.
 
-    `optimizer`: the name of its class, and of each group the names of its parameters.
+    `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, tuple[int, ...]]
     optimizer: tuple[str, Sequence[Sequence[str]]] | None
+    lr_scheduler: str | None
 
 
 class Fitting:
     """What of a checkpoint is an engine's. `cut`, `scalars`: of the optimizer's state, by NAME of `engine.checkpoints`.
 
-    Not `strict`: what is missing stays as it is, and what is left over stays unread.
+    Not `strict`: what is missing stays as it is, and what is left over stays unread. CheckpointError where the
+    manifest has values that no engine has written.
     """
 
     def __init__(self, manifest: Manifest, wanted: Wanted, strict: bool) -> None:
         self._manifest, self._wanted, self._strict = manifest, wanted, strict
-        self.has_optimizer = "optimizer" in manifest.values
+        self.values = {name: plain.decode(value) for name, value in manifest.values.items()}
+        known = {name: self.values[name] for name in Facts.model_fields if name in self.values}
+        try:
+            self.facts = Facts.model_validate(known)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise CheckpointError(f"{NAME} holds values of no engine: {place}: {first['msg']}") from None
         self.cut: dict[str, list[str]] = {}
         for name in manifest.tensors:
             if name.startswith("state/"):
                 of, _, key = name.removeprefix("state/").rpartition("/")
                 self.cut.setdefault(of, []).append(key)
         self.scalars: dict[str, dict[str, Any]] = {}
-        for name, value in manifest.values.items():
+        for name, value in self.values.items():
             if name.startswith("scalar/"):
                 of, _, key = name.removeprefix("scalar/").rpartition("/")
                 self.scalars.setdefault(of, {})[key] = value
 
     def check(self) -> None:
-        """CheckpointError where the checkpoint is of another model or optimizer."""
+        """CheckpointError where the checkpoint is of another model, optimizer or scheduler."""
         found = self._manifest.tensors
         wanted = {f"param/{name}": shape for name, shape in self._wanted.parameters.items()}
         wanted |= {f"buffer/{name}": shape for name, shape in self._wanted.buffers.items()}
         known = self.cut.keys() & self._wanted.parameters.keys()
-        states = {f"state/{name}/{key}": self._wanted.parameters[name] for name in known for key in self.cut[name]}
+        cut = {f"state/{name}/{key}": self._wanted.parameters[name] for name in known for key in self.cut[name]}
+        owned = [match for match in map(_OWN_BUFFER.fullmatch, found) if match and match[1] in self._wanted.buffers]
+        own = {match[0]: self._wanted.buffers[match[1]] for match in owned}
         wrong = [
             f"{name}: {list(found[name].shape)} instead of {list(shape)}"
-            for name, shape in (wanted | states).items()
+            for name, shape in (wanted | cut | own).items()
             if name in found and found[name].shape != shape
         ]
         problems = {"of another shape": wrong}
         if self._strict:
             present = {name for name in found if name.startswith(("param/", "buffer/"))}
             problems |= {"missing": sorted(wanted.keys() - present), "unexpected": sorted(present - wanted.keys())}
-        told = [f"{what}: {', '.join(names)}" for what, names in problems.items() if names]
-        told += self._optimizers()
+        told = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+        if self._wanted.optimizer is not None:
+            told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler()]
         if told:
             raise CheckpointError(
                 f"the checkpoint {self._manifest.tag!r} does not fit the engine, nothing was loaded: {'; '.join(told)}"
                 + ("" if wrong or not self._strict else " (strict=False takes what there is)")
             )
 
-    def _optimizers(self) -> Iterator[str]:
-        if self._wanted.optimizer is None:
-            return
-        if not self.has_optimizer:
+    def _optimizer(self, kind: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
+        if (saved := self.facts.optimizer) is None:
             if self._strict:
                 yield "it has no optimizer's state"
             return
-        saved, (kind, groups) = self._manifest.values["optimizer"], self._wanted.optimizer
-        if saved["class"] != kind:
-            yield f"its optimizer is {saved['class']}, not {kind}"
-        there = [sorted(group["params"]) for group in saved["groups"]]
-        if there != [sorted(names) for names in groups]:
-            yield f"its optimizer has {len(there)} groups of parameters, which are not the engine's {len(groups)}"
+        if saved.kind != kind:
+            yield f"its optimizer is {saved.kind}, not {kind}"
+        if len(saved.groups) != len(groups):
+            yield f"its optimizer has {len(saved.groups)} groups of parameters, not {len(groups)}"
+            return
+        theirs, ours = [set(group.params) for group in saved.groups], [set(names) for names in groups]
+        shared = set().union(*theirs) & set().union(*ours)
+        for index, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            if other := sorted(a ^ b if self._strict else (a ^ b) & shared):
+                yield f"group {index} of its optimizer differs in {_some(other)}"
+
+    def _scheduler(self) -> Iterator[str]:
+        saved, wanted = self.facts.lr_scheduler, self._wanted.lr_scheduler
+        kind = None if saved is None else saved.kind
+        if self._strict and kind != wanted:
+            yield f"its lr_scheduler is {kind or 'none'}, not {wanted or 'none'}"
 
     def data(self, rank: int, world: int) -> Any:
         """The position of that rank's loader. CheckpointError where there is none."""
-        values, tag = self._manifest.values, self._manifest.tag
+        values, tag = self.values, self._manifest.tag
         if "data" not in values:
             raise CheckpointError(f"the checkpoint {tag!r} holds no position of data: save(…, data=…) writes one")
-        if world != self._manifest.world and any(name.endswith("/data") for name in values):
+        if world != self._manifest.world and any(map(_OWN_DATA.fullmatch, values)):
             raise CheckpointError(
                 f"the checkpoint {tag!r} holds a position of data for each of {self._manifest.world} ranks, and there "
                 f"are {world} now; zeroweave.data has a sampler with one position for all"
             )
-        return plain.decode(values.get(f"rank/{rank}/data", values["data"]))
+        return values.get(f"rank/{rank}/data", values["data"])
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

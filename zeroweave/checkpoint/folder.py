@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from pathlib import Path
 from typing import Final
@@ -30,7 +31,7 @@ _TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 def check_tag(tag: str) -> None:
     """CheckpointError for what cannot be the name of a checkpoint."""
-    if not _TAG.fullmatch(tag) or tag == LATEST:
+    if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
         raise CheckpointError(
             f"{tag!r} cannot be a checkpoint's tag: letters, digits, '.', '_' and '-', a letter or digit first, at "
             f"most 128 of them, and not {LATEST!r}"
@@ -55,20 +56,26 @@ class Folder:
         return partial
 
     def publish(self, partial: Path, manifest: Manifest) -> None:
-        """Gives what lies in `partial` its tag, and makes it the latest."""
+        """Gives what lies in `partial` its tag, and makes it the latest.
+
+        CheckpointError or OSError where that fails; then nothing has the tag, unless the disk fails at the very end.
+        """
         content = manifest.sealed()
+        latest = {"tag": manifest.tag, "manifest": manifests.parse(content).checksum}  # what is published can be read
         write_file(partial / manifests.NAME, content)
+        write_file(partial / LATEST, json.dumps(latest, separators=(",", ":")).encode())
         sync(partial)
         place = self.path / manifest.tag
         try:
             partial.rename(place)
         except OSError as error:
             raise CheckpointError(f"{place} cannot be published: {error.strerror}") from None
-        sync(self.path)
-        latest = {"tag": manifest.tag, "manifest": manifests.parse(content).checksum}
-        waiting = self.path / f".{LATEST}.{uuid.uuid4().hex}{_PARTIAL}"
-        write_file(waiting, json.dumps(latest, separators=(",", ":")).encode())
-        waiting.replace(self.path / LATEST)
+        try:
+            sync(self.path)
+            (place / LATEST).replace(self.path / LATEST)
+        except OSError:
+            place.rename(partial)
+            raise
         sync(self.path)
 
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[str]:
@@ -110,23 +117,23 @@ class Folder:
             raise CheckpointError(f"{self.path / LATEST} is damaged; {self.choices()}") from None
         return tag, checksum
 
-    def manifest(self, tag: str | None = None) -> Manifest:
-        """The manifest of a checkpoint; None: of the latest."""
-        expected = None
+    def manifest(self, tag: str | None = None, checksum: str | None = None) -> Manifest:
+        """The manifest of a checkpoint; None: of the latest. `checksum`: what it must have."""
+        which = ""
         if tag is None:
-            tag, expected = self.latest()
+            which = f", which {LATEST!r} names"
+            tag, checksum = self.latest()
         check_tag(tag)
+        which = f"the checkpoint {tag!r} in {self.path}{which}"
         place = self.path / tag
         if place.is_symlink():
             raise CheckpointError(f"{place} is a symbolic link")
         try:
             found = manifests.parse(_read(place / manifests.NAME, manifests.LARGEST))
         except CheckpointError as error:
-            raise CheckpointError(f"the checkpoint {tag!r} in {self.path}: {error}; {self.choices(tag)}") from None
-        if found.tag != tag or (expected is not None and found.checksum != expected):
-            raise CheckpointError(
-                f"the checkpoint {tag!r} in {self.path}: {manifests.NAME} is that of another one; {self.choices(tag)}"
-            )
+            raise CheckpointError(f"{which}: {error}; {self.choices(tag)}") from None
+        if found.tag != tag or (checksum is not None and found.checksum != checksum):
+            raise CheckpointError(f"{which}: {manifests.NAME} is that of another one; {self.choices(tag)}")
         return found
 
     def _readable(self, tag: str) -> Manifest | None:
@@ -153,14 +160,15 @@ def _read(path: Path, limit: int) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
+        os.close(fd)
+        raise CheckpointError(f"{path} is no regular file of at most {limit} bytes")
     with open(fd, "rb") as file:
         try:
-            content = file.read(limit + 1)
+            return file.read(status.st_size)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if len(content) > limit:
-        raise CheckpointError(f"{path} has more than {limit} bytes")
-    return content
 
 
 def write_file(path: Path, content: bytes) -> None:

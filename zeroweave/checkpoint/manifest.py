@@ -12,7 +12,8 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from zeroweave.errors import CheckpointError
 
@@ -34,6 +35,9 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
@@ -41,7 +45,10 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 """What safetensors calls them."""
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
-Count = Annotated[int, Field(ge=0)]
+_SHOWN: Final = 100
+"""Errors above this number are not told one by one: each takes far more memory than what it is about."""
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -69,9 +76,9 @@ class Piece(_Model):
 class Entry(_Model):
     """A tensor, whole: `dtype` as safetensors spells it, its pieces in the order of their elements."""
 
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=64), FailFast()]
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: Annotated[tuple[Piece, ...], FailFast()]
 
     @property
     def numel(self) -> int:
@@ -94,8 +101,13 @@ class Manifest(_Model):
     values: dict[str, Any]
 
     def sealed(self) -> bytes:
-        """The file's content."""
-        content = self.model_copy(update={"checksum": _ZEROS.decode()}).model_dump_json().encode()
+        """The file's content. CheckpointError for values that cannot be written down."""
+        try:
+            content = self.model_copy(update={"checksum": _ZEROS.decode()}).model_dump_json().encode()
+        except PydanticSerializationError as error:
+            raise CheckpointError(f"{NAME} cannot be written: {error}") from None
+        if len(content) > LARGEST:
+            raise CheckpointError(f"{NAME} would have {len(content)} bytes, and {LARGEST} at most can be read")
         return content.replace(_ZEROS, xxhash.xxh3_128_hexdigest(content).encode(), 1)
 
 
@@ -110,11 +122,16 @@ def parse(content: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{NAME} is of no version that can be read: {place}: {first['msg']}") from None
+        raise CheckpointError(f"{NAME} is of no version that can be read: {_reason(error)}") from None
     _check(manifest)
     return manifest
+
+
+def _reason(error: ValidationError) -> str:
+    if error.error_count() > _SHOWN:
+        return f"{error.error_count()} of its entries are wrong"
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _check(manifest: Manifest) -> None:

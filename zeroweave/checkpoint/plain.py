@@ -17,59 +17,91 @@ import torch
 
 from zeroweave.checkpoint.files import bytes_of
 from zeroweave.checkpoint.manifest import DTYPES, NAMES
-from zeroweave.errors import EngineError
+from zeroweave.errors import CheckpointError, EngineError
 
 _MARK: Final = "~"
+_NUMBERS: Final = (np.bool_, np.integer, np.float16, np.float32, np.float64)
+"""NumPy's, of which Python has the same."""
 _LARGEST: Final = 1 << 20
 """Bytes of a tensor that is no value any more, but data."""
+_LEVELS: Final = 50
+"""What lies deeper in each other could not be read again: each level takes up to three of JSON's, which end at 200."""
 
 
-def encode(value: Any, where: str) -> Any:
-    """`value` in JSON's types. EngineError, which names `where` it lies, for what cannot be written down."""
+def encode(value: Any, where: str, levels: int = _LEVELS) -> Any:
+    """`value` in JSON's types. EngineError, which names `where` it lies, for what cannot be written down.
+
+    `levels`: how many more may lie inside each other.
+    """
+    if not levels:
+        raise EngineError(f"{where} is nested too deeply, or holds itself")
+
+    def inner(item: Any, place: str = "") -> Any:
+        return encode(item, where + place, levels - 1)
+
     match value:
-        case None | bool() | str():
+        case None | bool():
+            return value
+        case str() if _is_text(value):
             return value
         case int() | float() if type(value) in (int, float):
             return value if math.isfinite(value) else {"~float": repr(value)}
-        case np.generic():
-            return encode(value.item(), where)
+        case np.generic() if isinstance(value, _NUMBERS):
+            return inner(value.item())
         case bytes():
             return {"~bytes": _text(value)}
         case np.ndarray() if value.dtype == np.uint32:  # of NumPy's random numbers
-            return {"~uint32": encode(torch.from_numpy(value.astype(np.int64)), where)}
+            return {"~uint32": inner(torch.from_numpy(value.astype(np.int64)))}
         case torch.Tensor() if value.dtype in NAMES and value.layout == torch.strided and value.nbytes <= _LARGEST:
             content = bytes_of(value.detach().cpu().contiguous().reshape(-1))
             return {"~tensor": [NAMES[value.dtype], list(value.shape), _text(content)]}
         case list():
-            return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return [inner(item, f"[{i}]") for i, item in enumerate(value)]
         case tuple():
-            return {"~tuple": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+            return {"~tuple": [inner(item, f"[{i}]") for i, item in enumerate(value)]}
         case set() | frozenset():
-            return {"~set": [encode(item, where) for item in sorted(value, key=repr)]}
+            kind = "~set" if isinstance(value, set) else "~frozenset"
+            return {kind: [inner(item) for item in sorted(value, key=repr)]}
         case dict():
-            pairs = [(key, encode(item, f"{where}[{key!r}]")) for key, item in value.items()]
+            pairs = [(key, inner(item, f"[{key!r}]")) for key, item in value.items()]
             if type(value) is not Counter and all(type(key) is str and key[:1] != _MARK for key, _ in pairs):
                 return dict(pairs)
             kind = "~counter" if type(value) is Counter else "~dict"
-            return {kind: [[encode(key, where), item] for key, item in pairs]}
+            return {kind: [[inner(key), item] for key, item in pairs]}
     raise EngineError(
         f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: it holds None, booleans, numbers, "
-        "strings, bytes, lists, tuples, sets, dictionaries, and small tensors"
+        "strings of Unicode, bytes, lists, tuples, sets, dictionaries, and tensors of at most 1 MiB"
     )
 
 
 def decode(value: Any) -> Any:
-    """What `encode` was given, in new objects. ValueError for what it never makes."""
+    """What `encode` was given, in new objects. CheckpointError for what it never makes."""
+    try:
+        return _decode(value)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"a value is not what was written: {error}") from None
+
+
+def _decode(value: Any) -> Any:
     match value:
         case list():
-            return [decode(item) for item in value]
+            return [_decode(item) for item in value]
         case dict():
             if len(value) == 1 and (kind := next(iter(value)))[:1] == _MARK:
                 if kind not in _DECODED:
-                    raise ValueError(f"a value is of the unknown kind {kind!r}")
+                    raise ValueError(f"it is of the unknown kind {kind!r}")
                 return _DECODED[kind](value[kind])
-            return {key: decode(item) for key, item in value.items()}
+            return {key: _decode(item) for key, item in value.items()}
     return value
+
+
+def _is_text(value: str) -> bool:
+    """Is it Unicode? File names that are not come with surrogates."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text(content: bytes | memoryview) -> str:
@@ -85,16 +117,17 @@ def _tensor(parts: Any) -> torch.Tensor:
 
 
 def _mapping(pairs: Any) -> dict[Any, Any]:
-    return {decode(key): decode(item) for key, item in pairs}
+    return {_decode(key): _decode(item) for key, item in pairs}
 
 
 _DECODED: Final[dict[str, Callable[[Any], Any]]] = {
     "~float": float,
-    "~uint32": lambda inner: decode(inner).numpy().astype(np.uint32),
+    "~uint32": lambda inner: _decode(inner).numpy().astype(np.uint32),
     "~bytes": base64.b64decode,
     "~tensor": _tensor,
-    "~tuple": lambda items: tuple(decode(item) for item in items),
-    "~set": lambda items: {decode(item) for item in items},
+    "~tuple": lambda items: tuple(_decode(item) for item in items),
+    "~set": lambda items: {_decode(item) for item in items},
+    "~frozenset": lambda items: frozenset(_decode(item) for item in items),
     "~dict": _mapping,
     "~counter": lambda pairs: Counter(_mapping(pairs)),
 }

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from zeroweave.errors import CheckpointError
+
 
 def states(device: torch.device) -> dict[str, Any]:
     """By whose they are, for `restore`. `device`: where the engine computes."""
@@ -23,7 +25,19 @@ def states(device: torch.device) -> dict[str, Any]:
 
 
 def restore(found: Mapping[str, Any], device: torch.device) -> None:
-    """Goes on with those numbers. A device's are left as they are where a run had none."""
+    """Goes on with those numbers. A device's are left as they are where a run had none.
+
+    CheckpointError, which changes nothing, for what is no state.
+    """
+    before = states(device)
+    try:
+        _set(found, device)
+    except (LookupError, RuntimeError, TypeError, ValueError) as error:
+        _set(before, device)
+        raise CheckpointError(f"the states of random numbers are not what was written: {error}") from None
+
+
+def _set(found: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(found["python"])
     np.random.set_state(found["numpy"])
     torch.set_rng_state(found["cpu"])

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Self
 
 import torch
 
 from zeroweave.checkpoint.files import FileReader
 from zeroweave.checkpoint.folder import Folder
-from zeroweave.checkpoint.manifest import DTYPES, Manifest, parse
+from zeroweave.checkpoint.manifest import DTYPES, Manifest
 from zeroweave.errors import CheckpointError
 from zeroweave.ranks.control import Control
 
 
 class Reader:
-    """The tensors of a checkpoint, whose files are open. A context."""
+    """The tensors of a checkpoint, whose files are open from the first piece that is read. A context."""
 
     def __init__(self, manifest: Manifest, folder: Folder) -> None:
         self.manifest = manifest
@@ -28,7 +28,10 @@ class Reader:
         return DTYPES[self.manifest.tensors[name].dtype]
 
     def read(self, name: str, start: int, numel: int) -> torch.Tensor:
-        """Elements `start` to `start + numel` of the flattened tensor, in host memory. They must be there."""
+        """Elements `start` to `start + numel` of the flattened tensor, in host memory. They must be there.
+
+        OSError where a file has gone since it was checked.
+        """
         out = torch.empty(numel, dtype=self.dtype(name))
         for piece in self.manifest.tensors[name].pieces:
             first, last = max(start, piece.start), min(start + numel, piece.start + piece.numel)
@@ -43,19 +46,27 @@ class Reader:
         return self.read(name, 0, entry.numel).view(entry.shape)
 
     def check(self, files: Collection[str]) -> list[str]:
-        """Reads these files whole; what is wrong with them, in words."""
+        """Looks at all files, and reads these whole; what is wrong with them, in words."""
         found = []
-        for name in files:
+        for name in self.manifest.files:
             try:
-                self._file(name).check()
+                with closing(self._open(name)) as file:
+                    if name in files:
+                        file.check()
             except (CheckpointError, OSError) as error:
                 found.append(str(error))
         return found
 
     def _file(self, name: str) -> FileReader:
         if name not in self._files:
-            self._files[name] = FileReader(self._path / name, self.manifest.files[name])
+            try:
+                self._files[name] = self._open(name)
+            except CheckpointError as error:
+                raise OSError(f"since it was checked: {error}") from None
         return self._files[name]
+
+    def _open(self, name: str) -> FileReader:
+        return FileReader(self._path / name, self.manifest.files[name])
 
     def __enter__(self) -> Self:
         return self
@@ -72,22 +83,39 @@ def opened(folder: Folder, tag: str | None, control: Control) -> Iterator[Reader
     Collective; rank 0's `tag` counts. CheckpointError on all ranks, which says what is broken and names the other
     checkpoints.
     """
-    found: tuple[bytes, str] = b"", ""
-    if control.rank == 0:
-        try:
-            found = folder.manifest(tag).sealed(), ""
-        except CheckpointError as error:
-            found = b"", str(error)
-    content, failure = control.broadcast_object(found, label="the manifest of a checkpoint")
+    chosen = _choose(folder, tag) if control.rank == 0 else None
+    tag, checksum, failure = control.broadcast_object(chosen, label="which checkpoint is loaded")
     if failure:
         raise CheckpointError(failure)
-    with Reader(parse(content), folder) as reader:
-        names = sorted(reader.manifest.files)
-        mine = reader.check(names[control.rank :: control.world])
-        told = control.all_gather_object(mine, "the files of a checkpoint")
-        if problems := [problem for one in told for problem in one]:
-            raise CheckpointError(
-                f"the checkpoint {reader.manifest.tag!r} in {folder.path} is broken: {'; '.join(problems)}; "
-                f"{folder.choices(reader.manifest.tag)}"
-            )
+    assert tag is not None
+    reader, problems = _look(folder, tag, checksum, control)
+    told = control.all_gather_object(problems, "the files of a checkpoint")
+    if any(told):
+        ranks: dict[str, list[int]] = {}
+        for problem, rank in ((problem, rank) for rank, one in enumerate(told) for problem in one):
+            ranks.setdefault(problem, []).append(rank)
+        words = [f"{problem} (rank {', '.join(map(str, found))})" for problem, found in ranks.items()]
+        raise CheckpointError(
+            f"the checkpoint {tag!r} in {folder.path} cannot be loaded: {'; '.join(words)}; {folder.choices(tag)}"
+        )
+    assert reader is not None
+    with reader:
         yield reader
+
+
+def _choose(folder: Folder, tag: str | None) -> tuple[str, str, str]:
+    """Tag and checksum of the checkpoint to be loaded; or why there is none."""
+    try:
+        found = folder.manifest(tag)
+    except CheckpointError as error:
+        return "", "", str(error)
+    return found.tag, found.checksum, ""
+
+
+def _look(folder: Folder, tag: str, checksum: str, control: Control) -> tuple[Reader | None, list[str]]:
+    """What this rank sees of a checkpoint, and what is wrong with that. It reads its share of the files whole."""
+    try:
+        reader = Reader(folder.manifest(tag, checksum), folder)
+    except CheckpointError as error:
+        return None, [str(error)]
+    return reader, reader.check(sorted(reader.manifest.files)[control.rank :: control.world])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from zeroweave.checkpoint.files import FileWriter, Part
 from zeroweave.checkpoint.folder import Folder, discard
 from zeroweave.checkpoint.manifest import NAMES, Entry, File, Manifest, Piece
 from zeroweave.errors import CheckpointError, EngineError
+from zeroweave.notices import warn
 from zeroweave.ranks.control import Control
 
 
@@ -55,21 +56,36 @@ def save(
     what was written, and the checkpoints that there were are as before.
     """
     partial = _begin(folder, tag, control)
-    told = control.all_gather_object(_write(partial, content, control.rank), "what was written")
-    failures = [f"rank {rank}: {one.failure}" for rank, one in enumerate(told) if one.failure]
-    published = ""
-    if control.rank == 0:
-        if not failures:
+    with ExitStack() as after:
+        if control.rank == 0:
+            after.callback(discard, partial)
+        cause: Exception | None = None
+        try:
+            mine = _write(partial, content, control.rank)
+        except Exception as error:  # whatever it is, the others wait to be told
+            mine, cause = _Written(words(error)), error
+        told = control.all_gather_object(mine, "what was written")
+        failures = [f"rank {rank}: {one.failure}" for rank, one in enumerate(told) if one.failure]
+        published = ""
+        if control.rank == 0 and not failures:
             try:
                 folder.publish(partial, _manifest(tag, step, stage, told))
-                if keep is not None:
-                    folder.prune(*keep)
             except (OSError, CheckpointError) as error:
-                published = f"rank 0: {words(error)}"
-        discard(partial)
-    failures += filter(None, [control.broadcast_object(published, label="the end of a checkpoint")])
+                published, cause = f"rank 0: {words(error)}", error
+        failures += filter(None, [control.broadcast_object(published, label="the end of a checkpoint")])
     if failures:
-        raise CheckpointError(f"the checkpoint {tag!r} was not written to {folder.path}: {'; '.join(failures)}")
+        told_so = f"the checkpoint {tag!r} was not written to {folder.path}: {'; '.join(failures)}"
+        raise CheckpointError(told_so) from cause
+    if control.rank == 0 and keep is not None:
+        _prune(folder, *keep)
+
+
+def _prune(folder: Folder, keep_last: int, keep_every: int | None) -> None:
+    """The new checkpoint is there, so what goes wrong here is no reason to stop."""
+    try:
+        folder.prune(keep_last, keep_every)
+    except (OSError, CheckpointError) as error:
+        warn(f"old checkpoints in {folder.path} were not removed: {words(error)}", rank=0)
 
 
 def _begin(folder: Folder, tag: str, control: Control) -> Path:
@@ -89,14 +105,13 @@ def _write(partial: Path, content: Callable[[], Content], rank: int) -> _Written
     """This rank's file."""
     name = f"rank-{rank:05d}.safetensors"
     if not partial.is_dir():
-        return _Written(f"there is no {partial}, which rank 0 has made: checkpoints need a folder that all ranks share")
-    try:
-        mine = content()
-        with FileWriter(partial / name, [part for part in mine.parts if part.numel]) as file:
-            for tensor in mine.tensors:
-                file.write(tensor)
-    except (OSError, EngineError) as error:
-        return _Written(words(error))
+        raise CheckpointError(
+            f"there is no {partial}, which rank 0 has made: checkpoints need a folder that all ranks share"
+        )
+    mine = content()
+    with FileWriter(partial / name, [part for part in mine.parts if part.numel]) as file:
+        for tensor in mine.tensors:
+            file.write(tensor)
     begins = [(part, file.begins.get(part.name, 0)) for part in mine.parts]
     return _Written(name=name, file=file.written, parts=begins, values=mine.values)
 
@@ -129,9 +144,10 @@ def _manifest(tag: str, step: int, stage: int, told: Sequence[_Written]) -> Mani
     )
 
 
-def words(error: OSError | EngineError) -> str:
+def words(error: Exception) -> str:
     """What went wrong, and with which file."""
     if isinstance(error, EngineError):
         return str(error)
-    what = error.strerror or os.strerror(error.errno or 0)
-    return f"{what}: {error.filename}" if error.filename else what
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{type(error).__name__}: {error}"

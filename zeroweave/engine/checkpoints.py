@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
-import xxhash
 
 from zeroweave.checkpoint import plain, random_numbers
 from zeroweave.checkpoint.export import export
-from zeroweave.checkpoint.files import Part, bytes_of
+from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.fitting import Fitting, Wanted
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.reader import Reader, opened
@@ -37,8 +36,9 @@ from zeroweave.engine.state_dict import listed, persistent_buffers, stream
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
+from zeroweave.engine.written import digest
 from zeroweave.errors import CheckpointError, EngineError
-from zeroweave.optim.states import States
+from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.bucket import Bucket
 
 StrPath: TypeAlias = str | os.PathLike[str]
@@ -65,12 +65,14 @@ class Checkpoints:
             yield
 
     def save(self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any) -> str:
+        client = dict(client_state or {})
         with self.alone("save"):
             step = self._parts.progress.step
-            tag = self._control.broadcast_object(tag, label="the tag of a checkpoint") or f"step-{step:08d}"
+            tag = self._control.broadcast_object(tag, label="the tag of a checkpoint")
+            tag = f"step-{step:08d}" if tag is None else tag
             keeping, stage = self._parts.config.checkpoint, self._parts.config.stage
             keep = None if keeping.keep_last is None else (keeping.keep_last, keeping.keep_every)
-            content = partial(self._content, self._own_buffers(), self._data(data), client_state or {})
+            content = partial(self._content, self._own_buffers(), self._data(data), client)
             save(Folder(path), tag, step, stage, content, self._control, keep)
             return tag
 
@@ -79,36 +81,42 @@ class Checkpoints:
             with opened(Folder(path), tag, self._control) as reader:
                 fitting = Fitting(reader.manifest, self._wanted(), strict)
                 fitting.check()
-                client: dict[str, Any] = plain.decode(reader.manifest.values["client"])
                 if data is not None:  # first: it may refuse, and then nothing has changed
                     data.load_state_dict(fitting.data(self._control.rank, self._control.world))
+                if (numbers := fitting.values.get(f"rank/{self._control.rank}/random")) is not None:
+                    random_numbers.restore(numbers, self._parts.device)
                 with self._values.rewriting("load()"):
                     self._load(reader, fitting)
-            return client
+            return fitting.facts.client
 
     def export(self, path: StrPath, dtype: torch.dtype | None, shard_bytes: int) -> None:
         with self.alone("export"):
             failure, items = "", stream(self._parts)
+            cause: Exception | None = None
             if self._control.rank == 0:
-                parts = [
-                    Part(name, shape, _cast(kind, dtype), 0, prod(shape)) for name, shape, kind in listed(self._parts)
-                ]
                 tensors = (value.to(_cast(value.dtype, dtype)) for _, value in items)
                 try:
-                    export(Path(path), parts, tensors, shard_bytes, self._save_config)
+                    all_of = [
+                        Part(name, shape, _cast(kind, dtype), 0, prod(shape))
+                        for name, shape, kind in listed(self._parts)
+                    ]
+                    export(Path(path), all_of, tensors, shard_bytes, self._save_config)
                 except (OSError, CheckpointError) as error:
-                    failure = words(error)
+                    failure, cause = words(error), error
                 items.close()  # takes part in what gathers are left
             for _ in items:
                 pass
             if failure := self._control.broadcast_object(failure, label="the end of an export"):
-                raise CheckpointError(f"{path} was not exported: {failure}")
+                raise CheckpointError(f"{path} was not exported: {failure}") from cause
 
     def _save_config(self, folder: Path) -> None:
         """Models of transformers have a config, which `from_pretrained` reads."""
         for config in (getattr(self._parts.model, name, None) for name in ("config", "generation_config")):
             if config is not None and hasattr(config, "save_pretrained"):
-                config.save_pretrained(folder)
+                try:
+                    config.save_pretrained(folder)
+                except Exception as error:  # whatever it is, the other ranks wait to be told
+                    raise CheckpointError(f"{type(config).__name__}.save_pretrained: {words(error)}") from error
 
     def _refuse(self, what: str) -> None:
         self._window.refuse_inside(what)
@@ -121,7 +129,7 @@ class Checkpoints:
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """Rank 0's, by name, and those of this rank that differ from them. Collective."""
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._parts.model)}
-        digests = {name: _digest(buffer) for name, buffer in buffers.items()}
+        digests = {name: digest(buffer) for name, buffer in buffers.items()}
         first = self._control.broadcast_object(digests, label="the buffers")
         if (rank := self._control.rank) == 0:
             return {f"buffer/{name}": buffer for name, buffer in buffers.items()}
@@ -189,7 +197,10 @@ class Checkpoints:
     def _state(self, bucket: Bucket, slot: int) -> Mapping[str, Any]:
         if self._parts.optimizer is None or not bucket.layout.trainable:
             return {}
-        return self._parts.optimizer.state_of(bucket.id, slot)
+        held = self._parts.optimizer.state_of(bucket.id, slot)
+        if others := [key for key in held if type(key) is not str]:
+            raise EngineError(f"the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there")
+        return held
 
     def _facts(self, client: Mapping[str, Any]) -> dict[str, Any]:
         """What all ranks share."""
@@ -201,9 +212,10 @@ class Checkpoints:
         }
         if optimizer is not None:
             users = optimizer.optimizer
-            facts["optimizer"] = {"class": type(users).__name__, "groups": self._groups(users)}
+            facts["optimizer"] = {"kind": type(users).__name__, "groups": self._groups(users)}
         if scheduler is not None:
-            facts["lr_scheduler"] = plain.encode(scheduler.state_dict(), "lr_scheduler.state_dict()")
+            state = plain.encode(scheduler.state_dict(), "lr_scheduler.state_dict()")
+            facts["lr_scheduler"] = {"kind": type(scheduler).__name__, "state": state}
         return facts
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -225,32 +237,31 @@ class Checkpoints:
         slots = [(b.layout, slot) for b in self._runtime.buckets.values() for slot in b.layout.slots]
         parameters = {key: slot.shape for layout, slot in slots for key in layout.keys(slot.name)}
         buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._parts.model)}
-        if (mine := self._parts.optimizer) is None:
-            return Wanted(parameters, buffers, None)
-        groups = [group["params"] for group in self._groups(mine.optimizer)]
-        return Wanted(parameters, buffers, (type(mine.optimizer).__name__, groups))
+        optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
+        if optimizer is None:
+            return Wanted(parameters, buffers, None, None)
+        names = names_of(self._parts)
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
+        kind = None if scheduler is None else type(scheduler).__name__
+        return Wanted(parameters, buffers, (type(optimizer.optimizer).__name__, groups), kind)
 
     @torch.no_grad()
     def _load(self, reader: Reader, fitting: Fitting) -> None:
-        states: States = {}
+        facts, optimizer, scheduler = fitting.facts, self._parts.optimizer, self._step.lr_scheduler
+        saved = facts.optimizer
         for bucket in self._runtime.buckets.values():
             self._load_parameters(bucket, reader)
-            if bucket.layout.trainable and self._parts.optimizer is not None:
-                self._load_states(bucket, reader, fitting, states)
+            if bucket.layout.trainable and optimizer is not None and saved is not None:
+                optimizer.replace(bucket.id, self._states(bucket, reader, fitting, optimizer))
         self._load_buffers(reader)
-        values, rank = reader.manifest.values, self._control.rank
-        if (optimizer := self._parts.optimizer) is not None and fitting.has_optimizer:
-            optimizer.replace(states)
-            for group, saved in zip(optimizer.optimizer.param_groups, values["optimizer"]["groups"], strict=True):
-                _set_options(group, saved["options"])
-        if self._step.lr_scheduler is not None and "lr_scheduler" in values:
-            self._step.lr_scheduler.load_state_dict(plain.decode(values["lr_scheduler"]))
-        run = values["run"]
+        if optimizer is not None and saved is not None:
+            for group, mine in zip(saved.groups, optimizer.optimizer.param_groups, strict=True):
+                _set_options(mine, group.options)
+        if scheduler is not None and facts.lr_scheduler is not None:
+            scheduler.load_state_dict(facts.lr_scheduler.state)
         self._parts.progress.resume(reader.manifest.step)
-        self._window.resume(run["micro_steps"])
-        self._step.resume(run["skipped_steps"], plain.decode(values["loss_scale"]))
-        if f"rank/{rank}/random" in values:
-            random_numbers.restore(plain.decode(values[f"rank/{rank}/random"]), self._parts.device)
+        self._window.resume(facts.run.micro_steps)
+        self._step.resume(facts.run.skipped_steps, facts.loss_scale.model_dump())
 
     def _load_parameters(self, bucket: Bucket, reader: Reader) -> None:
         layout, shard = bucket.layout, bucket.values().to("cpu", copy=True)
@@ -262,28 +273,27 @@ class Checkpoints:
         bucket.put(shard.to(bucket.device))
         bucket.renew()
 
-    def _load_states(self, bucket: Bucket, reader: Reader, fitting: Fitting, states: States) -> None:
-        """Adds what the optimizer is to hold of this rank's fragments of a bucket."""
-        optimizer, layout = self._parts.optimizer, bucket.layout
-        assert optimizer is not None
-        home = optimizer.home_of_moments(bucket.id)
+    def _states(
+        self, bucket: Bucket, reader: Reader, fitting: Fitting, optimizer: ShardedOptimizer
+    ) -> dict[int, dict[str, Any]]:
+        """By slot: what the optimizer is to hold of this rank's fragments of a bucket that the checkpoint has."""
+        layout, home = bucket.layout, optimizer.home_of_moments(bucket.id)
+        states: dict[int, dict[str, Any]] = {}
         shards: dict[tuple[str, torch.dtype], torch.Tensor] = {}
         for index, slot in enumerate(layout.slots):
             place, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
-            if not place.numel:
+            if not place.numel or f"param/{name}" not in reader.manifest.tensors:
                 continue
-            scalars_at = optimizer.home_of_scalars(bucket.id, index)
-            state: dict[str, Any] = {}
+            state = states[index] = {}
             for key in fitting.cut.get(name, ()):
                 read = reader.read(f"state/{name}/{key}", place.offset, place.numel)
                 if (key, read.dtype) not in shards:
                     shards[key, read.dtype] = torch.zeros(layout.shard_numel, dtype=read.dtype, device=home)
                 state[key] = bucket.fragment(shards[key, read.dtype], index).copy_(read)
             for key, value in fitting.scalars.get(name, {}).items():
-                scalar = plain.decode(value)
-                state[key] = scalar.to(scalars_at) if isinstance(scalar, torch.Tensor) else scalar
-            if state:
-                states[bucket.id, index] = state
+                at = optimizer.home_of_scalars(bucket.id, index, key)
+                state[key] = value.to(at, copy=True) if isinstance(value, torch.Tensor) else value
+        return states
 
     def _load_buffers(self, reader: Reader) -> None:
         for name, buffer in persistent_buffers(self._parts.model):
@@ -308,13 +318,10 @@ def _is_cut(value: Any, numel: int) -> bool:
 
 
 def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """An option that is a tensor, such as a learning rate that is captured, stays that tensor; no other becomes one."""
     for key, value in saved.items():
-        option, now = plain.decode(value), group.get(key)
+        now = group.get(key)
         if isinstance(now, torch.Tensor):
-            now.copy_(torch.as_tensor(option))
+            now.copy_(torch.as_tensor(value))
         else:
-            group[key] = option
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(bytes_of(tensor.cpu().contiguous().reshape(-1)))
+            group[key] = value.item() if isinstance(value, torch.Tensor) and key in group else value

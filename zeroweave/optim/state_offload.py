@@ -230,10 +230,10 @@ class StateOffload:
             view.home.move(on_host)
             self._fragments[bucket].point(view.shard)
 
-    def take_in(self) -> None:
-        """What somebody has put into the optimizer's state goes where its bucket's moments live."""
-        for moments in self._moments.values():
-            self._transfers.download(moments.lower())
+    def take_in(self, bucket: int) -> None:
+        """What somebody has put into the optimizer's state of a bucket goes where that bucket's moments live."""
+        if bucket in self._moments:
+            self._transfers.download(self._moments[bucket].lower())
 
     def finish(self) -> None:
         """The host may read and write states from here on; before, copies may be under way."""

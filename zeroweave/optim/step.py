@@ -140,19 +140,23 @@ class ShardedOptimizer:
             case number:
                 self.optimizer.state[self._fragments[bucket].parameters[slot]][key] = type(number)(value.item())
 
-    def replace(self, states: States) -> None:
-        """What the optimizer holds of fragments is `states` from now on; of those that are not there, nothing."""
+    def replace(self, bucket: int, states: Mapping[int, dict[str, Any]]) -> None:
+        """What the optimizer holds of these slots' fragments is `states` from now on; that of others stays."""
         self.offload.finish()
-        for bucket, slot in self.sharded:
+        for slot, state in states.items():
             fragment = self._fragments[bucket].parameters[slot]
             self.optimizer.state.pop(fragment, None)
-            if (bucket, slot) in states:
-                self.optimizer.state[fragment] = states[bucket, slot]
-        self.offload.take_in()
+            if state and (bucket, slot) in self.sharded:
+                self.optimizer.state[fragment] = state
+        self.offload.take_in(bucket)
 
     def load(self, states: States) -> None:
         """Goes on, inside `optimizer.load_state_dict`, with `states`, which the optimizer brings up to date."""
-        self.replace(states)
+        buckets: dict[int, dict[int, dict[str, Any]]] = {}
+        for bucket, slot in self.sharded:
+            buckets.setdefault(bucket, {})[slot] = states.get((bucket, slot), {})
+        for bucket, mine in buckets.items():
+            self.replace(bucket, mine)
         with self._holding(self._whole):
             self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
 
@@ -160,8 +164,10 @@ class ShardedOptimizer:
         """Where `replace` wants what belongs to the elements of a bucket's fragments."""
         return torch.device("cpu") if bucket in self.offload.on_host() else self._device
 
-    def home_of_scalars(self, bucket: int, slot: int) -> torch.device:
-        """Where the optimizer wants its tensors of one element, such as a step counter."""
+    def home_of_scalars(self, bucket: int, slot: int, key: str) -> torch.device:
+        """Where the optimizer wants a tensor that belongs to a parameter as a whole: as `load_state_dict` has it."""
+        if key != "step":
+            return self._device
         fragment = self._fragments[bucket].parameters[slot]
         groups = zip(self.optimizer.param_groups, self._whole, strict=True)
         group = next((group for group, fragments in groups if any(f is fragment for f in fragments)), {})
