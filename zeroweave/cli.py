@@ -1,8 +1,10 @@
-"""The command line: `zeroweave demo`, `zeroweave run`, `zeroweave schedule` and `zeroweave doctor`."""
+"""The command line: `zeroweave demo`, `run`, `schedule`, `doctor` and `ckpt`."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -150,6 +152,114 @@ def doctor() -> None:
         print("zeroweave cannot train here")
         raise typer.Exit(1)
     print("zeroweave works here, within limits" if "limited" in states else "zeroweave works here")
+
+
+ckpt = typer.Typer(
+    name="ckpt", no_args_is_help=True, help="Look at checkpoints, verify, compare, export and remove them."
+)
+app.add_typer(ckpt)
+
+Checkpoint = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", exists=True, help="DIR/TAG, or DIR for its latest", show_default=False)
+]
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What cannot be read or written is said in one line, and ends the command with 2."""
+    from zeroweave.checkpoint.writer import words
+    from zeroweave.errors import EngineError
+
+    try:
+        yield
+    except BrokenPipeError:  # who reads has seen enough
+        raise
+    except (EngineError, OSError) as error:
+        print(f"zeroweave: {words(error)}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@ckpt.command()
+def inspect(checkpoint: Checkpoint) -> None:
+    """Print what a checkpoint holds: its step, ranks, stage and sizes, and every tensor. Reads its manifest only."""
+    with _told():
+        from zeroweave.report.checkpoints import inspect
+
+        inspect(checkpoint)
+
+
+@ckpt.command()
+def verify(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", exists=True, help="DIR/TAG, or DIR for all of it", show_default=False),
+    ],
+) -> None:
+    """Read every byte of a checkpoint, or of all in a folder, and say which are whole. Exits with 1 if one is not."""
+    with _told():
+        from zeroweave.checkpoint.offline import verify
+
+        broken = False
+        for tag, failure in verify(checkpoint):
+            print(f"broken  {tag}: {failure}" if failure else f"whole   {tag}", flush=True)
+            broken |= bool(failure)
+    if broken:
+        raise typer.Exit(1)
+
+
+@ckpt.command()
+def diff(first: Checkpoint, second: Checkpoint) -> None:
+    """Say which tensors and values of two checkpoints differ, bit by bit, however many ranks wrote them.
+
+    Exits with 1 if any do.
+    """
+    with _told():
+        from zeroweave.checkpoint.offline import differences, verified
+
+        different = False
+        with verified(first) as a, verified(second) as b:
+            for line in differences(a, b):
+                print(line, flush=True)
+                different = True
+    if different:
+        raise typer.Exit(1)
+    print("equal")
+
+
+@ckpt.command()
+def export(
+    checkpoint: Checkpoint,
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a new one", show_default=False)],
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="of floating tensors; the model's own if left out"),
+    ] = None,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="bytes of a file at most")] = 5 << 30,
+) -> None:
+    """Write the model of a checkpoint as Hugging Face has it: safetensors files, an index, and the model's config."""
+    with _told():
+        import torch
+
+        from zeroweave.checkpoint.export import export_checkpoint
+        from zeroweave.checkpoint.offline import verified
+
+        with verified(checkpoint) as reader:
+            export_checkpoint(reader, folder, None if dtype is None else getattr(torch, dtype), shard_bytes)
+    print(f"wrote {folder}")
+
+
+@ckpt.command()
+def prune(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, show_default=False)],
+    keep_last: Annotated[int, typer.Option(min=1, help="how many of the last ones stay", show_default=False)],
+    keep_every: Annotated[int | None, typer.Option(min=1, help="those of each so-many-th step stay, too")] = None,
+) -> None:
+    """Remove checkpoints from a folder. The one that `latest` names stays, and so does what cannot be read."""
+    with _told():
+        from zeroweave.checkpoint.folder import Folder
+
+        for tag in Folder(folder).prune(keep_last, keep_every):
+            print(f"removed {tag}")
 
 
 if __name__ == "__main__":

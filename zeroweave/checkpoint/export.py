@@ -6,16 +6,38 @@ import json
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Final
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from zeroweave.checkpoint import plain
 from zeroweave.checkpoint.files import FileWriter, Part
 from zeroweave.checkpoint.folder import discard, sync, write_file
+from zeroweave.checkpoint.manifest import DTYPES
+from zeroweave.checkpoint.reader import Reader
 from zeroweave.errors import CheckpointError
 
 _METADATA = {"format": "pt"}
 """transformers refuses files that do not say whose tensors they hold."""
+
+CONFIGS: Final = ("config", "generation_config")
+"""What models of transformers have, and `from_pretrained` reads: attributes, and files with the ending `.json`."""
+
+
+class Model(BaseModel):
+    """What a checkpoint tells of its model beside the tensors, as the value "model"."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    dtypes: dict[str, str]
+    """by NAME: the model's own; "param/NAME" may be a wider master"""
+    aliases: dict[str, str]
+    """other names of tied parameters, and the NAME of each"""
+    configs: dict[str, str]
+    """contents of the files, by name of `CONFIGS`"""
 
 
 def export(
@@ -53,6 +75,31 @@ def export(
         sync(partial)
         partial.rename(path)
         sync(path.parent)
+
+
+def export_checkpoint(reader: Reader, path: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    """Makes the folder `path` of what `reader` has, as `engine.export` does of an engine; one tensor at a time."""
+    manifest = reader.manifest
+    try:
+        model = Model.model_validate(plain.decode(manifest.values.get("model")))
+    except ValidationError:
+        raise CheckpointError(f"the checkpoint {manifest.tag!r} does not tell what an export needs") from None
+    sources = {name.partition("/")[2]: name for name in manifest.tensors if name.startswith(("param/", "buffer/"))}
+    sources |= {alias: sources[name] for alias, name in model.aliases.items() if name in sources}
+    parts = []
+    for key, name in sources.items():
+        own = DTYPES.get(model.dtypes.get(model.aliases.get(key, key), ""), reader.dtype(name))
+        kind = dtype if dtype is not None and own.is_floating_point else own
+        entry = manifest.tensors[name]
+        parts.append(Part(key, entry.shape, kind, 0, entry.numel))
+    tensors = (reader.whole(sources[part.name]).to(part.dtype) for part in parts)
+    export(path, parts, tensors, shard_bytes, partial(_write_configs, model))
+
+
+def _write_configs(model: Model, folder: Path) -> None:
+    for name in CONFIGS:
+        if name in model.configs:
+            write_file(folder / f"{name}.json", model.configs[name].encode())
 
 
 def _files(parts: Sequence[Part], shard_bytes: int) -> dict[str, list[Part]]:

@@ -7,9 +7,9 @@ Tensors, by name (NAME: a parameter's key in state dicts; R: a rank):
     buffer/NAME          a persistent buffer of rank 0, and of all ranks that have no other
     rank/R/buffer/NAME   that of rank R, where it is another
 
-Values, by name: "run", "optimizer", "lr_scheduler", "loss_scale", "client"; "scalar/NAME/KEY", what the optimizer keeps
-of a parameter as a whole, such as "step"; "rank/R/random", the states of random numbers; "data", the position of rank
-0's loader, and "rank/R/data", that of another rank where it is another.
+Values, by name: "run", "model", "optimizer", "lr_scheduler", "loss_scale", "client"; "scalar/NAME/KEY", what the
+optimizer keeps of a parameter as a whole, such as "step"; "rank/R/random", the states of random numbers; "data", the
+position of rank 0's loader, and "rank/R/data", that of another rank where it is another.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from zeroweave.checkpoint import plain, random_numbers
-from zeroweave.checkpoint.export import export
+from zeroweave.checkpoint.export import CONFIGS, Model, export
 from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.fitting import Fitting, Wanted
 from zeroweave.checkpoint.folder import Folder
+from zeroweave.checkpoint.manifest import NAMES
 from zeroweave.checkpoint.reader import Reader, opened
 from zeroweave.checkpoint.writer import Content, save, words
 from zeroweave.engine.parts import EngineParts
-from zeroweave.engine.state_dict import listed, persistent_buffers, stream
+from zeroweave.engine.state_dict import keys, listed, persistent_buffers, stream
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
@@ -111,7 +112,7 @@ class Checkpoints:
 
     def _save_config(self, folder: Path) -> None:
         """Models of transformers have a config, which `from_pretrained` reads."""
-        for config in (getattr(self._parts.model, name, None) for name in ("config", "generation_config")):
+        for config in (getattr(self._parts.model, name, None) for name in CONFIGS):
             if config is not None and hasattr(config, "save_pretrained"):
                 try:
                     config.save_pretrained(folder)
@@ -206,6 +207,7 @@ class Checkpoints:
         """What all ranks share."""
         optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
         facts: dict[str, Any] = {
+            "model": plain.encode(self._model().model_dump(), "model"),
             "run": {"micro_steps": self._window.micro_steps, "skipped_steps": self._step.skipped},
             "client": plain.encode(dict(client), "client_state"),
             "loss_scale": plain.encode(self._step.scale_state(), "the loss scale"),
@@ -217,6 +219,17 @@ class Checkpoints:
             state = plain.encode(scheduler.state_dict(), "lr_scheduler.state_dict()")
             facts["lr_scheduler"] = {"kind": type(scheduler).__name__, "state": state}
         return facts
+
+    def _model(self) -> Model:
+        """What an export without an engine needs beside the tensors."""
+        dtypes, aliases = {}, {}
+        for key, canonical, slot in keys(self._parts):
+            dtypes[canonical] = NAMES[self._parts.original_dtypes[slot.name]]
+            if key != canonical:
+                aliases[key] = canonical
+        configs: list[tuple[str, Any]] = [(name, getattr(self._parts.model, name, None)) for name in CONFIGS]
+        texts = {name: config.to_json_string() for name, config in configs if hasattr(config, "to_json_string")}
+        return Model(dtypes=dtypes, aliases=aliases, configs=texts)
 
     def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         names = names_of(self._parts)

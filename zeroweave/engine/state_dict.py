@@ -14,6 +14,7 @@ from torch import nn
 
 from zeroweave.engine.parts import EngineParts
 from zeroweave.errors import EngineError, ParameterError
+from zeroweave.layout import Slot
 from zeroweave.parameters.places import Places
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
@@ -132,14 +133,20 @@ def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None
 
 def listed(parts: EngineParts) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of all that `stream` yields, in its order. Local."""
+    for key, _, slot in keys(parts):
+        yield key, slot.shape, parts.original_dtypes[slot.name]
+    for name, buffer in persistent_buffers(parts.model):
+        yield name, tuple(buffer.shape), buffer.dtype
+
+
+def keys(parts: EngineParts) -> Iterator[tuple[str, str, Slot]]:
+    """Each key of a parameter in state dicts, that of its canonical name, and its slot; as `stream` has them. Local."""
     names = _all_names(parts)
     for bucket in parts.runtime.buckets.values():
         for number in range(bucket.layout.groups):
             for slot in bucket.layout.slots:
                 for name in names[slot.name]:
-                    yield bucket.layout.keys(name)[number], slot.shape, parts.original_dtypes[slot.name]
-    for name, buffer in persistent_buffers(parts.model):
-        yield name, tuple(buffer.shape), buffer.dtype
+                    yield bucket.layout.keys(name)[number], bucket.layout.keys(slot.name)[number], slot
 
 
 def _all_names(parts: EngineParts) -> dict[str, list[str]]:
