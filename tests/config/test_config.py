@@ -104,7 +104,7 @@ EVERYTHING: dict[str, Any] = {
     },
     "experts": {"parameters": ["*.experts.*"], "parallel_size": 2},
     "activations": {"free_threshold_bytes": 1 << 20},
-    "checkpoint": {"keep_last": 3, "keep_every": 100},
+    "checkpoint": {"keep_last": 3, "keep_every": 100, "save_on_signal": "runs/7"},
     "offload": {
         "optimizer": "adaptive",
         "params": False,
@@ -130,6 +130,7 @@ experts = { parameters = ["*.experts.*"], parallel_size = 2 }
 [checkpoint]
 keep_last = 3
 keep_every = 100
+save_on_signal = "runs/7"
 
 [offload]
 optimizer = "adaptive"

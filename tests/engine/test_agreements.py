@@ -16,6 +16,7 @@ from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control, Decision
+from zeroweave.ranks.signals import Signals
 from zeroweave.schedule import compile_schedule
 
 SCHEDULE = compile_schedule(stack(2, 1, 1), stack_facts(2, 1))
@@ -41,7 +42,7 @@ class Others:
 def agreements() -> tuple[Agreements, Others, Wire, Ledger]:
     others, ledger, device = Others(), Ledger(2, 0), torch.device("cpu")
     transport = Wire(LocalTransport(device), device)
-    made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4))
+    made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4), Signals())
     return made, others, transport, ledger
 
 
@@ -57,8 +58,8 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     assert others.told == [("the check after backward 1", first), ("the check after backward 2", second)]
     others.told.clear()
     found = made.step(b"\1", b"", b"", SCHEDULE)
-    assert found.decision == Decision(b"\1", adopt=False)
-    mine = Agreement(4, 2, ledger.hash, b"\1", SCHEDULE.fingerprint, SCHEDULE.shape)
+    assert found.decision == Decision(b"\1\0", adopt=False)
+    mine = Agreement(4, 2, ledger.hash, b"\1\0", SCHEDULE.fingerprint, SCHEDULE.shape)
     assert others.told == [("counts", 4, 2), ("agreement", mine)]
     made.backward()
     assert others.told[-1][0] == "the check after backward 1"

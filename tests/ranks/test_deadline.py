@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 import torch.distributed as dist
 
 from zeroweave.comm.ledger import Ledger
 from zeroweave.ranks.board import Board
-from zeroweave.ranks.watcher import LOOK_SECONDS, SILENCE, StatusLine, Watcher
+from zeroweave.ranks.process import is_stopped, own
+from zeroweave.ranks.status import StatusLine
+from zeroweave.ranks.watcher import LOOK_SECONDS, SILENCE, Watcher
 
 DEADLINE = 20.0
 
@@ -152,3 +160,24 @@ def test_a_rank_that_nobody_misses_may_be_silent(left: str) -> None:
     there.line.post(left=left, count=1)
     here.waits(0.0)
     assert all(here.says(look * LOOK_SECONDS) is None for look in range(5 * SILENCE))
+
+
+@pytest.mark.parametrize("issued", [0, 1])
+def test_a_rank_whose_process_is_stopped_is_late_at_once(issued: int) -> None:
+    """It does not matter whether it has come: one that was stopped in the middle of a collective may not go on."""
+    here, there = world(2)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        process = own().replace(f" {os.getpid()}", f" {child.pid}")
+        here.issues()
+        there.issues(issued)
+        there.line.post(process=process)
+        there.says(0.0)
+        here.says(0.0)
+        here.waits(0.0)
+        child.send_signal(signal.SIGSTOP)
+        while not is_stopped(process):
+            time.sleep(0.01)
+        assert all(here.says(now) is None for now in times(0.0, DEADLINE))
+        found = [said for now in times(DEADLINE + 1.0, DEADLINE + 3.0) if (said := here.says(now)) is not None]
+        assert f"rank 1 (before its first call, after {issued} collectives, its process is stopped)" in found[0]
+        child.kill()

@@ -9,16 +9,8 @@ import torch.distributed as dist
 
 from zeroweave.comm.ledger import Ledger
 from zeroweave.ranks.board import Board
-from zeroweave.ranks.watcher import (
-    ALIKE_SECONDS,
-    LOST_SECONDS,
-    POLL_SECONDS,
-    Failure,
-    RankStatus,
-    StatusLine,
-    Watcher,
-    question_of,
-)
+from zeroweave.ranks.status import Failure, RankStatus, StatusLine, question_of
+from zeroweave.ranks.watcher import ALIKE_SECONDS, LOST_SECONDS, POLL_SECONDS, Watcher
 
 DEADLINE = 20.0
 

@@ -17,6 +17,7 @@ import re
 import shutil
 import stat
 import uuid
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -94,7 +95,20 @@ class Folder:
             discard(away)
         return gone
 
+    def free(self, tag: str) -> str:
+        """This tag, or where it is taken one like it.
+
+        A run that goes on from an older checkpoint comes to the same steps again.
+        """
+        tags = (tag if number == 1 else f"{tag}.{number}" for number in count(1))
+        return next(each for each in tags if not os.path.lexists(self.path / each))
+
     # ------------------------------------------------------------------ reading
+    @property
+    def empty(self) -> bool:
+        """Has nothing been saved here?"""
+        return not (self.tags() or os.path.lexists(self.path / LATEST))
+
     def tags(self) -> list[str]:
         """The tags of all checkpoints, sorted."""
         if not self.path.is_dir():

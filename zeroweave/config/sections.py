@@ -168,13 +168,16 @@ class ActivationsConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Which checkpoints stay; see docs/checkpoints.md."""
+    """Which checkpoints stay, and when one is written unasked; see docs/checkpoints.md."""
 
     keep_last: Annotated[int, Field(ge=1)] | None = None
     """Each save removes older checkpoints of its folder than this many; None: all stay."""
 
     keep_every: Annotated[int, Field(ge=1)] | None = None
     """Those whose optimizer step is a multiple of this stay for good."""
+
+    save_on_signal: Annotated[str, Field(min_length=1)] | None = None
+    """SIGTERM and SIGUSR1 at any rank save to this folder at the end of the step; SIGTERM then ends the job."""
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> Self:

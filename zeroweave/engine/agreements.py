@@ -13,6 +13,7 @@ from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.compare import compare, first_difference
 from zeroweave.ranks.control import Agreement, Control, Decision, Diverged, decide
 from zeroweave.ranks.differ import MODULES
+from zeroweave.ranks.signals import Signals
 from zeroweave.schedule import Costs, Schedule
 
 SCHEDULE_SECONDS: Final = 30.0
@@ -36,12 +37,13 @@ class Found:
 class Agreements:
     """What the ranks of one engine compare, and decide together.
 
-    While `transport` skips communication, each decides as if the others had said what it says.
+    While `transport` skips communication, each decides as if the others had said what it says. Each step
+    they tell each other which `signals` have come.
     """
 
-    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress) -> None:
+    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress, signals: Signals) -> None:
         self._control, self._transport = control, transport
-        self._alarm, self._progress = alarm, progress
+        self._alarm, self._progress, self._signals = alarm, progress, signals
         self._backwards = self._changes = self._agreed = 0
 
     def step(
@@ -63,12 +65,18 @@ class Agreements:
             self._alarm.post_counts(step, count)
         digest, found = self._progress.ledger.hash, nonfinite()
         flags = had_gradient + late + viewed
+        if not self._transport.skips:
+            flags += self._signals.flags
         mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
         decision = decide([mine]) if self._transport.skips else self._agree(mine, "agreement")
         if decision.differ:
             self.schedule(candidate)
-        flags, split = decision.flags, len(had_gradient) + len(late)
-        return Found(decision, flags[: len(had_gradient)], flags[len(had_gradient) : split], flags[split:])
+        first, second = len(had_gradient), len(had_gradient) + len(late)
+        third = second + len(viewed)
+        flags = decision.flags
+        if not self._transport.skips:
+            self._signals.agree(flags[third:])
+        return Found(decision, flags[:first], flags[first:second], flags[second:third])
 
     def union(self, what: str, flags: bytes) -> bytes:
         """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""

@@ -16,6 +16,8 @@ from zeroweave.experts import find_experts
 from zeroweave.optim.check import check_optimizer
 from zeroweave.parameters.check import check
 from zeroweave.parameters.weights import Buffers, Weights, WeightsLike, weights_of
+from zeroweave.ranks.faults import Fault
+from zeroweave.ranks.signals import check_thread
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -30,13 +32,16 @@ class Asked:
     experts: frozenset[int]
     weights: Weights
     buffers: Buffers
+    fault: Fault | None
 
 
 def asked_for(
     model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any, weights: WeightsLike | None
 ) -> Asked:
     """Raises what `initialize` does for arguments that are refused."""
-    settings = Config.load(config)
+    settings, fault = Config.load(config), Fault.asked_for()
+    if settings.checkpoint.save_on_signal is not None:
+        check_thread()
     passes_of(settings)
     check(model)
     experts = find_experts(model, settings.experts)
@@ -46,7 +51,7 @@ def asked_for(
         check_optimizer(optimizer, model)
     source = weights_of(model, weights)
     scheduler = _scheduler_of(lr_scheduler, optimizer)
-    return Asked(settings, optimizer, scheduler, experts, source, Buffers(model, source))
+    return Asked(settings, optimizer, scheduler, experts, source, Buffers(model, source), fault)
 
 
 def _scheduler_of(given: Any, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -51,6 +51,8 @@ from zeroweave.parameters.stub import StubStatus
 from zeroweave.parameters.weights import WeightsLike
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Control
+from zeroweave.ranks.faults import Faults
+from zeroweave.ranks.signals import Signals
 from zeroweave.ranks.start import backstop, start_process_group
 from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.runtime import Runtime
@@ -205,7 +207,7 @@ def _assemble(
     original = {name: p.dtype for name, p in named.items()}
     slot_of = {id(p): place[name] for name, p in named.items()}
     del named
-    stubs = StubStatus()
+    stubs, signals = StubStatus(), Signals()
     places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
@@ -219,7 +221,7 @@ def _assemble(
         control=control,
         progress=guard.progress,
         guard=guard,
-        agreements=Agreements(control, transport, guard.alarm, guard.progress),
+        agreements=Agreements(control, transport, guard.alarm, guard.progress, signals),
         places=places,
         stubs=stubs,
         optimizer=sharded,
@@ -227,10 +229,11 @@ def _assemble(
         device=device,
         ends=ends,
     )
-    return _compose(parts, _facts(settings, layouts, runtime.policy, sharded), asked.scheduler)
+    faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
+    return _compose(parts, _facts(settings, layouts, runtime.policy, sharded), asked.scheduler, signals, faults)
 
 
-def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any) -> Engine:
+def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signals, faults: Faults) -> Engine:
     """The engine, of objects that each know those before them."""
     settings, runtime = parts.config, parts.runtime
     scheduler = Scheduler(parts, facts)
@@ -243,16 +246,25 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any) -> Engine:
     looks = checks(settings, layouts)
     scaler = Scaler(runtime.gradients, loss_scale_of(settings, layouts), looks, parts.transport, parts.device)
     window = Window(parts, scaler, scheduler, shown)
-    runtime.attach(window)
+    runtime.attach(faults.before(window, "backward_began", "backward"))
     if settings.gather_after_step:
         shown.open()
-    step = OptimizerStep(parts, window, scaler, scheduler, shown, _adaptive(parts), lr_scheduler)
+    updating = faults.before(scaler, "take", "update")
+    step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
     values = Values(parts, window, scaler, shown)
-    checkpoints = Checkpoints(parts, window, step, values)
+    checkpoints = Checkpoints(parts, window, step, values, signals, faults)
     if parts.optimizer is not None:
         served = StateDicts(parts.optimizer, parts.places.names, parts.transport, parts.control, checkpoints.alone)
         parts.ends.callback(served.close)
-    return Engine(parts, calls, scheduler, window, step, values, checkpoints, samples)
+    after_step: list[Callable[[Engine], None]] = []
+    if settings.checkpoint.save_on_signal is not None:
+        signals.listen()
+        parts.ends.callback(signals.close)
+        after_step.append(lambda _: checkpoints.step_ended())
+    if samples is not None:
+        after_step.append(lambda engine: samples.step_ended(engine.global_steps, engine.stats))
+    calls = faults.before(calls, "session", "forward")
+    return Engine(parts, calls, scheduler, window, step, values, checkpoints, after_step)
 
 
 def _adaptive(parts: EngineParts) -> Adaptive | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -143,3 +143,10 @@ class Calls:
             call.remove()
         if self.templates is not None:
             self.templates.close()
+
+
+def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
+    """See `Engine.train_step`."""
+    if loss_fn is not None:
+        return loss_fn(output, batch)
+    return output if isinstance(output, torch.Tensor) else output.loss

@@ -14,12 +14,14 @@ position of rank 0's loader, and "rank/R/data", that of another rank where it is
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import prod
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -40,12 +42,15 @@ from zeroweave.engine.window import Window
 from zeroweave.engine.written import digest
 from zeroweave.errors import CheckpointError, EngineError
 from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.ranks.faults import Faults
+from zeroweave.ranks.signals import Signals
 from zeroweave.runtime.bucket import Bucket
 
 StrPath: TypeAlias = str | os.PathLike[str]
 Plain: TypeAlias = Mapping[str, Any]
 """Values that `plain.encode` takes, by name."""
 
+_LOG: Final = logging.getLogger("zeroweave")
 _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Of an optimizer's groups: what they are of, and how they compute, which is this run's own affair."""
 
@@ -53,9 +58,21 @@ _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "c
 class Checkpoints:
     """Saves one engine and loads into it. The public methods are those of `Engine`, which tells more of them."""
 
-    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep, values: Values) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        window: Window,
+        step: OptimizerStep,
+        values: Values,
+        signals: Signals,
+        faults: Faults,
+    ) -> None:
         self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
         self._window, self._step, self._values = window, step, values
+        self._signals, self._faults = signals, faults
+        self._client_state: Callable[[], Plain] = dict
+        self._data: Any = None
+        """both: what a checkpoint has that a signal asks for"""
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
@@ -68,18 +85,37 @@ class Checkpoints:
     def save(self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any) -> str:
         client = dict(client_state or {})
         with self.alone("save"):
-            step = self._parts.progress.step
-            tag = self._control.broadcast_object(tag, label="the tag of a checkpoint")
-            tag = f"step-{step:08d}" if tag is None else tag
+            step, folder = self._parts.progress.step, Folder(path)
+            tag = folder.free(f"step-{step:08d}") if tag is None else tag
+            tag = str(self._control.broadcast_object(tag, label="the tag of a checkpoint"))
             keeping, stage = self._parts.config.checkpoint, self._parts.config.stage
             keep = None if keeping.keep_last is None else (keeping.keep_last, keeping.keep_every)
-            content = partial(self._content, self._own_buffers(), self._data(data), client)
-            save(Folder(path), tag, step, stage, content, self._control, keep)
+            content = partial(self._content, self._own_buffers(), self._position(data), client)
+            folder = self._faults.before(folder, "publish", "publish")
+            save(folder, tag, step, stage, content, self._control, keep)
             return tag
 
-    def load(self, path: StrPath, tag: str | None, strict: bool, data: Any) -> dict[str, Any]:
+    def on_signal(self, client_state: Callable[[], Plain] | None, data: Any) -> None:
+        self._client_state, self._data = client_state or dict, data
+
+    def step_ended(self) -> None:
+        """Saves, and ends the job, where the ranks know of signals that ask for it. Collective."""
+        folder, signals = self._parts.config.checkpoint.save_on_signal, self._signals.take()
+        if not signals or folder is None:
+            return
+        tag, ends = self.save(folder, None, self._client_state(), self._data), SIGTERM in signals
+        if self._control.rank == 0:
+            names = " and ".join(sorted(number.name for number in signals))
+            _LOG.warning("zeroweave: %s: saved as %s%s", names, Path(folder) / tag, "; the job ends" if ends else "")
+        if ends:
+            raise SystemExit(128 + SIGTERM)
+
+    def load(self, path: StrPath, tag: str | None, strict: bool, data: Any, missing_ok: bool) -> dict[str, Any]:
         with self.alone("load"):
-            with opened(Folder(path), tag, self._control) as reader:
+            folder = Folder(path)
+            if missing_ok and self._control.broadcast_object(folder.empty, label="whether there is a checkpoint"):
+                return {}
+            with opened(folder, tag, self._control) as reader:
                 fitting = Fitting(reader.manifest, self._wanted(), strict)
                 fitting.check()
                 if data is not None:  # first: it may refuse, and then nothing has changed
@@ -136,7 +172,7 @@ class Checkpoints:
             return {f"buffer/{name}": buffer for name, buffer in buffers.items()}
         return {f"rank/{rank}/buffer/{name}": b for name, b in buffers.items() if first.get(name) != digests[name]}
 
-    def _data(self, data: Any) -> dict[str, Any]:
+    def _position(self, data: Any) -> dict[str, Any]:
         """The position of a loader: rank 0's, and that of this rank where it is another one. Collective."""
         if data is None:
             return {}
@@ -158,7 +194,7 @@ class Checkpoints:
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
         if rank == 0:
             values |= self._facts(client)
-        return Content(parts, self._tensors(buffers), values)
+        return Content(parts, self._faults.amid(self._tensors(buffers), "write"), values)
 
     def _tensors(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """What is written, in host memory, in the order of the parts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
@@ -11,10 +11,9 @@ from torch import nn
 
 from zeroweave.comm.ledger import Ledger
 from zeroweave.eager.hooks import own_outputs
-from zeroweave.engine.calls import Calls
+from zeroweave.engine.calls import Calls, loss_of
 from zeroweave.engine.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.parts import EngineParts
-from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Plan, Recording, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
@@ -46,7 +45,7 @@ class Engine:
         step: OptimizerStep,
         values: Values,
         checkpoints: Checkpoints,
-        samples: Samples | None,
+        after_step: Sequence[Callable[[Engine], None]],
     ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
         self.rank, self.world = parts.control.rank, parts.control.world
@@ -56,7 +55,7 @@ class Engine:
         self._values = values  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
-        self._samples = samples  # measured steps, where the environment asks for them
+        self._after_step = after_step  # what the config or the environment asks for after each optimizer step
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -112,10 +111,7 @@ class Engine:
         else:
             output = self(*batch) if isinstance(batch, tuple | list) else self(batch)
         with self._guard("loss_fn"):
-            if loss_fn is not None:
-                loss = loss_fn(output, batch)
-            else:
-                loss = output if isinstance(output, torch.Tensor) else output.loss
+            loss = loss_of(output, batch, loss_fn)
         self.backward(loss)
         self.step()
         return loss.detach()
@@ -177,8 +173,9 @@ class Engine:
             boundary = self._window.ends()
             self._step.take(boundary)
             self._window.micro_step_ended(boundary)
-        if boundary and self._samples is not None:
-            self._samples.step_ended(self.global_steps, self.stats)
+        if boundary:
+            for asked in self._after_step:
+                asked(self)
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
@@ -290,14 +287,21 @@ class Engine:
         """
         return self._checkpoints.save(path, tag, client_state, data)
 
-    def load(self, path: StrPath, tag: str | None = None, strict: bool = True, data: Any = None) -> dict[str, Any]:
+    def load(
+        self, path: StrPath, tag: str | None = None, strict: bool = True, data: Any = None, missing_ok: bool = False
+    ) -> dict[str, Any]:
         """Goes on where `save` was called, at any stage and with any number of ranks; returns the `client_state`.
 
         `tag`: None for the latest. `data`: what `save` was given, to be set. Every byte is checked first:
         CheckpointError, which changes nothing, for what is broken, or of another model. Not `strict`: what is missing
-        stays as it is, and what is left over is not read. Collective.
+        stays as it is, and what is left over is not read. `missing_ok`: where there is no checkpoint yet, nothing
+        happens, and `{}` comes back. Collective.
         """
-        return self._checkpoints.load(path, tag, strict, data)
+        return self._checkpoints.load(path, tag, strict, data, missing_ok)
+
+    def on_signal(self, client_state: Callable[[], Plain] | None = None, data: Any = None) -> None:
+        """What `save` is given where a signal asks for it (`checkpoint.save_on_signal`), and called for then."""
+        self._checkpoints.on_signal(client_state, data)
 
     def export(self, path: StrPath, dtype: torch.dtype | None = None, shard_bytes: int = 5 << 30) -> None:
         """Writes the model's `state_dict` to the folder `path` as Hugging Face has it: safetensors and an index.
@@ -338,10 +342,7 @@ class Engine:
             return self._scheduler.plan(operations, changes_of(prefetch_ahead, **changes))
 
     def use(self, plan: Plan) -> None:
-        """Follows `plan` from the next step on. Collective, between two optimizer steps.
-
-        Raises AgreementError on all ranks unless all follow the same one.
-        """
+        """Follows `plan` from the next step on; AgreementError unless all ranks do. Collective, between two steps."""
         plan.use()
 
     def reschedule(self, prefetch: Prefetch | None = None, **changes: Unpack[PlanChanges]) -> Schedule | None:

@@ -13,9 +13,13 @@ that polls the board and ends its process, with the reason on stderr, when one o
 3. Another process has ended through an uncaught exception, or was rank 0, which keeps the board, and has gone without
    a word.
 4. This rank has waited in a collective for longer than the deadline for one that has issued fewer, and nothing more
-   for as long; if it is silent, too, for a minute more. How long a rank computes, or is silent, while nobody waits for
-   it does not matter.
+   for as long; if it is silent, too, for a minute more, unless it is on this machine and its process is stopped. How
+   long a rank computes, or is silent, while nobody waits for it does not matter. So, too, if rank 0, which keeps the
+   board, has not answered for as long (`answers`).
 5. Another rank has issued other collectives than this one.
+
+Where a rank was missed for longer than the deadline, in a collective or by the control group, every rank writes
+Python's stacks before it ends (`stacks`).
 
 A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that, but by
 rule 2 those that go on to wait for it.
@@ -31,25 +35,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from zeroweave.errors import RankFailure
+from zeroweave.ranks import stacks
+from zeroweave.ranks.answers import Answers
 from zeroweave.ranks.board import Board
 from zeroweave.ranks.control import Control
-from zeroweave.ranks.watcher import (
-    ALIKE_SECONDS,
-    LOOK_SECONDS,
-    Failure,
-    StatusLine,
-    Trail,
-    Watcher,
-    describe,
-    end_process,
-    question_of,
-    read,
-    tell,
-)
+from zeroweave.ranks.process import is_gone, is_stopped, own
+from zeroweave.ranks.status import Failure, StatusLine, describe, question_of, read, tell
+from zeroweave.ranks.watcher import ALIKE_SECONDS, LOOK_SECONDS, Trail, Watcher, end_process
 
 CAUSE_SECONDS = 2 * LOOK_SECONDS
 """Within this time a watcher finds out what broke a collective, if anybody has told."""
@@ -81,16 +77,20 @@ class Alarm:
         self._shared: str | None = None  # the last error that all ranks had
         self._process = os.getpid()
         self._line: StatusLine | None = None
+        self._asked: float | None = None  # since when the user's thread has asked the board
         if control.board is None:
             return
         self._line = StatusLine(control.board.connect())
-        self._line.post()
+        self._line.post(process=own())
         self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds, lambda: control.operations)
         self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._watcher.run, args=(self._stop,), name="zeroweave alarm", daemon=True
+        answers = Answers(self._watcher, self._waits_since, end, control.deadline_seconds)
+        self._thread, self._second = (
+            threading.Thread(target=run, args=(self._stop,), name="zeroweave alarm", daemon=True)
+            for run in (self._watcher.run, answers.run)
         )
         self._thread.start()
+        self._second.start()
         # A thread that comes back from the store into an interpreter that has ended aborts the process.
         atexit.register(self._at_exit)
 
@@ -106,9 +106,15 @@ class Alarm:
         if isinstance(error, RankFailure):
             # A broken connection is no cause. If the watcher knows or finds one, it ends this process with that.
             self._thread.join(CAUSE_SECONDS)
-        line, count = self._line, self._progress()[1]
+        with self._asking():
+            return self._tell(self._line, place, step, error)
+
+    def _tell(self, line: StatusLine, place: str, step: int, error: BaseException) -> bool:
+        """See `failed`."""
+        count = self._progress()[1]
         broken = self._control.broken is not None or isinstance(error, RankFailure)
-        mine = Failure(line.epoch, step, place, count, describe(error), broken, self._control.operations)
+        missed = self._control.late
+        mine = Failure(line.epoch, step, place, count, describe(error), broken, self._control.operations, missed)
         known: list[str] = []
         try:
             line.post(failure=mine)
@@ -118,8 +124,11 @@ class Alarm:
                 theirs = status.failure
                 if rank != self.rank and theirs is not None and theirs.epoch == mine.epoch:
                     known.append(tell(rank, theirs))
+                    missed = missed or theirs.missed
         except ConnectionError as lost:
             alike, known = False, [*self._watcher.heard(), str(lost)]
+        if missed and (where := stacks.write(self._watcher.stacks, self.rank)):
+            error.add_note(where.removeprefix("; "))
         if alike:
             self._shared = mine.error
             line.survive()
@@ -142,7 +151,7 @@ class Alarm:
         issued more and does not come is stuck, and its watcher ends it.
         """
         if self._line is not None:
-            with suppress(ConnectionError):  # the agreement that follows fails and says why
+            with self._asking(), suppress(ConnectionError):  # the agreement that follows fails and says why
                 self._line.post(step=step, count=count)
 
     def meet(self, place: str, call: str) -> None:
@@ -152,7 +161,7 @@ class Alarm:
         AgreementError where ranks meet in different calls, or one does not come before the deadline.
         """
         if self._line is not None:
-            with suppress(ConnectionError):  # the meeting fails and says why
+            with self._asking(), suppress(ConnectionError):  # the meeting fails and says why
                 meetings = self._line.status.meetings + 1
                 self._line.post(meetings=meetings, count=self._progress()[1], call=call)
                 self._line.board.ring()
@@ -166,6 +175,20 @@ class Alarm:
         """
         self._leave("it closed its engine")
 
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        self._asked = time.monotonic()
+        try:
+            yield
+        finally:
+            self._asked = None
+
+    def _waits_since(self) -> float | None:
+        """Since when the user's thread has waited for other ranks, if it does."""
+        collective = self._trail.waiting
+        times = [self._asked, self._control.waiting, None if collective is None else collective[1]]
+        return max((time for time in times if time is not None), default=None)
+
     def _verdict(self, board: Board, mine: Failure) -> str:
         """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
         question, begin = question_of(mine), time.monotonic()
@@ -178,7 +201,7 @@ class Alarm:
                 return board.decide(question, "different")
             if len(same) == self.world:
                 return board.decide(question, "alike")
-            if time.monotonic() - begin > seconds or any(status.left for status in statuses):
+            if time.monotonic() - begin > seconds or any(status.left or is_gone(status.process) for status in statuses):
                 return board.decide(question, "alone")
             time.sleep(0.02)
         return decided
@@ -204,8 +227,9 @@ class Alarm:
             return
         stopped = self._stop.is_set()
         self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(PARTING_SECONDS)
+        for thread in (self._thread, self._second):
+            if threading.current_thread() is not thread:
+                thread.join(PARTING_SECONDS)
         with suppress(ConnectionError):
             if not (self._watcher.host_left or stopped):
                 line.post(count=self._progress()[1], left=how)
@@ -217,5 +241,8 @@ class Alarm:
 
     def _await_others(self, board: Board) -> None:
         deadline = time.monotonic() + PARTING_SECONDS
-        while time.monotonic() < deadline and not all(status.left or status.parted for status in read(board)):
+        while time.monotonic() < deadline:
+            waiting = [status.process for status in read(board) if not (status.left or status.parted)]
+            if all(is_gone(process) or is_stopped(process) for process in waiting):
+                return
             time.sleep(0.02)

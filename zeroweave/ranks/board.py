@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,11 +24,14 @@ HEADINGS = ("arrived", "status", "digest 0", "digest 1", "lines", "marks")
 class Board:
     """One connection to the store. Every method raises `ConnectionError` once rank 0's process has gone.
 
-    `reach` opens a connection; `server`, on rank 0, is the store itself, which lives as long as this board.
+    `reach` opens a connection; `server`, on rank 0, is the store itself, which lives as long as this board. `name`:
+    what all ranks call it, and no other one.
     """
 
-    def __init__(self, rank: int, world: int, reach: Callable[[], Store], server: Store | None = None) -> None:
-        self.rank, self.world = rank, world
+    def __init__(
+        self, rank: int, world: int, reach: Callable[[], Store], server: Store | None = None, name: str = ""
+    ) -> None:
+        self.rank, self.world, self.name = rank, world, name
         self._reach, self._server = reach, server
         self._connection: Store | None = None
         with self._connected() as store:
@@ -45,22 +49,22 @@ class Board:
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         timeout = timedelta(seconds=deadline_seconds)
         server = _tcp_store("127.0.0.1", 0, timeout, serve=True) if rank == 0 else None
-        told: list[tuple[str, str, int]] = [("", "", 0)] * world
+        told: list[tuple[str, str, int, str]] = [("", "", 0, "")] * world
         # MASTER_ADDR belongs to the first rank of the job, which need not be in this group.
         first_of_job = dist.get_rank() == 0 and os.environ.get("MASTER_ADDR")
-        mine = (machine(), first_of_job or socket.gethostname(), server.port if server else 0)
+        mine = (machine(), first_of_job or socket.gethostname(), server.port if server else 0, uuid.uuid4().hex)
         dist.all_gather_object(told, mine, group=process_group)
-        _, name, port = told[0]
-        host = "127.0.0.1" if len({where for where, _, _ in told}) == 1 else name
+        _, address, port, name = told[0]
+        host = "127.0.0.1" if len({where for where, *_ in told}) == 1 else address
 
         def reach() -> Store:
             return _tcp_store(host, port, timeout)
 
-        return cls(rank, world, reach, server)
+        return cls(rank, world, reach, server, name)
 
     def connect(self) -> Board:
         """The same board over a connection of its own."""
-        return Board(self.rank, self.world, self._reach)
+        return Board(self.rank, self.world, self._reach, name=self.name)
 
     def part(self, name: str) -> Store:
         """A store inside this one, for the rendezvous of a process group."""

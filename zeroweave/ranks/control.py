@@ -101,6 +101,10 @@ class Control:
         self.rank, self.world, self.deadline_seconds = rank, world, deadline_seconds
         self.board = board
         self.broken: str | None = None
+        self.late = False
+        """is it broken because a rank did not come before the deadline?"""
+        self.waiting: float | None = None
+        """since when this rank waits in an operation, if it does; an alarm's thread reads it"""
         self.operations = 0
         """how many this rank has begun; the alarm's thread reads it"""
         self._group = group
@@ -208,7 +212,7 @@ class Control:
     def _wait(self, issue: Callable[[dist.ProcessGroup], dist.Work], label: str) -> None:
         """Issues an operation of the group and waits for it; what went wrong is raised, and told to the others."""
         assert self._group is not None
-        begin = time.monotonic()
+        begin = self.waiting = time.monotonic()
         try:
             work = issue(self._group)
             try:
@@ -220,6 +224,8 @@ class Control:
             lost = self._explain(label, time.monotonic() - begin, error)
             self.broken = str(lost)
             raise lost from error
+        finally:
+            self.waiting = None
 
     def _arrive(self, label: str, failure: str = "") -> None:
         assert self.board is not None
@@ -247,7 +253,7 @@ class Control:
         last = {rank: _label(self._headers[rank]) or "nowhere yet" for rank in missing}
         who = ", ".join(f"rank {rank} (last seen at '{label}')" for rank, label in last.items())
         if waited >= 0.95 * self.deadline_seconds:
-            reason = f"{who} did not arrive within the deadline of {self.deadline_seconds:g} s"
+            reason, self.late = f"{who} did not arrive within the deadline of {self.deadline_seconds:g} s", True
         else:
             reason = f"{who} did not arrive, and the connection was lost after {waited:.1f} s: {error}"
         self._arrive(label, reason.replace("\n", " "))

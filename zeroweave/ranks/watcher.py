@@ -1,6 +1,5 @@
-"""What a rank tells the others about itself, and the watcher that reads what they tell.
+"""The watcher, which reads what ranks tell about themselves and decides when this process must end.
 
-`RankStatus` is a rank's line on the board, `StatusLine` this rank's own; `Watcher` decides when this process must end.
 The rules are in `alarm`.
 """
 
@@ -12,13 +11,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Protocol
 
-from pydantic import TypeAdapter
-
-from zeroweave.ranks.board import Board
+from zeroweave.ranks import stacks
 from zeroweave.ranks.differ import ADVICE, Issued, dump, explain, parse
+from zeroweave.ranks.process import is_stopped
+from zeroweave.ranks.status import Failure, RankStatus, StatusLine, question_of, read, tell
 
 ALIKE_SECONDS = 10.0
 """How long a failure that no other rank has gone past waits for them to fail alike."""
@@ -30,94 +28,14 @@ SILENCE = 60
 
 Of one that lives it takes a new word to know that it has not come: it may have, while a compiler held Python's lock.
 """
+_STOPPED = 3
+"""Looks without a sign of life after which it is asked whether a process is stopped."""
 LOST_SECONDS = 30.0
 """How long a watcher that has lost the board waits for its own process to end or close."""
 _NEWS_SECONDS = 0.3
 """Within this time every watcher has heard a ring."""
 _ANSWER_SECONDS = 1.0
 """How long a watcher waits for what another rank remembers of its collectives."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception that left the engine on one rank; `final` if the others cannot share it.
-
-    `epoch` counts the failures that all ranks have survived together before; `count` the collectives issued,
-    `operations` those of the control group.
-    """
-
-    epoch: int
-    step: int
-    place: str
-    count: int
-    error: str
-    final: bool = False
-    operations: int = 0
-
-    @property
-    def spot(self) -> tuple[int, str, int, int]:
-        """Where it happened. The counts belong to it: after different collectives ranks cannot go on."""
-        return self.step, self.place, self.count, self.operations
-
-
-@dataclass(frozen=True)
-class RankStatus:
-    """A rank's line on the board.
-
-    `issued`, `trail`, `latest`: how many collectives it had issued when it last showed that it lives, their hash,
-    and the last of them in words. `call`: where it was then, "in forward" or "after step".
-    `asks`: it wants to know what the others remember of their collectives.
-    `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number
-    since the beginning; `meetings`: how often it has come to meet the others in a call, the last time after `count`;
-    once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
-    there. `parted`: it knows that rank 0 has left.
-    """
-
-    beat: int = 0
-    issued: int = 0
-    trail: int | None = None
-    latest: str = ""
-    call: str = ""
-    asks: bool = False
-    step: int = -1
-    count: int = 0
-    meetings: int = 0
-    left: str = ""
-    parted: bool = False
-    failure: Failure | None = None
-
-    def dump(self) -> str:
-        return _STATUS.dump_json(self).decode()
-
-    @classmethod
-    def parse(cls, text: str) -> RankStatus:
-        return _STATUS.validate_json(text) if text else cls()
-
-
-_STATUS: Final = TypeAdapter(RankStatus)
-
-
-class StatusLine:
-    """This rank's line, written by both threads. `epoch`: failures that all ranks have survived together."""
-
-    def __init__(self, board: Board) -> None:
-        self.board, self.epoch, self.status = board, 0, RankStatus()
-        self._lock = threading.Lock()
-
-    def post(self, **changes: Any) -> None:
-        with self._lock:
-            self.status = replace(self.status, **changes)
-            self.board.post("status", self.status.dump())
-
-    def survive(self) -> None:
-        """All ranks have failed alike, and go on."""
-        self.epoch += 1
-
-    @property
-    def failing(self) -> bool:
-        """Whether this rank has failed itself: its own thread then decides what happens to it."""
-        failure = self.status.failure
-        return failure is not None and failure.epoch == self.epoch
 
 
 class Trail(Protocol):
@@ -159,6 +77,10 @@ class Watcher:
         self._issued: dict[int, tuple[int, float]] = {}  # per rank what it had issued, and when that was seen first
         self._overdue: tuple[int, dict[int, int]] | None = None  # collective, and the beats of who has not come to it
         self._remembered = False  # has this rank told what it remembers?
+        self._missed = False  # was a rank missed for longer than the deadline?
+        self.rank, self.stacks = line.board.rank, stacks.folder(line.board)
+        self.asked: float | None = None
+        """since when it has asked the board, or thought about what that said"""
 
     @property
     def host_left(self) -> bool:
@@ -167,13 +89,15 @@ class Watcher:
 
     def run(self, stop: threading.Event) -> None:
         while not stop.wait(POLL_SECONDS):
-            now = time.monotonic()
+            now = self.asked = time.monotonic()
             told = self.look(now)
             found = told or self.find(now)
             if found is not None and not stop.is_set():
+                where = stacks.write(self.stacks, self.rank) if self._missed else ""
                 self._part(found, ours=told is None)
-                self._end(f"rank {self._board.rank} is ended by its alarm: {found}")
+                self._end(f"rank {self.rank} is ended by its alarm: {found}{where}")
                 return
+            self.asked = None
 
     def look(self, now: float) -> str | None:
         """Reads the board if it is time to; what another rank says that must end this process, or None."""
@@ -193,6 +117,7 @@ class Watcher:
             over = failure.final or bool(status.left) or gone_on
             # Asked last: this rank's own thread may have failed meanwhile.
             if self._is_fatal(failure, over) and not self._line.failing:
+                self._missed = failure.missed
                 return "; ".join(self.heard())  # all: a broken connection is no cause, but what broke it is one
         return None
 
@@ -254,16 +179,14 @@ class Watcher:
         """Has this rank waited in a collective for longer than the deadline for ranks that have not come to it?
 
         They have issued fewer, and nothing more for as long. What they say is some time old when it is read: only
-        what they have said after the deadline counts, or that they have said nothing for `SILENCE` looks. A rank that
-        nobody waits for may be silent for as long as it likes.
+        what they have said after the deadline counts, or that they have said nothing for `SILENCE` looks, or that their
+        processes are stopped. A rank that nobody waits for may be silent for as long as it likes.
         """
         waiting = self._trail.waiting
-        behind = {} if waiting is None else {r: s for r, s in self._others() if not s.left and s.issued < waiting[0]}
-        if waiting is None or not behind:
+        missing = {} if waiting is None else self._missing(waiting[0])
+        if waiting is None or not missing:
             self._overdue = None
             return None
-        least = min(status.issued for status in behind.values())
-        missing = {rank: status for rank, status in behind.items() if status.issued == least}
         number, since = waiting
         begin = max(since, *(self._issued[rank][1] for rank in missing))
         if self._read_at - begin <= self._deadline:
@@ -274,15 +197,32 @@ class Watcher:
             self._overdue = number, beats
             return None
         silent = {rank: self._beats[rank][1] for rank, beat in self._overdue[1].items() if beats[rank] == beat}
-        if any(looks < SILENCE for looks in silent.values()):
+        stopped = self._stopped()
+        if any(looks < SILENCE for rank, looks in silent.items() if rank not in stopped):
             return None
+        lasting = {rank: f", no sign of life for {looks * LOOK_SECONDS:g} s" for rank, looks in silent.items()}
+        lasting |= dict.fromkeys(stopped, ", its process is stopped")
         who = " and ".join(
             f"rank {rank} ({status.call or 'before its first call'}, after {status.issued} collectives"
-            f"{f', no sign of life for {silent[rank] * LOOK_SECONDS:g} s' if rank in silent else ''})"
+            f"{lasting.get(rank, '')})"
             for rank, status in missing.items()
         )
         what = f"collective {number} ('{self._trail.text_at(number)}')"
+        self._missed = True
         return f"{who} did not come to {what} within the deadline of {self._deadline:g} s"
+
+    def _missing(self, number: int) -> dict[int, RankStatus]:
+        """Whom a rank waits for that has come to this collective: the stopped ones, else those farthest behind."""
+        there = {rank: status for rank, status in self._others() if not status.left}
+        if stopped := self._stopped() & there.keys():  # one may have come, and be stopped in the middle of it
+            return {rank: there[rank] for rank in sorted(stopped)}
+        least = min((status.issued for status in there.values()), default=number)
+        return {rank: status for rank, status in there.items() if status.issued == least < number}
+
+    def _stopped(self) -> set[int]:
+        """The silent ranks whose processes are stopped, as far as they run on this machine."""
+        silent = [rank for rank, (_, looks) in self._beats.items() if looks >= _STOPPED]
+        return {rank for rank in silent if is_stopped(self._statuses[rank].process)}
 
     def _lost(self, now: float) -> str | None:
         """Has the process gone that keeps the board?"""
@@ -332,7 +272,7 @@ class Watcher:
         step, count = self._progress()
         with suppress(ConnectionError):
             if ours:
-                news = Failure(self._line.epoch, step, "its alarm", count, reason, final=True)
+                news = Failure(self._line.epoch, step, "its alarm", count, reason, final=True, missed=self._missed)
                 self._line.post(failure=news)
             self._line.post(count=count, left="its alarm ended it")
             self._board.ring()
@@ -343,25 +283,6 @@ class Watcher:
                 while time.monotonic() < end and not all(s.left or s.failure for _, s in self._others()):
                     time.sleep(0.02)
                     self._statuses = read(self._board)
-
-
-def read(board: Board) -> list[RankStatus]:
-    """Every rank's status, in rank order."""
-    return [RankStatus.parse(text) for text in board.read("status")]
-
-
-def question_of(failure: Failure) -> str:
-    """The board's question whether all ranks share the failures of this epoch: "alike", or it is fatal."""
-    return f"failure {failure.epoch}"
-
-
-def tell(rank: int, failure: Failure) -> str:
-    return f"rank {rank} failed in {failure.place} at step {failure.step}: {failure.error}"
-
-
-def describe(error: BaseException, limit: int = 2000) -> str:
-    """The type and the text of an exception."""
-    return f"{type(error).__name__}: {error}"[:limit]
 
 
 def end_process(reason: str) -> None:

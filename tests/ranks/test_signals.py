@@ -1,0 +1,126 @@
+"""Signals are noted while an engine listens, and do before and after what they did without one."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from zeroweave.errors import EngineError
+from zeroweave.ranks.signals import NUMBERS, Signals, check_thread
+
+TERM, USR1 = NUMBERS
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """What the program's own handlers, which are there before, have heard."""
+    came: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in NUMBERS}
+    yield came
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_signal_is_noted_until_the_ranks_know_of_it(heard: list[int]) -> None:
+    signals = Signals()
+    assert signals.flags == b"\0"
+    signals.listen()
+    send(USR1)
+    assert signals.flags == b"\2" and not signals.take()
+    signals.agree(b"\3")  # another rank has had the other one
+    assert signals.flags == b"\0"
+    assert signals.take() == {TERM, USR1} and not signals.take()
+    assert heard == [USR1], "what handled it before hears of it"
+    signals.close()
+
+
+def test_a_signal_that_comes_after_the_agreement_is_another_one(heard: list[int]) -> None:
+    signals = Signals()
+    signals.listen()
+    send(TERM)
+    signals.agree(signals.flags)
+    send(TERM)
+    assert signals.take() == {TERM} and signals.flags == b"\1"
+    signals.close()
+
+
+def test_what_was_there_before_comes_back(heard: list[int]) -> None:
+    before = [signal.getsignal(number) for number in NUMBERS]
+    signals = Signals()
+    signals.listen()
+    assert [signal.getsignal(number) for number in NUMBERS] != before
+    signals.close()
+    signals.close()
+    assert [signal.getsignal(number) for number in NUMBERS] == before
+    send(TERM)
+    assert signals.flags == b"\0" and heard == [TERM]
+
+
+def test_two_engines_both_note_a_signal(heard: list[int]) -> None:
+    first, second = Signals(), Signals()
+    first.listen()
+    second.listen()
+    send(USR1)
+    assert first.flags == second.flags == b"\2" and heard == [USR1]
+    first.close()  # the second one's handler was put there later, and stays
+    send(TERM)
+    assert (first.flags, second.flags) == (b"\2", b"\3") and heard == [USR1, TERM]
+    second.close()
+    send(TERM)
+    assert heard == [USR1, TERM, TERM]
+
+
+def test_without_its_engine_a_handler_only_passes_on(heard: list[int]) -> None:
+    signals = Signals()
+    signals.listen()
+    del signals
+    gc.collect()
+    send(TERM)
+    assert heard == [TERM]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_child_dies_of_a_signal_as_it_would_have(closed: bool) -> None:
+    """A pool of processes that were forked ends them with SIGTERM; and so does one whose engine is gone."""
+    before = signal.signal(TERM, signal.SIG_DFL)
+    signals = Signals()
+    signals.listen()
+    child = os.fork()
+    if not child:
+        try:
+            if closed:
+                later = signal.getsignal(TERM)
+                signal.signal(TERM, lambda *args: later(*args))  # type: ignore[operator]
+                signals.close()
+            os.kill(os.getpid(), TERM)
+            signal.pause()
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -TERM
+    signals.close()
+    signal.signal(TERM, before)
+
+
+def test_only_the_main_thread_listens() -> None:
+    caught: list[Any] = []
+
+    def other() -> None:
+        with pytest.raises(EngineError, match="save_on_signal needs") as error:
+            check_thread()
+        caught.append(error)
+
+    check_thread()
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert caught

@@ -1,0 +1,90 @@
+"""SIGTERM and SIGUSR1, noted on the rank that they come to, until all ranks know of them and act together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import weakref
+from types import FrameType
+from typing import Any, Final
+
+from zeroweave.errors import EngineError
+
+NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Signals:
+    """The signals of one engine. None is noted before `listen`, nor after `close` or once the engine is gone.
+
+    Then, and in forked children, they do what they did before. What handled them before `listen` hears of noted ones
+    as well.
+    """
+
+    def __init__(self) -> None:
+        self._noted = dict.fromkeys(NUMBERS, False)
+        self._agreed: set[signal.Signals] = set()
+        self._handlers: list[_Handler] = []
+
+    def listen(self) -> None:
+        """From now on signals are noted. In the main thread."""
+        self._handlers = [_Handler(number, self) for number in NUMBERS]
+
+    def note(self, number: signal.Signals) -> None:
+        self._noted[number] = True
+
+    @property
+    def flags(self) -> bytes:
+        """Which ones this rank has noted: a bit each."""
+        return bytes([sum(1 << bit for bit, number in enumerate(NUMBERS) if self._noted[number])])
+
+    def agree(self, flags: bytes) -> None:
+        """`flags` of any rank. What comes from now on is another signal."""
+        for bit, number in enumerate(NUMBERS):
+            if flags[0] >> bit & 1:
+                self._noted[number] = False
+                self._agreed.add(number)
+
+    def take(self) -> frozenset[signal.Signals]:
+        """The signals that all ranks know of, once."""
+        agreed, self._agreed = frozenset(self._agreed), set()
+        return agreed
+
+    def close(self) -> None:
+        """What handled signals before handles them again."""
+        while self._handlers:
+            self._handlers.pop().close()
+
+
+class _Handler:
+    """Handles one signal of this process. It does not keep the engine alive."""
+
+    def __init__(self, number: signal.Signals, signals: Signals) -> None:
+        self._number, self._signals, self._process = number, weakref.ref(signals), os.getpid()
+        self._open = True
+        self._before: Any = signal.signal(number, self)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        signals = self._signals()
+        if self._open and signals is not None and os.getpid() == self._process:
+            signals.note(self._number)
+        elif self._before is signal.SIG_DFL:
+            signal.signal(self._number, signal.SIG_DFL)
+            os.kill(os.getpid(), self._number)
+        if callable(self._before):
+            self._before(number, frame)
+
+    def close(self) -> None:
+        """Another handler may have come after this one, and call it: then it stays, and only passes on."""
+        self._open = False
+        mine = signal.getsignal(self._number) is self
+        if mine and self._before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(self._number, self._before)
+
+
+def check_thread() -> None:
+    """EngineError where this thread cannot listen to signals."""
+    if threading.current_thread() is not threading.main_thread():
+        raise EngineError(
+            "checkpoint.save_on_signal needs zeroweave.initialize in the main thread, which handles signals"
+        )
