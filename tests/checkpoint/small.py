@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,23 +98,22 @@ def sealed(text: bytes) -> bytes:
 
 
 def lying(manifest: Manifest, changes: Mapping[str, Any]) -> bytes:
-    """The manifest with other fields, unchecked, under a right checksum."""
-    return manifest.model_copy(update=dict(changes)).sealed()
+    """The manifest with other fields, of whatever JSON, under a right checksum."""
+    fields = {key: value for key, value in manifest.model_dump(mode="json").items() if key != "checksum"}
+    return sealed(b'",' + json.dumps({**fields, **changes}).encode()[1:])
 
 
 def ended_in(action: Callable[[], object], is_last: Callable[[], bool]) -> bool:
-    """Runs `action` in a process that ends without a word as soon as `is_last`, which is asked before each line.
+    """Runs `action` in a process that ends without a word as soon as `is_last`, asked before each line of `folder`.
 
     Did it end before `action` was over?
     """
-    import sys
-
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
     def look(frame: Any, event: str, _: object) -> Any:
-        if frame.f_globals.get("__name__", "").startswith("zeroweave.checkpoint"):
+        if frame.f_globals.get("__name__") == "zeroweave.checkpoint.folder":
             if event == "line" and is_last():
                 os._exit(17)
             return look

@@ -49,6 +49,7 @@ _SHOWN: Final = 100
 """Errors above this number are not told one by one: each takes far more memory than what it is about."""
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Positive = Annotated[int, Field(gt=0, lt=1 << 63)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -70,7 +71,7 @@ class Piece(_Model):
     file: FileName
     begin: Count
     start: Count
-    numel: Annotated[int, Field(gt=0)]
+    numel: Positive
 
 
 class Entry(_Model):
@@ -94,8 +95,8 @@ class Manifest(_Model):
     tag: FileName
     step: Count
     """optimizer steps that the run has made, with those that were skipped"""
-    world: Annotated[int, Field(ge=1)]
-    stage: int
+    world: Positive
+    stage: Count
     files: dict[FileName, File]
     tensors: dict[str, Entry]
     values: dict[str, Any]
@@ -123,6 +124,8 @@ def parse(content: bytes) -> Manifest:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         raise CheckpointError(f"{NAME} is of no version that can be read: {_reason(error)}") from None
+    if manifest.checksum.encode() != checksum:
+        raise CheckpointError(f"{NAME} has two checksums")
     _check(manifest)
     return manifest
 
