@@ -155,7 +155,7 @@ def doctor() -> None:
 
 
 ckpt = typer.Typer(
-    name="ckpt", no_args_is_help=True, help="Look at checkpoints, verify, compare, export and remove them."
+    name="ckpt", no_args_is_help=True, help="Look at checkpoints, verify, compare, export, import and remove them."
 )
 app.add_typer(ckpt)
 
@@ -246,6 +246,25 @@ def export(
         with verified(checkpoint) as reader:
             export_checkpoint(reader, folder, None if dtype is None else getattr(torch, dtype), shard_bytes)
     print(f"wrote {folder}")
+
+
+@ckpt.command(name="import")
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a new one", show_default=False)],
+    key: Annotated[str | None, typer.Option(help="the entry of FILE that is the model's state dict")] = None,
+    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="FILE may run code of its own")] = False,
+    shard_bytes: Annotated[int, typer.Option(min=1, help="bytes of a file at most")] = 5 << 30,
+) -> None:
+    """Write the weights in a FILE of torch.save as safetensors, which `initialize(weights=…)` takes.
+
+    FILE is read in a process of its own, without running code where that is possible.
+    """
+    from zeroweave.checkpoint.pickled import start
+
+    if not trust_pickle:
+        raise typer.BadParameter("a pickle can run any code when it is read: say --trust-pickle if you trust FILE")
+    raise typer.Exit(start(source, folder, key, shard_bytes))
 
 
 @ckpt.command()

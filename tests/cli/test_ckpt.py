@@ -15,8 +15,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import zeroweave as zw
+from tests.support.commands import zeroweave
 from tests.support.harness import Pools
 from zeroweave import cli
+from zeroweave.checkpoint.pickled import convert
 
 TAGS = [f"step-{step:08d}" for step in (1, 2, 3)]
 
@@ -201,6 +203,58 @@ def test_transformers_reads_an_export(tmp_path: Path) -> None:
     assert invoke("export", tmp_path / "run", tmp_path / "out").exit_code == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(model.eval()(input_ids=ids, use_cache=False).logits, expected)
+
+
+# ---------------------------------------------------------------------- import
+class Runs:
+    """Leaves a file when it is read from a pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_import_of_plain_weights_runs_no_code(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, file = Net(), tmp_path / "plain.pt"
+    torch.save({"epoch": 3, "model": model.state_dict(), "optimizer": {"state": {}}}, file)
+    done = zeroweave("ckpt", "import", "--trust-pickle", file, tmp_path / "out")
+    assert done.returncode == 0 and "no code in it has run" in done.stdout, done.stderr
+    loaded, expected = load_file(tmp_path / "out" / "model.safetensors"), model.state_dict()
+    assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_import_lets_code_run_only_if_it_is_trusted_and_needed(tmp_path: Path) -> None:
+    file, ran = tmp_path / "plain.pt", tmp_path / "ran"
+    torch.save({"weights": nn.Linear(2, 2).state_dict(), "more": Runs(ran)}, file)
+    done = invoke("import", file, tmp_path / "out")
+    assert done.exit_code == 2 and "--trust-pickle" in done.stderr and not ran.exists()
+    assert "code in it was allowed to run" in convert(file, tmp_path / "out", "weights", 1 << 30) and ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([1], "a list and no dictionary"),
+        ({"a": 1, "model": {}, "module": {}}, "by --key; the file has a, model, module"),
+        ({"model": 3}, "there is no state dict"),
+        ({"a": torch.zeros(2), "b": torch.zeros(2).to_sparse()}, "1 entries are no tensors .* 'b': torch.sparse_coo"),
+    ],
+)
+def test_import_of_what_is_no_state_dict(tmp_path: Path, content: Any, words: str) -> None:
+    torch.save(content, tmp_path / "file.pt")
+    with pytest.raises(zw.CheckpointError, match=words):
+        convert(tmp_path / "file.pt", tmp_path / "out", "", 1 << 30)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.matrix
+def test_import_of_what_is_no_pickle(tmp_path: Path) -> None:
+    (tmp_path / "file.pt").write_bytes(b"no pickle")
+    done = zeroweave("ckpt", "import", "--trust-pickle", tmp_path / "file.pt", tmp_path / "out")
+    assert done.returncode == 2 and "was not imported" in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 # ---------------------------------------------------------------------- prune

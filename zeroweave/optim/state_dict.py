@@ -73,7 +73,7 @@ class StateDicts:
 
     # ------------------------------------------------------------------ state_dict
     def _before_save(self, optimizer: torch.optim.Optimizer) -> None:
-        self._sharded.packed()  # what failed before
+        self._sharded.refuse_changed_groups()
         with self._alone("optimizer.state_dict"):
             self._refuse_experts("state_dict()", "engine.save()")
             self._states = self._sharded.gather(self._transport, self._control, None).states
@@ -93,9 +93,10 @@ class StateDicts:
 
     # ------------------------------------------------------------------ load_state_dict
     def _before_load(self, optimizer: torch.optim.Optimizer, given: StateDict) -> StateDict:
+        self._sharded.refuse_changed_groups()
         with self._alone("optimizer.load_state_dict"):
             self._refuse_experts("load_state_dict()", "engine.load()")
-            mine, held = self._describe(optimizer, given) if self._control.rank == 0 else (_Given(), {})
+            mine, held = self._look(optimizer, given) if self._control.rank == 0 else (_Given(), {})
             found: _Given = self._control.broadcast_object(mine, label="the optimizer's state dict")
             if found.problem:
                 raise EngineError(f"optimizer.load_state_dict(): nothing was loaded: {found.problem}")
@@ -110,8 +111,14 @@ class StateDicts:
         states, self._states = self._states, {}
         self._sharded.load(states)
 
-    def _describe(self, optimizer: torch.optim.Optimizer, given: StateDict) -> tuple[_Given, Held]:
+    def _look(self, optimizer: torch.optim.Optimizer, given: StateDict) -> tuple[_Given, Held]:
         """What to tell of a state dict, and what it has for parameters that are sharded."""
+        try:
+            return self._describe(optimizer, given)
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            return _Given(f"it is not an optimizer's state dict ({type(error).__name__}: {error})"), {}
+
+    def _describe(self, optimizer: torch.optim.Optimizer, given: StateDict) -> tuple[_Given, Held]:
         saved, groups = given["param_groups"], optimizer.param_groups
         sizes = [[len(group["params"]) for group in each] for each in (saved, groups)]
         if sizes[0] != sizes[1]:

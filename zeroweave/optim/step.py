@@ -214,6 +214,18 @@ class ShardedOptimizer:
             self._packing = False
             self._rest()
 
+    def refuse_changed_groups(self) -> None:
+        """ParameterError if the optimizer's groups have other parameters than they had."""
+        self.packed()
+        held = self.optimizer.param_groups
+        if len(held) != len(self._users) or any(
+            group["params"] is not users for group, users in zip(held, self._users, strict=True)
+        ):
+            raise ParameterError(
+                "the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "
+                "group, such as lr, can change at any time, its parameters cannot"
+            )
+
     def destroy(self, states: States) -> None:
         """Hands the optimizer back with the user's parameters and `states`, which `gather` has got. Idempotent.
 
@@ -249,16 +261,8 @@ class ShardedOptimizer:
     @contextmanager
     def _holding(self, groups: Sequence[list[nn.Parameter]]) -> Iterator[None]:
         """Inside, the optimizer's groups hold fragments."""
-        self.packed()
-        held = self.optimizer.param_groups
-        if len(held) != len(self._users) or any(
-            group["params"] is not users for group, users in zip(held, self._users, strict=True)
-        ):
-            raise ParameterError(
-                "the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "
-                "group, such as lr, can change at any time, its parameters cannot"
-            )
-        for group, fragments in zip(held, groups, strict=True):
+        self.refuse_changed_groups()
+        for group, fragments in zip(self.optimizer.param_groups, groups, strict=True):
             group["params"] = fragments
         try:
             yield

@@ -147,6 +147,7 @@ def refused() -> list[str]:
             state["state"][number]["exp_avg"] = torch.zeros(3)
         attempt(optimizer.load_state_dict, state)
         attempt(optimizer.load_state_dict, torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
+        attempt(optimizer.load_state_dict, {})
         train(engine, range(3, 5))
         assert engine.global_steps == 5
     return words
@@ -154,11 +155,12 @@ def refused() -> list[str]:
 
 def test_what_is_refused_changes_nothing(pools: Pools) -> None:
     for words in pools(2).run(refused):
-        window, other_window, shape, groups = words
+        window, other_window, shape, groups, empty = words
         assert window.startswith("optimizer.state_dict() while gradients wait")
         assert other_window.startswith("optimizer.load_state_dict() while gradients wait")
         assert "'exp_avg' [3] of layers.0.weight [9, 9]" in shape
         assert "its groups have [2] parameters, those of the optimizer [5, 7]" in groups
+        assert "it is not an optimizer's state dict (KeyError" in empty
 
 
 def test_a_failing_hook_of_somebody_else_leaves_the_optimizer_as_it_is() -> None:
@@ -181,6 +183,19 @@ def test_a_failing_hook_of_somebody_else_leaves_the_optimizer_as_it_is() -> None
         handle.remove()
         train(engine, range(3, 4))
         assert {int(held["step"]) for held in optimizer.state_dict()["state"].values()} == {4}
+
+
+def test_groups_that_have_changed_are_refused() -> None:
+    model, optimizer = build()
+    with zw.initialize(model, optimizer, settings(3)) as engine:
+        train(engine, range(2))
+        state = optimizer.state_dict()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        for call in (optimizer.state_dict, lambda: optimizer.load_state_dict(state)):
+            with pytest.raises(zw.ParameterError, match="groups changed"):
+                call()
+        del optimizer.param_groups[2]
+        train(engine, range(2, 3))
 
 
 def test_an_engine_that_was_dropped_has_taken_the_state_along() -> None:
