@@ -210,9 +210,9 @@ def drop_and_go_on(stage: int) -> tuple[bool, list[str], float]:
 
 
 @pytest.mark.matrix
-def test_a_dropped_engine_of_several_ranks_leaves_its_alarm(pools: Pools) -> None:
+def test_a_dropped_engine_of_several_ranks_leaves_its_alarm(disposable: Pools) -> None:
     """The others must still learn how its process ends; the ranks can make another engine meanwhile."""
-    for gone, watchers, _ in pools(2).run(drop_and_go_on, 3):
+    for gone, watchers, _ in disposable(2).run(drop_and_go_on, 3):
         assert gone
         assert watchers == ["zeroweave alarm"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 
@@ -50,17 +50,17 @@ class Guard:
         """the last exception that the other ranks were told of inside a block of `around`"""
         self._around = False
 
-    @contextmanager
-    def __call__(self, place: str, clean: bool = True) -> Iterator[None]:
+    def __call__(self, place: str, clean: bool = True) -> AbstractContextManager[None]:
         """Guards the block called `place`; blocks inside it belong to it.
 
         An error about other ranks leaves it without the frames below this one.
         """
         if self.destroyed:
             raise EngineError(f"{place} on a destroyed engine: make a new one with zeroweave.initialize")
-        if self._active:
-            yield
-            return
+        return nullcontext() if self._active else _Block(self, place, clean)
+
+    def enter(self, place: str, clean: bool) -> None:
+        """A block begins."""
         self._active = True
         self.progress.ledger.at(f"in {place}")
         try:
@@ -68,15 +68,19 @@ class Guard:
                 raise RankFailure(self.alarm.fatal)
             if clean and self.dirty:
                 raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
-            yield
-        except (RankFailure, AgreementError) as error:
-            # Where in here it was noticed says nothing about the cause. A copy: contextlib would restore the frames.
-            short = copy(error)
-            self._tell(place, short)
-            raise short from None
-        except BaseException as error:
-            self._tell(place, error)
-            raise
+        except (RankFailure, EngineError) as error:
+            instead = self.leave(place, error)
+            assert instead is not None
+            raise instead from None
+
+    def leave(self, place: str, error: BaseException | None) -> BaseException | None:
+        """It ends; `error` leaves it, or what is returned instead."""
+        try:
+            if isinstance(error, RankFailure | AgreementError):
+                error = copy(error)  # without frames: where in here it was noticed says nothing about the cause
+            if error is not None:
+                self._tell(place, error)
+            return error
         finally:
             self._active = False
             self.progress.ledger.at(f"after {place}")
@@ -122,3 +126,20 @@ class Guard:
         """The end of the engine: everything is refused from now on."""
         self.destroyed = True
         self.alarm.close()
+
+
+class _Block:
+    """A guarded block. No generator: its frames would stand in every error that a user reads."""
+
+    __slots__ = ("_clean", "_guard", "_place")
+
+    def __init__(self, guard: Guard, place: str, clean: bool) -> None:
+        self._guard, self._place, self._clean = guard, place, clean
+
+    def __enter__(self) -> None:
+        self._guard.enter(self._place, self._clean)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        instead = self._guard.leave(self._place, error)
+        if instead is not None and instead is not error:
+            raise instead from None

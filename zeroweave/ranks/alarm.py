@@ -86,8 +86,8 @@ class Alarm:
         self._stop = threading.Event()
         answers = Answers(self._watcher, self._waits_since, end, control.deadline_seconds)
         self._thread, self._second = (
-            threading.Thread(target=run, args=(self._stop,), name="zeroweave alarm", daemon=True)
-            for run in (self._watcher.run, answers.run)
+            threading.Thread(target=run, args=(self._stop,), name=name, daemon=True)
+            for run, name in ((self._watcher.run, "zeroweave alarm"), (answers.run, "zeroweave answers"))
         )
         self._thread.start()
         self._second.start()
