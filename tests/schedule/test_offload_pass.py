@@ -79,6 +79,17 @@ def test_all_calls_move_but_the_last_two() -> None:
     verify(after)
 
 
+def test_eager_calls_ask_inside_and_get_it_a_call_ahead() -> None:
+    """A need right behind its backward's beginning moves what one right before it does."""
+    asked_before, asked_inside = around(0, 1, 2), list(around(0, 1, 2))
+    for index, event in enumerate(asked_inside[:-1]):
+        if isinstance(event, Needed):
+            asked_inside[index : index + 2] = [asked_inside[index + 1], event]
+    after = offload(of(tuple(asked_inside)))
+    assert calls(after) == calls(offload(of(asked_before)))
+    verify(after)
+
+
 def test_the_next_copy_begins_when_the_memory_of_the_last_is_back() -> None:
     after = calls(offload(of(around(0, 1, 2, 3, 4))))
     assert after[3:7] == [Release(forward(0)), Offload(forward(1)), run(forward(2)), Release(forward(1))]
