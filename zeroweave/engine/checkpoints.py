@@ -140,9 +140,8 @@ class Checkpoints:
                     export(Path(path), all_of, tensors, shard_bytes, self._save_config)
                 except (OSError, CheckpointError) as error:
                     failure, cause = words(error), error
-                items.close()  # takes part in what gathers are left
             for _ in items:
-                pass
+                pass  # rank 0 takes part in what gathers are left, also where it has failed before the first
             if failure := self._control.broadcast_object(failure, label="the end of an export"):
                 raise CheckpointError(f"{path} was not exported: {failure}") from cause
 

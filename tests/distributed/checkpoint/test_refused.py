@@ -1,0 +1,237 @@
+"""What is refused, when, and on which ranks; the engine is then as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroweave as zw
+from tests.distributed.checkpoint.runs import MODELS, Plain, batch, differing, everything, make, train
+from tests.support.harness import Pool, Pools
+from tests.support.marks import MODES, daily
+
+
+@contextmanager
+def refused(engine: zw.Engine, message: str, kind: type[Exception] = zw.CheckpointError) -> Iterator[None]:
+    """Inside something is refused, on all ranks, and nothing changes."""
+    before = everything(engine)
+    with pytest.raises(kind, match=message) as caught:
+        yield
+    assert not hasattr(caught.value, "__notes__"), caught.value.__notes__
+    assert differing(before, everything(engine)) == []
+
+
+def misfits(folder: Path) -> None:
+    with make("plain", "adamw", 3, "eager", 0) as engine:
+        train(engine, 1)
+        engine.save(folder)
+    MODELS["wide"] = lambda: Plain(width=31)
+    MODELS["more"] = lambda: nn.Sequential(Plain())
+    with make("wide", "adamw", 2, "eager", 1) as engine:
+        shapes = r"of another shape: param/up.weight: \[29, 6\] instead of \[31, 6\], param/up.bias: \[29\] instead"
+        with refused(engine, shapes):
+            engine.load(folder)
+        with refused(engine, "state/up.weight/exp_avg: "):
+            engine.load(folder, strict=False)
+        train(engine, 1)
+    with make("more", "adamw", 1, "eager", 1) as engine:
+        with refused(engine, "missing: param/0.down.bias, .*; unexpected: param/down.bias, .*strict=False takes"):
+            engine.load(folder)
+    with make("odd", "adamw", 1, "eager", 1) as engine:
+        with refused(engine, r"missing: buffer/calls, buffer/nothing, param/first.bias"):
+            engine.load(folder)
+    with make("plain", "momentum", 3, "eager", 1) as engine:
+        for strict in (True, False):
+            with refused(engine, "its optimizer is AdamW, not SGD"):
+                engine.load(folder, strict=strict)
+    with make("plain", "groups", 3, "eager", 1) as engine:
+        with refused(engine, "its optimizer is AdamW, not Adam; its optimizer has 1 groups of parameters, not 2"):
+            engine.load(folder)
+    model = Plain()
+    with zw.initialize(model, torch.optim.AdamW(model.parameters()), {"compile": MODES["eager"]}) as engine:
+        with refused(engine, "its lr_scheduler is MultiStepLR, not none"):
+            engine.load(folder)
+        engine.load(folder, strict=False)
+        assert engine.global_steps == 1
+
+
+def test_what_does_not_fit(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(misfits, tmp_path)
+
+
+class Grown(nn.Module):
+    """`Plain` with something that it did not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.new = nn.Linear(6, 29), nn.Linear(29, 6), nn.Linear(6, 6)
+        self.register_buffer("count", torch.tensor(7.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.new(self.down(torch.tanh(self.up(x))))
+
+
+def not_strict(folder: Path) -> None:
+    with make("plain", "adamw", 3, "eager", 0) as engine:
+        train(engine, 2)
+        engine.save(folder)
+        saved = everything(engine)["values"]
+    MODELS["grown"] = Grown
+    with make("grown", "adamw", 2, "eager", 1) as engine:
+        missing = "missing: buffer/count, param/new.bias, param/new.weight"
+        with refused(engine, f"{missing}; group 0 of its optimizer differs in new.bias, new.weight"):
+            engine.load(folder)
+        train(engine, 1)
+        before = everything(engine)["values"]
+        engine.load(folder, strict=False)
+        after = everything(engine)["values"]
+        assert {name: value for name, value in before.items() if name.startswith("new.")}
+        expected = {**before, **saved}
+        assert differing(expected, after) == []
+        assert engine.global_steps == 2
+        train(engine, 1)
+
+
+def test_what_is_missing_stays_where_that_is_allowed(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(not_strict, tmp_path)
+
+
+def between_windows(folder: Path) -> None:
+    with make("plain", "adamw", 3, "eager", 0, gradient_accumulation_steps=2) as engine:
+        engine.save(folder, "first")
+        calls: dict[str, Callable[[], object]] = {
+            "save": lambda: engine.save(folder, "second"),
+            "load": lambda: engine.load(folder),
+            "export": lambda: engine.export(folder / "exported"),
+        }
+        loss = engine(batch(engine, 0)).square().mean()
+        for call in calls.values():
+            with pytest.raises(zw.EngineError, match=r"inside a forward or backward|while gradients wait"):
+                inside(engine, call)
+        engine.backward(loss)
+        for name, call in calls.items():
+            with pytest.raises(zw.EngineError, match=rf"{name}\(\) while gradients wait"):
+                call()
+        engine.step()
+        for call in calls.values():
+            with pytest.raises(zw.EngineError, match="while gradients wait"):
+                call()
+        engine.zero_grad()
+        with engine.full_parameters():
+            for name, call in calls.items():
+                with pytest.raises(zw.EngineError, match=rf"{name}\(\) inside `with engine.full_parameters"):
+                    call()
+        with engine.profiling():
+            for call in calls.values():
+                with pytest.raises(zw.EngineError, match="profiling"):
+                    call()
+        with engine.coalesce_grad_reduction():
+            for call in calls.values():
+                with pytest.raises(zw.EngineError, match="coalesce_grad_reduction"):
+                    call()
+        engine.zero_grad()
+        with engine.no_sync():
+            engine.backward(engine(batch(engine, 0)).square().mean())
+            for call in calls.values():
+                with pytest.raises(zw.EngineError, match="while gradients wait"):
+                    call()
+        engine.zero_grad()
+        assert sorted(p.name for p in folder.iterdir()) == ["first", "latest"]
+        train(engine, 1)
+        engine.save(folder, "second")
+    with pytest.raises(zw.EngineError, match="save on a destroyed engine"):
+        engine.save(folder, "third")
+
+
+def inside(engine: zw.Engine, call: Callable[[], object]) -> None:
+    """In a forward of the whole model."""
+    module = engine.module
+    handle = module.register_forward_hook(lambda *_: call())
+    try:
+        engine(batch(engine, 0))
+    finally:
+        handle.remove()
+
+
+def test_calls_inside_a_window(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(between_windows, tmp_path)
+
+
+def arguments(folder: Path) -> None:
+    with make("plain", "adamw", 3, "eager", 0) as engine:
+        for tag in ("", "../up", "latest", ".hidden"):
+            with refused(engine, "cannot be a checkpoint's tag"):
+                engine.save(folder, tag)
+        with refused(engine, r"rank 0: client_state\['f'\] is a builtin_function_or_method"):
+            engine.save(folder, "a", client_state={"f": print})
+        with refused(engine, "nested too deeply, or holds itself"):
+            held: dict[str, Any] = {}
+            held["held"] = held
+            engine.save(folder, "a", client_state=held)
+        assert list(folder.iterdir()) == []
+        with refused(engine, "latest cannot be read: No such file"):
+            engine.load(folder)
+        assert engine.save(folder, "a" if engine.rank == 0 else "b", {"of": engine.rank}) == "a"
+        with refused(engine, "has a checkpoint 'a' already"):
+            engine.save(folder, "a")
+        assert engine.load(folder, None if engine.rank == 0 else "b") == {"of": 0}
+        with refused(engine, "'c' in .*manifest.json cannot be read: No such file.*by its tag: a"):
+            engine.load(folder, "c")
+        with refused(engine, "holds no position of data"):
+            engine.load(folder, data=zw.data.GlobalBatchSampler(10, 1))
+
+
+def test_arguments(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(arguments, tmp_path)
+
+
+class Custom:
+    """A scheduler that moves rates, and tells nothing."""
+
+    last_epoch = 0
+
+    def step(self) -> None: ...
+
+
+def untold(folder: Path) -> None:
+    model = Plain()
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    with zw.initialize(model, torch.optim.SGD(model.parameters()), {"compile": MODES["eager"]}) as engine:
+        with refused(engine, r"rank 0: 'buffer/odd' is of torch.complex128"):
+            engine.save(folder, "a")
+    model = Plain()
+    config = {"compile": MODES["eager"]}
+    with zw.initialize(model, torch.optim.SGD(model.parameters()), config, lr_scheduler=Custom()) as engine:
+        with refused(engine, "rank 0: AttributeError: 'Custom' object has no attribute 'state_dict'"):
+            engine.save(folder, "a")
+        train(engine, 1)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_cannot_be_told(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(untold, tmp_path)
+
+
+def alone(folder: Path, call: str, rank: int) -> None:
+    with make("plain", "adamw", 3, "eager", 0, deadline_seconds=8.0) as engine:
+        engine.save(folder)
+        train(engine, 1)
+        if engine.rank == rank:
+            {"save": engine.save, "load": engine.load, "export": engine.export}[call](folder)
+        train(engine, 1)
+
+
+@daily(("call", "rank"), [("save", 0)], [("save", 1), ("load", 0), ("load", 1), ("export", 0), ("export", 1)])
+def test_a_rank_that_calls_alone_is_named(
+    disposable: Callable[[int], Pool], tmp_path: Path, call: str, rank: int
+) -> None:
+    outcomes = disposable(2).outcomes(alone, tmp_path, call, rank, deadline=100.0)
+    assert all(outcome.failed for outcome in outcomes)
+    said = "".join(outcome.stderr + outcome.message for outcome in outcomes)
+    assert f"in {call}" in said and f"rank {rank}" in said, said
