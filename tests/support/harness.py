@@ -153,6 +153,19 @@ class Pool:
             self.kill()
         return outcomes
 
+    def until_death(self, function: Callable[..., Any], *args: Any) -> int:
+        """Runs a job in which a rank's process is to end by itself; its rank. The others are killed then."""
+        self._start()
+        for worker in self._workers:
+            worker.pipe.send((function, args))
+        ready = wait([each for w in self._workers for each in (w.process.sentinel, w.pipe)], self.deadline)
+        outcomes = [self._receive(w) for w in self._workers if w.pipe in ready or w.process.sentinel in ready]
+        self.kill()
+        for outcome in outcomes:
+            if outcome.exit_code is not None:
+                return outcome.rank
+        raise JobFailed(f"{function.__name__}{args}: no process ended\n{describe(outcomes)}")
+
     def _collect(self, end: float) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < self.world:
