@@ -119,7 +119,7 @@ class Pool:
     ) -> None:
         self.world = world
         self.deadline = deadline
-        self._context = _forking() if forked else multiprocessing.get_context("spawn")
+        self._context = forking() if forked else multiprocessing.get_context("spawn")
         self._fresh_dynamo = fresh_dynamo
         self._directory = directory
         self._workers: list[_Worker] = []
@@ -153,18 +153,18 @@ class Pool:
             self.kill()
         return outcomes
 
-    def until_death(self, function: Callable[..., Any], *args: Any) -> int:
-        """Runs a job in which a rank's process is to end by itself; its rank. The others are killed then."""
+    def first_end(self, function: Callable[..., Any], *args: Any) -> Outcome:
+        """What the first rank makes of a job, rather one whose process ends; the others are killed then."""
         self._start()
         for worker in self._workers:
+            worker.new_stderr()
             worker.pipe.send((function, args))
         ready = wait([each for w in self._workers for each in (w.process.sentinel, w.pipe)], self.deadline)
         outcomes = [self._receive(w) for w in self._workers if w.pipe in ready or w.process.sentinel in ready]
         self.kill()
-        for outcome in outcomes:
-            if outcome.exit_code is not None:
-                return outcome.rank
-        raise JobFailed(f"{function.__name__}{args}: no process ended\n{describe(outcomes)}")
+        if not outcomes:
+            raise DeadlineExceeded(f"{function.__name__}{args}: no rank has ended")
+        return max(outcomes, key=lambda outcome: outcome.exit_code is not None)
 
     def _collect(self, end: float) -> list[Outcome]:
         outcomes: dict[int, Outcome] = {}
@@ -261,7 +261,7 @@ Pools = Callable[[int], Pool]
 """The fixtures `pools` and `disposable`: a pool of so many ranks."""
 
 
-def _forking() -> Any:
+def forking() -> Any:
     context = multiprocessing.get_context("forkserver")
     # None of these starts a thread, which would be missing in the workers.
     context.set_forkserver_preload(["torch.distributed", "torch._inductor.compile_fx", "zeroweave.engine.assembly"])

@@ -1,6 +1,6 @@
 """Start a script on several ranks, as torchrun does, with what its users otherwise learn the hard way.
 
-`launch` takes torchrun's own arguments and differs from it in six things:
+`launch` takes torchrun's own arguments and differs from it in seven things:
 
 * restarts get a TCPStore of their own (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`); without it gloo recovers from
   `--max-restarts` only sometimes;
@@ -8,6 +8,7 @@
 * on one machine a free port is used, unless the user chose a rendezvous;
 * `--nproc` and `-n` are short for `--nproc-per-node`;
 * Python scripts run under `zeroweave.report.runner`, which ends the process group on every way out;
+* SIGUSR1 is passed on to the ranks, instead of ending the launcher and leaving them behind;
 * when ranks fail, what is shown is the first one's reason: not the launcher's log of whom it ended, nor the warnings
   with which PyTorch's store and gloo tell of connections to processes that are gone (both return with
   TORCH_CPP_LOG_LEVEL=INFO).
@@ -19,9 +20,11 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +38,8 @@ def launch(arguments: Sequence[str]) -> int:
     """Run `[torchrun options] SCRIPT [script arguments]` and return the exit code to leave with.
 
     0 if all ranks left with 0; else that of the rank that failed first (128 + n where signal n ended it),
-    with one line on stderr that names the rank and the reason. Wrong options end the process with torchrun's
-    usage and code 2.
+    with one line on stderr that names the rank and the reason. 128 + n, too, where signal n has ended the launcher,
+    and with it the ranks. Wrong options end the process with torchrun's usage and code 2.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -53,24 +56,46 @@ def launch(arguments: Sequence[str]) -> int:
         if options.log_dir is None and options.redirects == options.tee == "0":
             options.log_dir = own  # nothing is left of it; else torchrun keeps logs for the user
         try:
-            torchrun.run(options)
+            with passing_on(signal.SIGUSR1):
+                torchrun.run(options)
         except ChildFailedError as error:
             rank, code, reason = cause(error, Path(own))
             print(f"zeroweave: rank {rank} failed with {exit_reason(code)}{reason}", file=sys.stderr)
             return code if code > 0 else 128 - code
-        except (SignalException, KeyboardInterrupt):
-            print("zeroweave: interrupted", file=sys.stderr)
-            return 130
+        except (SignalException, KeyboardInterrupt) as stop:
+            number = getattr(stop, "sigval", signal.SIGINT)
+            print(f"zeroweave: ended by {number.name}", file=sys.stderr)
+            return 128 + number
     return 0
+
+
+@contextmanager
+def passing_on(number: signal.Signals) -> Iterator[None]:
+    """A signal that comes to this process goes to the processes that it has started."""
+
+    def send(*_: object) -> None:
+        for children in Path("/proc/self/task").glob("*/children"):
+            for child in children.read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(child), number)
+
+    before = signal.signal(number, send)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
 
 
 def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
     """The rank that failed first, its exit code, and ": reason" or "".
 
-    torchrun asks whose process was gone first. A rank that the alarm has ended, without a reason of its own, may be
-    gone before the one whose exception it heard of. That one has noted it in `logs`, where all of this machine's ranks
-    do.
+    torchrun asks whose process was gone first. A rank that missed another one, or that the alarm has ended without a
+    reason of its own, may be gone before the one that it is about. That one has noted its exception in `logs`, where
+    all of this machine's ranks do.
     """
+    for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
+        if _is_own(failure.exitcode, first_line(failure.message)):
+            return rank, failure.exitcode, first_line(failure.message)
     rank, failure = error.get_first_failure()
     reason = first_line(failure.message)
     if reason or failure.exitcode < 0:
@@ -82,6 +107,13 @@ def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
         if not told.startswith(": RankFailure"):  # that is about another rank
             return rank - failure.local_rank + int(note.parent.name), 1, told
     return rank, failure.exitcode, ""
+
+
+def _is_own(code: int, reason: str) -> bool:
+    """Does a rank's end say something about itself, and not only that another one is missing?"""
+    if reason:
+        return not reason.startswith((": RankFailure", ": AgreementError"))
+    return code not in (1, -signal.SIGTERM)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -26,6 +26,7 @@ def train(
     mode: str,
     fault: str = "",
     step_begins: Callable[[zw.Engine], None] = lambda engine: None,
+    deadline: float = 200.0,
     **checkpoint: Any,
 ) -> dict[str, Any]:
     """Goes on from the latest checkpoint in `folder`, if there is one. `fault`: as `ZEROWEAVE_FAULT`."""
@@ -38,6 +39,7 @@ def train(
         "compile": MODES[mode],
         "precision": {"loss_scale": "dynamic", "initial_loss_scale": 64.0, "loss_scale_window": 4},
         "checkpoint": checkpoint,
+        "deadline_seconds": deadline,
     }
     engine = zw.initialize(model, optimizer, config, lr_scheduler=lambda each: MultiStepLR(each, [3, 6]))
     torch.manual_seed(1 + engine.rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def test_killed_and_resumed(
     stage: int, mode: str, phase: str, seed: int, tmp_path: Path, pools: Pools, disposable: Pools
 ) -> None:
     fault, rank, step = fault_of(phase, random.Random(f"{stage} {mode} {phase} {seed}"))
-    assert disposable(2).until_death(train, tmp_path, stage, mode, fault) == rank
+    ended = disposable(2).first_end(train, tmp_path, stage, mode, fault)
+    assert (ended.rank, ended.exit_code) == (rank, -signal.SIGKILL), ended.describe()
     saved = step - 1 if phase in ("write", "publish") else step
     first = saved - saved % EVERY + 1
     for ours, theirs in zip(pools(2).run(train, tmp_path, stage, mode), uninterrupted(pools, stage, mode), strict=True):

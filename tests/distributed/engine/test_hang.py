@@ -1,0 +1,85 @@
+"""A rank that hangs or is stopped: the others end soon after the deadline, and where all were is written down."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroweave as zw
+from tests.distributed.engine.stopping import train
+from tests.support.harness import Outcome, Pools
+from tests.support.marks import daily, matrix
+from tests.support.patience import patient
+
+DEADLINE = 3.0
+SOON = 5.0
+
+
+def stops(rank: int, later: float, folder: Path, engine: zw.Engine) -> None:
+    """This rank is stopped as by SIGSTOP, at some moment from its third step on."""
+
+    def stop() -> None:
+        (folder / "stopped").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if engine.rank == rank and engine.global_steps == 3 and not (folder / "stopped").exists():
+        threading.Timer(later, stop).start() if later else stop()
+
+
+def stacks_of(outcome: Outcome) -> Path:
+    found = re.search(r"the ranks' stacks: (\S+)", outcome.message + outcome.stderr)
+    assert found, outcome.describe()
+    return Path(found[1])
+
+
+def run_for_ever(folder: Path, stage: int, mode: str, rank: int, later: float) -> dict[str, Any]:
+    while True:
+        train(None, stage, mode, step_begins=partial(stops, rank, later, folder), deadline=DEADLINE)
+
+
+ROWS = [(stage, mode, rank, 0.0) for stage in (1, 2, 3) for mode in ("eager", "aot_eager") for rank in (0, 1)]
+ROWS += [(3, "eager", rank, later) for rank in (0, 1) for later in (0.001, 0.003, 0.005, 0.01, 0.02, 0.05)]
+DAILY = [(3, "eager", 0, 0.0), (2, "eager", 1, 0.003)]
+
+
+@daily(("stage", "mode", "rank", "later"), DAILY, [row for row in ROWS if row not in DAILY])
+def test_a_stopped_rank_is_missed(
+    stage: int, mode: str, rank: int, later: float, tmp_path: Path, disposable: Pools
+) -> None:
+    ended = disposable(2).first_end(run_for_ever, tmp_path, stage, mode, rank, later)
+    assert ended.rank == 1 - rank and ended.failed
+    assert ended.ended - float((tmp_path / "stopped").read_text()) < DEADLINE + patient(SOON)
+    assert "within the deadline of 3 s" in ended.message + ended.stderr
+    folder = stacks_of(ended)
+    assert "stopping.py" in (folder / f"rank-{1 - rank:05d}.txt").read_text()
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("phase", ["backward", *map(matrix, ("forward", "update", "write", "publish"))])
+def test_the_stacks_of_all_ranks_show_where_one_hangs(phase: str, tmp_path: Path, disposable: Pools) -> None:
+    rank = 0 if phase == "publish" else 1
+    fault = f"hang:rank={rank},step=2,phase={phase}"
+    outcomes = disposable(2).outcomes(partial(train, deadline=DEADLINE), tmp_path, 3, "eager", fault)
+    assert all(outcome.failed for outcome in outcomes)
+    folder = stacks_of(outcomes[1 - rank])
+    assert folder == stacks_of(outcomes[rank])
+    stacks = [(folder / f"rank-{each:05d}.txt").read_text() for each in range(2)]
+    assert "faults.py" in stacks[rank] and "faults.py" not in stacks[1 - rank]
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("phase", ["forward", *map(matrix, ("backward", "update", "write", "publish"))])
+def test_a_rank_that_is_slow_ends_nobody(phase: str, tmp_path: Path, pools: Pools) -> None:
+    """It comes within the deadline, though late."""
+    slow = f"slow:rank=0,step=2,phase={phase},seconds={0.6 * DEADLINE}"
+    whole = pools(2).run(train, None, 3, "eager")
+    assert pools(2).run(partial(train, deadline=DEADLINE), tmp_path, 3, "eager", slow) == whole
