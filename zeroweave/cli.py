@@ -52,6 +52,7 @@ def demo(
     eager: Annotated[bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="also time steps without communication")] = False,
     json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,
+    save: Annotated[Path | None, typer.Option(help="save to this folder, and go on from what is there")] = None,
 ) -> None:
     """Train a small language model on the text of Python's help(), then check the run and show its schedule.
 
@@ -63,9 +64,9 @@ def demo(
 
     if 16 % ranks:
         raise typer.BadParameter(f"{ranks} does not divide the batch of 16 sequences", param_hint="--ranks")
-    path = None if json is None else str(json)
-    settings = {"stage": stage, "steps": steps, "lower": lower, "eager": eager, "profile": profile, "json": path}
-    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo.run", dumps(settings)]))
+    settings = {"stage": stage, "steps": steps, "lower": lower, "eager": eager, "profile": profile}
+    paths = {name: None if path is None else str(path) for name, path in (("json", json), ("save", save))}
+    raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo.run", dumps(settings | paths)]))
 
 
 @app.command(context_settings=PASS_THROUGH)

@@ -30,12 +30,16 @@ from zeroweave.ranks.start import start_process_group
 
 LEARNING_RATE = 2e-3
 CHECKED_STEPS = 3
+SAVED_EVERY = 20
 DEADLINE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for; see `zeroweave.cli.demo`. `json`: the path of a file for the figures."""
+    """What the user asked for; see `zeroweave.cli.demo`. `json`: the path of a file for the figures.
+
+    `save`: a folder of checkpoints.
+    """
 
     stage: int
     steps: int
@@ -43,6 +47,7 @@ class Settings:
     eager: bool
     profile: bool
     json: str | None
+    save: str | None
 
     @property
     def way(self) -> str:
@@ -91,19 +96,39 @@ class Demo:
                 seen.append({name: p.detach().float().cpu().clone() for name, p in parameters.items()})
         return seen
 
-    def train(self, engine: zw.Engine) -> list[float]:
-        """All steps with a progress bar; the loss of each step, averaged over the ranks."""
+    def train(self, engine: zw.Engine, before: list[float]) -> list[float]:
+        """The steps that are left, with a progress bar; the loss of each step, averaged over the ranks.
+
+        `before`: those of the steps that a run has made which was stopped.
+        """
+        steps, folder = self.settings.steps, self.settings.save
         losses: list[Tensor] = []
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True)
         with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=self.rank > 0) as bar:
-            task = bar.add_task("training", total=self.settings.steps, loss="")
-            for k in range(self.settings.steps):
+            task = bar.add_task("training", total=steps, completed=len(before), loss="")
+            for k in range(len(before), steps):
                 losses.append(self.step(engine, k))
                 bar.update(task, advance=1, loss=f"{float(losses[-1]):.3f}")
+                if folder and (k + 1) % SAVED_EVERY == 0 and k + 1 < steps:  # what is shown needs a step
+                    engine.save(folder, client_state={"losses": before + self.means(losses)})
+        return before + self.means(losses)
+
+    def means(self, losses: list[Tensor]) -> list[float]:
+        """Averaged over the ranks."""
         mean = torch.stack(losses).float()
         dist.all_reduce(mean)
         return [float(loss) for loss in mean / self.world]
+
+    def resume(self, engine: zw.Engine) -> list[float]:
+        """Goes on from the latest checkpoint, where there is one; the losses up to it."""
+        folder = self.settings.save
+        losses: list[float] = engine.load(folder, missing_ok=True).get("losses", []) if folder else []
+        if losses:
+            self.say(f"going on behind step {len(losses)}, from {folder}")
+        if len(losses) >= self.settings.steps:
+            raise SystemExit(f"{folder} has {len(losses)} steps already: ask for more with --steps")
+        return losses
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -120,7 +145,8 @@ class Demo:
 
         with self.engine(settings.stage) as engine:
             start = time.perf_counter()
-            losses = self.train(engine)
+            before = self.resume(engine)
+            losses = self.train(engine, before)
             training = time.perf_counter() - start
             engine.reschedule()  # figures are those of one step: no peak of an earlier schedule, no change at its end
             counted = measure.profiled(lambda: self.step(engine, settings.steps))
@@ -141,6 +167,7 @@ class Demo:
                 world=self.world,
                 losses=losses,
                 seconds_training=training,
+                steps_before=len(before),
                 seconds=time.perf_counter() - began,
                 stages_bit_equal=all(self.gather(equal)),
                 difference=max(self.gather(difference)),

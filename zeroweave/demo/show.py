@@ -57,6 +57,7 @@ class Result:
     world: int
     losses: list[float]
     seconds_training: float
+    steps_before: int
     seconds: float
     stages_bit_equal: bool
     difference: float
@@ -134,10 +135,11 @@ class Result:
 def report(result: Result) -> Iterator[str]:
     """The report's lines."""
     steps, seconds = len(result.losses), result.seconds_training
+    milliseconds = 1000 * seconds / (steps - result.steps_before)
     yield ""
     yield (
         f"loss {result.losses[0]:.2f} -> {result.loss_last:.2f} in {steps} steps, {seconds:.1f} s "
-        f"({1000 * seconds / steps:.0f} ms a step), {result.parameters:,} parameters"
+        f"({milliseconds:.0f} ms a step), {result.parameters:,} parameters"
     )
     yield from chart(result.losses)
     yield ""
