@@ -139,6 +139,7 @@ def test_set_epoch_keeps_the_position_in_the_same_epoch() -> None:
     assert (sampler.epoch, sampler.position) == (3, 0)
 
 
+@pytest.mark.oldest
 def test_a_loop_draws_no_random_number() -> None:
     """DataLoaders draw a seed whenever they begin, which a resumed run does once more than another."""
     before = torch.get_rng_state()

@@ -96,6 +96,7 @@ def plain_and_back(kind: str) -> list[Any]:
     return [before.keys() - by_index(optimizer).keys(), len(moved) > 5, steps <= {5}]
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_plain_checkpoints_are_loaded_and_made(kind: str) -> None:
     missing, moved, counted = plain_and_back(kind)
