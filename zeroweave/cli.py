@@ -251,21 +251,22 @@ def export(
 
 @ckpt.command(name="import")
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, show_default=False)],
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a new one", show_default=False)],
-    key: Annotated[str | None, typer.Option(help="the entry of FILE that is the model's state dict")] = None,
-    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="FILE may run code of its own")] = False,
-    shard_bytes: Annotated[int, typer.Option(min=1, help="bytes of a file at most")] = 5 << 30,
+    source: Annotated[Path, typer.Argument(exists=True, help="a file of torch.save, or DeepSpeed's folder")],
+    folder: Annotated[Path, typer.Argument(help="where to write", show_default=False)],
+    trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="SOURCE may be read, which is a pickle")] = False,
+    key: Annotated[str | None, typer.Option(help="the entry of a file that is the model's state dict")] = None,
+    optimizer: Annotated[str, typer.Option(help="the class of DeepSpeed's base optimizer")] = "AdamW",
+    shard_bytes: Annotated[int, typer.Option(min=1, help="bytes of a file of weights at most")] = 5 << 30,
 ) -> None:
-    """Write the weights in a FILE of torch.save as safetensors, which `initialize(weights=…)` takes.
+    """Write the weights of a file as safetensors, or a ZeRO checkpoint of DeepSpeed as one that engine.load takes.
 
-    FILE is read in a process of its own, without running code where that is possible.
+    SOURCE is read in a process of its own, without running the code that it names.
     """
     from zeroweave.checkpoint.pickled import start
 
     if not trust_pickle:
-        raise typer.BadParameter("a pickle can run any code when it is read: say --trust-pickle if you trust FILE")
-    raise typer.Exit(start(source, folder, key, shard_bytes))
+        raise typer.BadParameter(f"{source} is a pickle: say --trust-pickle if you know where it comes from")
+    raise typer.Exit(start(source, folder, key, optimizer, shard_bytes))
 
 
 @ckpt.command()

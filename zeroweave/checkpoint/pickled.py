@@ -1,44 +1,50 @@
-"""`python -m zeroweave.checkpoint.pickled`: weights that `torch.save` has written, as safetensors files.
+"""`python -m zeroweave.checkpoint.pickled`: checkpoints that others have written with `torch.save`, as safetensors.
 
-A pickle can run any code while it is read. So nothing else here reads one, this is a process of its own, and it reads
-with PyTorch's `weights_only`, which runs none, unless that is not enough.
+A pickle can run any code while it is read. So nothing else here reads one, this is a process of its own, and `inert`
+calls nothing that a file names.
 """
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from zeroweave.checkpoint import deepspeed, inert
 from zeroweave.checkpoint.export import export
 from zeroweave.checkpoint.files import Part
+from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import NAMES
-from zeroweave.checkpoint.writer import words
+from zeroweave.checkpoint.writer import save, words
 from zeroweave.errors import CheckpointError
+from zeroweave.ranks.control import Control
 
 _USUAL: Final = ("model", "state_dict", "model_state_dict", "module")
 """Where training scripts put a model's state dict."""
 
 
-def start(source: Path, folder: Path, key: str | None, shard_bytes: int) -> int:
+def start(source: Path, folder: Path, key: str | None, optimizer: str, shard_bytes: int) -> int:
     """`convert` in a process of its own. Its exit code: 0, or 2 with a line on standard error."""
-    arguments = [str(source), str(folder), key or "", str(shard_bytes)]
+    arguments = [str(source), str(folder), key or "", optimizer, str(shard_bytes)]
     return subprocess.run([sys.executable, "-m", __spec__.name, *arguments], check=False).returncode
 
 
-def convert(source: Path, folder: Path, key: str, shard_bytes: int) -> str:
-    """Makes the folder of the state dict under `key` of a file ("": the only one); what has been done, in words.
+def convert(source: Path, folder: Path, key: str, optimizer: str, shard_bytes: int) -> str:
+    """Of a folder of DeepSpeed's makes a checkpoint in `folder`, whose optimizer is of the class `optimizer`; of the
+    state dict under `key` of a file ("": the only one) the new `folder` of safetensors. What has been done, in words.
 
-    CheckpointError where there is none, or none that safetensors can hold; whatever else reading a pickle can raise.
+    CheckpointError where there is none, or none that can be read without running code.
     """
-    content, ran = _read(source)
-    tensors = _state_dict(content, key)
+    if source.is_dir():
+        found = deepspeed.read(source, optimizer)
+        save(Folder(folder), found.tag, found.step, found.stage, lambda: found.content, Control(None, 0, 1), None)
+        left_out = f", without {', '.join(found.left_out)}" if found.left_out else ""
+        return f"wrote the checkpoint {found.tag} of {source} to {folder}{left_out}"
+    tensors = _state_dict(inert.load(source), key)
     wrong = {name: value for name, value in tensors.items() if not _can_be_written(value)}
     if wrong:
         name, value = next(iter(wrong.items()))
@@ -46,17 +52,7 @@ def convert(source: Path, folder: Path, key: str, shard_bytes: int) -> str:
         raise CheckpointError(f"{len(wrong)} entries are no tensors that safetensors knows, such as {name!r}: {what}")
     parts = [Part.of(name, value) for name, value in tensors.items()]
     export(folder, parts, tensors.values(), shard_bytes, lambda _: None)
-    how = "code in it was allowed to run" if ran else "no code in it has run"
-    return f"wrote {len(parts)} tensors of {source} to {folder}; {how}"
-
-
-def _read(source: Path) -> tuple[Any, bool]:
-    """What the file holds, and whether its code was allowed to run."""
-    mapped = zipfile.is_zipfile(source)
-    try:
-        return torch.load(source, map_location="cpu", mmap=mapped, weights_only=True), False
-    except pickle.UnpicklingError:
-        return torch.load(source, map_location="cpu", mmap=mapped, weights_only=False), True
+    return f"wrote {len(parts)} tensors of {source} to {folder}"
 
 
 def _state_dict(content: Any, key: str) -> dict[str, Any]:
@@ -86,7 +82,7 @@ def _can_be_written(value: Any) -> bool:
 
 if __name__ == "__main__":
     try:
-        print(convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+        print(convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])))
     except Exception as error:  # whatever the file is
         print(f"zeroweave: {sys.argv[1]} was not imported: {words(error)}", file=sys.stderr)
         sys.exit(2)

@@ -1,0 +1,236 @@
+"""DeepSpeed's ZeRO checkpoints, read as what a checkpoint of zeroweave holds.
+
+    DIR/latest                                            the tag
+    DIR/TAG/mp_rank_00_model_states.pt                    buffers, names and shapes; at stage 3 zero_pp_rank_R_…
+    DIR/TAG/zero_pp_rank_R_mp_rank_00_optim_states.pt     rank R's masters and optimizer states, flat, for each group
+
+At stages 1 and 2 a group's parameters lie one behind the other, and each rank has a range of that, of which
+`param_slice_mappings` says what is whose. At stage 3 each rank has a piece of each parameter, all of one length, the
+last one padded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from zeroweave.checkpoint import plain
+from zeroweave.checkpoint.export import Model
+from zeroweave.checkpoint.files import Part
+from zeroweave.checkpoint.inert import load
+from zeroweave.checkpoint.manifest import NAMES
+from zeroweave.checkpoint.writer import Content
+from zeroweave.errors import CheckpointError, EngineError
+
+_OPTIMIZER: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_OWN: Final = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
+    "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
+    "ds_version checkpoint_parallel_dimensions sparse_tensor_module_names autotp_uc_info torch_rng_state".split()
+)
+"""What DeepSpeed itself writes beside what a program hands in."""
+
+
+class Imported(NamedTuple):
+    """A checkpoint that can be written: `left_out` names what of it cannot."""
+
+    tag: str
+    step: int
+    stage: int
+    content: Content
+    left_out: list[str]
+
+
+class _Source(NamedTuple):
+    """A parameter's elements: in order, ranges of flat tensors, of which the last may be longer than is needed."""
+
+    shape: tuple[int, ...]
+    ranges: list[tuple[torch.Tensor, int, int]]
+
+    def whole(self) -> torch.Tensor:
+        numel = torch.Size(self.shape).numel()
+        flat = torch.cat([tensor.narrow(0, start, count) for tensor, start, count in self.ranges])
+        return flat[:numel].view(self.shape)
+
+
+def read(path: Path, kind: str) -> Imported:
+    """The checkpoint in `path`, or the latest there. `kind`: the class of its optimizer, which it does not tell.
+
+    CheckpointError for what is missing, does not fit together, or is of another parallelism.
+    """
+    try:
+        return _read(path, kind)
+    except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        if isinstance(error, EngineError):
+            raise
+        raise CheckpointError(f"{path} is laid out in an unknown way: {type(error).__name__}: {error}") from None
+
+
+def _read(path: Path, kind: str) -> Imported:
+    if (latest := path / "latest").is_file():
+        path = path / latest.read_text().strip()
+    optimizers = _ranks(path)
+    states = [load(file)["optimizer_state_dict"] for file in optimizers]
+    sharded = "fp32_flat_groups" in states[0]  # stage 3
+    files = [path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(states))]
+    models = [load(file) for file in (files if sharded else [path / "mp_rank_00_model_states.pt"])]
+    model = models[0]
+    if model["dp_world_size"] != len(states):
+        raise CheckpointError(f"{path} has the files of {len(states)} ranks, and {model['dp_world_size']} wrote it")
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+    sources, scalars, groups = (_stage_3 if sharded else _stage_2)(states, shapes)
+    trained = {name for group in shapes for name in group}
+    for name, value in model["module"].items():
+        if name in model["buffer_names"]:
+            sources[f"buffer/{name}"] = _of([value], tuple(value.shape))
+        elif name not in trained and name not in model["shared_params"] and not sharded:
+            sources[f"param/{name}"] = _of([value], tuple(value.shape))
+    for name, shape in (model["frozen_param_shapes"] or {}).items() if sharded else ():
+        sources[f"param/{name}"] = _of([one["frozen_param_fragments"][name] for one in models], tuple(shape))
+    for name, source in sources.items():
+        have, need = sum(count for _, _, count in source.ranges), torch.Size(source.shape).numel()
+        if not need <= have < need + (len(states) if sharded else 1):
+            raise CheckpointError(f"{path} has {have} elements of {name}, which has {need}")
+        if any(start + count > tensor.numel() for tensor, start, count in source.ranges):
+            raise CheckpointError(f"{path} has fewer elements of {name} than it says")
+    values, left_out = _values(model, states[0], kind, shapes, groups)
+    values |= {name: plain.encode(value, name) for name, value in scalars.items()}
+    parts = [
+        Part(name, source.shape, source.ranges[0][0].dtype, 0, torch.Size(source.shape).numel())
+        for name, source in sources.items()
+    ]
+    tensors = (source.whole() for source in sources.values() if torch.Size(source.shape).numel())
+    stage = 3 if sharded else states[0]["zero_stage"].arguments[0]
+    return Imported(path.name, model["global_steps"], stage, Content(parts, tensors, values), left_out)
+
+
+def _of(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> _Source:
+    return _Source(shape, [(piece.reshape(-1), 0, piece.numel()) for piece in pieces])
+
+
+def _ranks(path: Path) -> list[Path]:
+    """The files of the optimizer, by rank."""
+    found = {}
+    for file in path.glob("*optim_states.pt"):
+        if (match := _OPTIMIZER.fullmatch(file.name)) is None:
+            raise CheckpointError(
+                f"{file} is of tensor, pipeline or expert parallelism, or of DeepSpeed's BF16_Optimizer"
+            )
+        found[int(match[1])] = file
+    if not found or sorted(found) != list(range(len(found))):
+        raise CheckpointError(
+            f"{path} is no whole checkpoint of DeepSpeed's ZeRO: it has files of the ranks {sorted(found)}"
+        )
+    return [found[rank] for rank in range(len(found))]
+
+
+_Found = tuple[dict[str, _Source], dict[str, Any], Sequence[Mapping[str, Any]]]
+"""Sources of tensors and values of parameters, by their names in a checkpoint, and the optimizer's groups."""
+
+
+def _stage_2(states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> _Found:
+    sources: dict[str, _Source] = {}
+    scalars: dict[str, Any] = {}
+    for group, names in enumerate(shapes):
+        for rank in states:
+            held = rank["base_optimizer_state"]["state"].get(group, {})
+            flats, single = _split(held, rank["single_partition_of_fp32_groups"][group])
+            for name, place in rank["param_slice_mappings"][group].items():
+                for key, flat in flats.items():
+                    source = sources.setdefault(key.format(name), _Source(names[name], []))
+                    source.ranges.append((flat, place.start, place.numel))
+                scalars.update({f"scalar/{name}/{key}": value for key, value in single.items()})
+        if missing := [name for name in names if f"param/{name}" not in sources]:
+            raise CheckpointError(f"no rank has anything of {', '.join(missing)}")
+    return sources, scalars, states[0]["base_optimizer_state"]["param_groups"]
+
+
+def _stage_3(states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> _Found:
+    sources: dict[str, _Source] = {}
+    scalars: dict[str, Any] = {}
+    world = len(states)
+    for rank in states:
+        held, masters = rank["optimizer_state_dict"]["state"], rank["fp32_flat_groups"]
+        subs = [_split(held.get(index, {}), flat) for index, flat in enumerate(masters)]
+        ends = _walk(shapes, world, [flat.numel() for flat in masters])
+        for name, shape, ranges in ends:
+            for sub, start, count in ranges:
+                flats, single = subs[sub]
+                for key, flat in flats.items():
+                    source = sources.setdefault(key.format(name), _Source(shape, []))
+                    source.ranges.append((flat, start, count))
+                scalars.update({f"scalar/{name}/{key}": value for key, value in single.items()})
+    return sources, scalars, states[0]["optimizer_state_dict"]["param_groups"]
+
+
+def _walk(
+    shapes: Sequence[Mapping[str, tuple[int, ...]]], world: int, sizes: Sequence[int]
+) -> Iterator[tuple[str, tuple[int, ...], list[tuple[int, int, int]]]]:
+    """Each parameter, and where its piece lies: which flat tensors, and from where how many elements of each."""
+    pieces = [
+        (name, shape, -(-torch.Size(shape).numel() // world)) for group in shapes for name, shape in group.items()
+    ]
+    if (needed := sum(count for _, _, count in pieces)) != sum(sizes):
+        raise CheckpointError(f"a rank has {sum(sizes)} elements, and {needed} of the parameters")
+    sub, start = 0, 0
+    for name, shape, left in pieces:
+        ranges = []
+        while left:
+            while start == sizes[sub]:
+                sub, start = sub + 1, 0
+            count = min(left, sizes[sub] - start)
+            ranges.append((sub, start, count))
+            left, start = left - count, start + count
+        yield name, shape, ranges
+
+
+def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """What there is of each element, by name with a place for the parameter's, and of all of them together."""
+    flats, single = {"param/{}": masters}, {}
+    for key, value in held.items():
+        if isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() >= masters.numel():
+            flats[f"state/{{}}/{key}"] = value
+        else:
+            single[key] = value
+    return flats, single
+
+
+def _values(
+    model: Mapping[str, Any],
+    state: Mapping[str, Any],
+    kind: str,
+    shapes: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], list[str]]:
+    """What is not of single parameters, and the names of what has no place in a checkpoint of zeroweave."""
+    left_out = ["lr_scheduler"] if model["lr_scheduler"] is not None else []
+    client = {}
+    for name in model.keys() - _OWN:
+        try:
+            client[name] = plain.encode(model[name], name)
+        except EngineError:
+            left_out.append(name)
+    steps = int(model["ds_config"].get("gradient_accumulation_steps", 1))
+    dtypes = {name: NAMES[model["module"][name].dtype] for group in shapes for name in group}
+    told = Model(dtypes=dtypes, aliases=dict(model["shared_params"]), configs={})
+    names = [list(group) for group in shapes]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    scale = float(state["loss_scaler"].cur_scale)
+    values = {
+        "run": {"micro_steps": model["global_steps"] * steps, "skipped_steps": model["skipped_steps"]},
+        "client": client,
+        "loss_scale": plain.encode({"value": scale, "good_steps": 0, "patience": 1}, "loss_scale"),
+        "model": plain.encode(told.model_dump(), "model"),
+        "optimizer": {
+            "kind": kind,
+            "groups": [
+                {"params": mine, "options": {key: plain.encode(value, key) for key, value in own.items()}}
+                for mine, own in zip(names, options, strict=True)
+            ],
+        },
+    }
+    return values, sorted(left_out)
