@@ -187,7 +187,7 @@ class Checkpoints:
         """What this rank has to write."""
         self._runtime.transfers.finish()
         rank, buckets = self._control.rank, self._runtime.buckets.values()
-        parts = [part for bucket in buckets for part, _ in self._pieces(bucket)]
+        parts = [part for bucket in buckets for part, _ in self._pieces(bucket, bucket.shard)]
         parts += [Part.of(name, value) for name, value in buffers.items()]
         values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **data}
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
@@ -198,21 +198,21 @@ class Checkpoints:
     def _tensors(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """What is written, in host memory, in the order of the parts."""
         for bucket in self._runtime.buckets.values():
-            for part, value in self._pieces(bucket):
+            for part, value in self._pieces(bucket, bucket.shard.cpu()):
                 if part.numel:
                     yield value.cpu()
         for value in buffers.values():
             if value.numel():
                 yield value.cpu()
 
-    def _pieces(self, bucket: Bucket) -> Iterator[tuple[Part, torch.Tensor]]:
-        """What this rank has of a bucket's parameters, and of what the optimizer keeps of their elements."""
+    def _pieces(self, bucket: Bucket, shard: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+        """What this rank has of a bucket's parameters, in its `shard`, and of what the optimizer keeps of them."""
         layout = bucket.layout
         for index, slot in enumerate(layout.slots):
             place, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
             if not place.numel and (slot.numel or bucket.rank):
                 continue  # of a parameter without elements the first rank of its group tells
-            mine = bucket.fragment(bucket.shard, index)
+            mine = bucket.fragment(shard, index)
             yield Part(f"param/{name}", slot.shape, mine.dtype, place.offset, place.numel), mine
             for key, value in self._state(bucket, index).items():
                 if _is_cut(value, place.numel):

@@ -96,6 +96,11 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 MODELS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "noisy": Noisy, "plain": Plain}
 
 
+KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "steps", "largest", "prev", "step_size")
+KEYS += ("ax", "mu", "eta", "mu_product")
+"""What these keep, of the first parameter as of all others."""
+
+
 def make(model: str, optimizer: str | None, stage: int, mode: str, seed: int, **more: Any) -> zw.Engine:
     """An engine of a model of this seed, with a schedule of learning rates where that can be."""
     torch.manual_seed(seed)
@@ -133,16 +138,20 @@ def values(engine: zw.Engine) -> dict[str, Tensor]:
         full = engine.full(name)
         assert full is not None
         found[name] = full.cpu()
-    keys = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "steps", "largest", "prev", "ax")
-    for name in names if engine.optimizer is not None else ():
-        for key in (*keys, "step_size", "mu", "eta", "mu_product"):
-            try:
-                state = engine.full(name, key)
-            except zw.EngineError:  # it has none
-                continue
-            assert state is not None
-            found[f"{name} {key}"] = state.cpu()
+    if engine.optimizer is not None:
+        keys = [key for key in KEYS if _state(engine, names[0], key) is not None]
+        states = {f"{name} {key}": _state(engine, name, key) for name in names for key in keys}
+        found |= {name: state for name, state in states.items() if state is not None}
     return found
+
+
+def _state(engine: zw.Engine, name: str, key: str) -> Tensor | None:
+    try:
+        state = engine.full(name, key)
+    except zw.EngineError:  # it has none
+        return None
+    assert state is not None
+    return state.cpu()
 
 
 def own(engine: zw.Engine) -> Facts:
