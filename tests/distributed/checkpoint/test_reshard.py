@@ -23,6 +23,8 @@ def save(folder: Path, stage: int, model: str, more: dict[str, Any]) -> tuple[Fa
 
 
 def load(folder: Path, stage: int, model: str, more: dict[str, Any]) -> tuple[Facts, list[float]]:
+    if stage != 3:  # which alone has parameters in host memory
+        more = {key: value for key, value in more.items() if key != "offload"}
     with make(model, "adamw", stage, "eager", 1, **more) as engine:
         engine.load(folder)
         return everything(engine), train(engine, 1)
@@ -69,6 +71,6 @@ def test_other_worlds_and_stages(pools: Pools, tmp_path: Path, of: tuple[int, in
     ],
     ids=str,
 )
-@pytest.mark.parametrize("of", [(2, 3), (4, 1)])
+@pytest.mark.parametrize("of", [(2, 3), (4, 3)])
 def test_settings(pools: Pools, tmp_path: Path, of: tuple[int, int], more: dict[str, Any]) -> None:
     check(pools, tmp_path, of, [(1, 2), (3, 3), (4, 3)], {} if "precision" in more else more)
