@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import threading
 import time
 from functools import partial
@@ -33,6 +34,13 @@ def stops(rank: int, later: float, folder: Path, engine: zw.Engine) -> None:
 
     if engine.rank == rank and engine.global_steps == 3 and not (folder / "stopped").exists():
         threading.Timer(later, stop).start() if later else stop()
+
+
+def pauses(rank: int, folder: Path, engine: zw.Engine) -> None:
+    """This rank is stopped for half of the deadline, and then continued."""
+    if engine.rank == rank and engine.global_steps == 3:
+        subprocess.Popen(["sh", "-c", f"sleep {DEADLINE / 2}; touch {folder}/continued; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stacks_of(outcome: Outcome) -> Path:
@@ -83,3 +91,12 @@ def test_a_rank_that_is_slow_ends_nobody(phase: str, tmp_path: Path, pools: Pool
     slow = f"slow:rank=0,step=2,phase={phase},seconds={0.6 * DEADLINE}"
     whole = pools(2).run(train, None, 3, "eager")
     assert pools(2).run(partial(train, deadline=DEADLINE), tmp_path, 3, "eager", slow) == whole
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_stopped_for_a_while_ends_nobody(rank: int, tmp_path: Path, pools: Pools) -> None:
+    whole = pools(2).run(train, None, 3, "eager")
+    paused = pools(2).run(
+        partial(train, step_begins=partial(pauses, rank, tmp_path), deadline=DEADLINE), None, 3, "eager"
+    )
+    assert paused == whole and (tmp_path / "continued").exists()
