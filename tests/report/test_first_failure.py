@@ -43,3 +43,9 @@ def test_a_reason_or_a_signal_of_its_own_is_the_cause(tmp_path: Path) -> None:
 
 def test_without_notes_it_is_who_was_gone_first(tmp_path: Path) -> None:
     assert cause(seen(3, tmp_path / "none"), tmp_path) == (4, 3, "")
+
+
+def test_who_left_by_an_exit_code_comes_before_whom_that_made_fail(tmp_path: Path) -> None:
+    missing = noted(tmp_path, 0, 0, "AgreementError: rank 5 did not arrive", 10)
+    noted(tmp_path, 0, 1, "SystemExit: 7", 20)
+    assert cause(seen(1, missing), tmp_path) == (5, 7, "")

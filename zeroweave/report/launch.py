@@ -20,18 +20,21 @@ import argparse
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 RUNNER = "zeroweave.report.runner"
+_LEFT: Final = re.compile(r"SystemExit: (\d+)$")
+"""What the runner notes of `sys.exit(n)`."""
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -97,16 +100,15 @@ def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
         if _is_own(failure.exitcode, first_line(failure.message)):
             return rank, failure.exitcode, first_line(failure.message)
     rank, failure = error.get_first_failure()
-    reason = first_line(failure.message)
-    if reason or failure.exitcode < 0:
-        return rank, failure.exitcode, reason
     starts = {note: int(note.parts[-3].removeprefix("attempt_")) for note in logs.glob("*/attempt_*/*/error.json")}
     last = [note for note, start in starts.items() if start == max(starts.values())]
     for note in sorted(last, key=lambda note: note.stat().st_mtime_ns):
-        told = first_line(json.loads(note.read_text())["message"])
-        if not told.startswith(": RankFailure"):  # that is about another rank
-            return rank - failure.local_rank + int(note.parent.name), 1, told
-    return rank, failure.exitcode, ""
+        told, noting = json.loads(note.read_text())["message"], rank - failure.local_rank + int(note.parent.name)
+        if (left := _LEFT.match(str(told.get("message", "") if isinstance(told, dict) else told))) is not None:
+            return noting, int(left[1]), ""
+        if (reason := first_line(told)) and _is_own(1, reason):
+            return noting, 1, reason
+    return rank, failure.exitcode, first_line(failure.message)
 
 
 def _is_own(code: int, reason: str) -> bool:
@@ -152,5 +154,5 @@ def first_line(message: object) -> str:
     if isinstance(message, dict):
         message = message.get("message", "")
     lines = str(message).strip().splitlines()
-    known = lines and not lines[0].startswith(("Signal ", "To enable traceback"))
+    known = lines and not lines[0].startswith(("Signal ", "To enable traceback", "SystemExit: "))
     return f": {lines[0]}" if known else ""

@@ -19,7 +19,7 @@ import sys
 from types import TracebackType
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 
 def run_script(arguments: list[str]) -> None:
@@ -59,6 +59,8 @@ def main() -> int:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if isinstance(stop.code, str):
             print(stop.code, file=sys.stderr)
+        if code and "TORCHELASTIC_ERROR_FILE" in os.environ:  # a rank that misses this one may be gone before it
+            get_error_handler().record_exception(SystemExit(code))
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
         shown = error.with_traceback(own_frames(error.__traceback__))
