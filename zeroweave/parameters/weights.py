@@ -74,19 +74,13 @@ class MadeWeights:
 
     def _reset(self, module: nn.Module) -> None:
         """Has a copy of the module, with memory of its own, initialise itself."""
-        clone = copy.copy(module)
-        own = {
-            name: p if p is None else nn.Parameter(_unset(p), requires_grad=p.requires_grad)
-            for name, p in module._parameters.items()
-        }
-        vars(clone)["_parameters"] = own
-        vars(clone)["_buffers"] = {name: b if b is None else b.clone() for name, b in module._buffers.items()}
-        reset = self._reset_of(clone)
+        named = (p for p in module._parameters.values() if p is not None)
+        own = {id(p): nn.Parameter(_unset(p), requires_grad=p.requires_grad) for p in named}
+        known = {**own, **{id(child): child for child in module.children()}}  # what the copy does not copy
+        reset = self._reset_of(copy.deepcopy(module, known))
         assert reset is not None  # `check`
         reset()
-        for name, made in own.items():
-            if made is not None:
-                self._made[id(module._parameters[name])] = made.detach()
+        self._made.update((key, made.detach()) for key, made in own.items())
 
     def _reset_of(self, module: nn.Module) -> Callable[[], Any] | None:
         """What initialises a module's own parameters."""
@@ -209,7 +203,7 @@ class Buffers:
         for module, name, value in self._buffers:
             module._buffers[name] = value
         for module, name, value in self._attributes:
-            setattr(module, name, value)
+            vars(module).update({name: value})
 
 
 def _made_again(module: nn.Module) -> nn.Module | None:
