@@ -25,11 +25,11 @@ from zeroweave.ranks.control import Control
 class _Work:
     """The latest collective in `ledger`, and what must stay alive until it has been waited for."""
 
-    __slots__ = ("_alive", "_count", "_ledger", "_waited", "_work")
+    __slots__ = ("_alive", "_count", "_ledger", "_on_host", "_waited", "_work")
 
-    def __init__(self, work: dist.Work | _Launch, ledger: Ledger, *alive: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work | _Launch, ledger: Ledger, on_host: bool, *alive: torch.Tensor) -> None:
         self._work: dist.Work | _Launch | None = work
-        self._ledger, self._count = ledger, ledger.count
+        self._ledger, self._count, self._on_host = ledger, ledger.count, on_host
         self._alive: tuple[torch.Tensor, ...] = alive
         self._waited: Callable[[], None] | None = None
 
@@ -42,7 +42,7 @@ class _Work:
             self._work.wait()
         except RuntimeError as error:
             raise _broken(self._ledger.text_at(self._count), error) from None
-        if self._alive[0].device.type == "cpu":
+        if self._on_host:
             self._ledger.came()
         self._work, self._alive = None, ()
         if self._waited is not None:
@@ -146,6 +146,8 @@ class ProcessGroupTransport:
         self._name, self._divisor = name, divisor or self.world
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._launch: _Launch | None = None
+        self._on_host = device.type == "cpu"
+        """is what has been waited for there?"""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -186,7 +188,7 @@ class ProcessGroupTransport:
             with self._beside():
                 start, stop = layout.shard_range(self.rank)
                 work = all_gather(target, target[start:stop].copy_(shard), self.group)
-        return _Work(self._launch or work, self.ledger, flat, shard)
+        return _Work(self._launch or work, self.ledger, self._on_host, flat, shard)
 
     def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
         """Makes a flat ready for a reduction; returns what the collective has to do."""
@@ -213,7 +215,7 @@ class ProcessGroupTransport:
             else:
                 inputs = list(lent(flat).split(list(chunks)))
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
-        return _Work(self._launch or work, self.ledger, flat, out, *_tensors(parts))
+        return _Work(self._launch or work, self.ledger, self._on_host, flat, out, *_tensors(parts))
 
     @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
@@ -222,7 +224,7 @@ class ProcessGroupTransport:
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
             work = dist.all_reduce(lent(out), op=kind, group=self.group, async_op=True)
-        return _Work(work, self.ledger, out, *_tensors(parts))
+        return _Work(work, self.ledger, self._on_host, out, *_tensors(parts))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._count("broadcast", tensor, -1)

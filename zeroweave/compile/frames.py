@@ -49,6 +49,8 @@ def _functions(module: ModuleType, values: Iterable[object], seen: set[int]) -> 
             found = value.fget, value.fset, value.fdel
         elif isinstance(value, cached_property | partial):
             found = (value.func,)
+        elif hasattr(value, "cache_info"):
+            found = (getattr(value, "__wrapped__", None),)  # what functools.cache wraps
         elif isinstance(value, type) and value.__module__ == module.__name__ and not issubclass(value, nn.Module):
             found = vars(value).values()
         if found and id(value) not in seen:

@@ -83,6 +83,10 @@ class Access:
         for watched in self._watched.values():
             watched.replace(old, new)
 
+    def of(self, module: nn.Module) -> tuple[nn.Module, ...]:
+        """The modules inside that have parameters of their own."""
+        return tuple(m for m in module.modules() if m in self._plain)
+
     def watch(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Watches these modules (None: all), whose plain dictionaries hold the real parameters now."""
         for module in self._plain if modules is None else modules:

@@ -56,7 +56,7 @@ class ModuleCall:
         # An embedding's backward reads no values of it.
         self._trains = bool(self._trainable) and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
         self._runtime, self._access, self._session, self._compiled = runtime, access, session, compiled
-        self._inner = tuple(module.modules())
+        self._inner = access.of(module)
         self._runs_compiled = False
         """does the last call that was no recomputation?"""
 
