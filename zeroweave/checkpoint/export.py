@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -11,14 +10,15 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from zeroweave.checkpoint import plain
 from zeroweave.checkpoint.files import FileWriter, Part
-from zeroweave.checkpoint.folder import discard, sync, write_file
-from zeroweave.checkpoint.manifest import DTYPES
+from zeroweave.checkpoint.folder import beside, discard, sync, write_file
+from zeroweave.checkpoint.manifest import DTYPES, Strict
 from zeroweave.checkpoint.reader import Reader
 from zeroweave.errors import CheckpointError
+from zeroweave.parameters.weights import INDEX
 
 _METADATA = {"format": "pt"}
 """transformers refuses files that do not say whose tensors they hold."""
@@ -27,10 +27,8 @@ CONFIGS: Final = ("config", "generation_config")
 """What models of transformers have, and `from_pretrained` reads: attributes, and files with the ending `.json`."""
 
 
-class Model(BaseModel):
+class Model(Strict):
     """What a checkpoint tells of its model beside the tensors, as the value "model"."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
     dtypes: dict[str, str]
     """by NAME: the model's own; "param/NAME" may be a wider master"""
@@ -55,7 +53,7 @@ def export(
     if path.exists():
         raise CheckpointError(f"{path} is there already: export to a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.parent / f".{path.name}.{uuid.uuid4().hex}.partial"
+    partial = beside(path)
     partial.mkdir()
     with ExitStack() as after:
         after.callback(discard, partial)
@@ -70,7 +68,7 @@ def export(
                 "metadata": {"total_size": sum(part.nbytes for part in parts)},
                 "weight_map": {part.name: name for name, members in files.items() for part in members},
             }
-            write_file(partial / "model.safetensors.index.json", json.dumps(index, indent=2).encode())
+            write_file(partial / INDEX, json.dumps(index, indent=2).encode())
         finish(partial)
         sync(partial)
         partial.rename(path)
@@ -89,11 +87,15 @@ def export_checkpoint(reader: Reader, path: Path, dtype: torch.dtype | None, sha
     parts = []
     for key, name in sources.items():
         own = DTYPES.get(model.dtypes.get(model.aliases.get(key, key), ""), reader.dtype(name))
-        kind = dtype if dtype is not None and own.is_floating_point else own
         entry = manifest.tensors[name]
-        parts.append(Part(key, entry.shape, kind, 0, entry.numel))
+        parts.append(Part(key, entry.shape, cast(own, dtype), 0, entry.numel))
     tensors = (reader.whole(sources[part.name]).to(part.dtype) for part in parts)
     export(path, parts, tensors, shard_bytes, partial(_write_configs, model))
+
+
+def cast(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype in which a tensor of the dtype `own` is exported."""
+    return wanted if wanted is not None and own.is_floating_point else own
 
 
 def _write_configs(model: Model, folder: Path) -> None:

@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -74,20 +75,13 @@ class FileWriter:
 
     def __init__(self, path: Path, parts: Sequence[Part], metadata: Mapping[str, str] | None = None) -> None:
         header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-        self.begins: dict[str, int] = {}
-        end = 0
-        for part in parts:
-            begin, end = end, end + part.nbytes
-            header[part.name] = {
-                "dtype": NAMES[part.dtype],
-                "shape": part.header_shape,
-                "data_offsets": [begin, end],
-            }
-            self.begins[part.name] = begin
+        ends = list(accumulate((part.nbytes for part in parts), initial=0))
+        for part, place in zip(parts, pairwise(ends), strict=True):
+            header[part.name] = {"dtype": NAMES[part.dtype], "shape": part.header_shape, "data_offsets": place}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._head = len(text).to_bytes(8, "little") + text
-        self.begins = {name: len(self._head) + begin for name, begin in self.begins.items()}
+        self.begins = {part.name: len(self._head) + begin for part, begin in zip(parts, ends, strict=False)}
         self._path, self._parts = path, iter(parts)
         self._hash, self._nbytes = xxhash.xxh3_128(), 0
         self._file: io.FileIO | None = None
@@ -127,22 +121,28 @@ class FileWriter:
                 chunk = chunk[self._file.write(chunk) :]
 
 
+def open_file(path: Path, shown: str) -> tuple[int, int]:
+    """Opens a regular file, no link: its descriptor and length. CheckpointError, which calls it `shown`, for others."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{shown} cannot be read: {error.strerror}") from None
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        raise CheckpointError(f"{shown} is no regular file")
+    return fd, status.st_size
+
+
 class FileReader:
     """Reads a file that `expected` describes. CheckpointError, which names the file, where it is not that one."""
 
     def __init__(self, path: Path, expected: File) -> None:
         self._name, self._expected = path.name, expected
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
+        self._fd, nbytes = open_file(path, path.name)
+        if nbytes != expected.nbytes:
             self.close()
-            raise CheckpointError(f"{path.name} is no regular file")
-        if status.st_size != expected.nbytes:
-            self.close()
-            raise CheckpointError(f"{path.name} has {status.st_size} bytes instead of {expected.nbytes}")
+            raise CheckpointError(f"{path.name} has {nbytes} bytes instead of {expected.nbytes}")
 
     def check(self) -> None:
         """Reads all of it. CheckpointError where a byte is not what was written."""

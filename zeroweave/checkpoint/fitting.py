@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from zeroweave.checkpoint import plain
-from zeroweave.checkpoint.manifest import NAME, Count, Manifest
+from zeroweave.checkpoint.manifest import NAME, Count, Manifest, Strict
 from zeroweave.errors import CheckpointError
 
 _OWN_BUFFER: Final = re.compile(r"rank/\d+/buffer/(.*)")
@@ -19,42 +19,38 @@ _SHOWN: Final = 20
 """Names that an error tells of each kind."""
 
 
-class _Fact(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
-class Run(_Fact):
+class Run(Strict):
     micro_steps: Count
     skipped_steps: Count
 
 
-class LossScale(_Fact):
+class LossScale(Strict):
     value: Annotated[float, Field(gt=0)]
     good_steps: Count
     patience: Count
 
 
-class Group(_Fact):
+class Group(Strict):
     """Of an optimizer: its parameters, by name, and its options."""
 
     params: list[str]
     options: dict[str, Any]
 
 
-class Optimizer(_Fact):
+class Optimizer(Strict):
     kind: str
     """its class"""
     groups: list[Group]
 
 
-class Scheduler(_Fact):
+class Scheduler(Strict):
     """Of learning rates."""
 
     kind: str
     state: dict[Any, Any]
 
 
-class Facts(_Fact):
+class Facts(Strict):
     """What all ranks share beside tensors. A manifest has it under the same names."""
 
     run: Run
@@ -95,15 +91,11 @@ class Fitting:
             place = ".".join(map(str, first["loc"]))
             raise CheckpointError(f"{NAME} holds values of no engine: {place}: {first['msg']}") from None
         self.cut: dict[str, list[str]] = {}
-        for name in manifest.tensors:
-            if name.startswith("state/"):
-                of, _, key = name.removeprefix("state/").rpartition("/")
-                self.cut.setdefault(of, []).append(key)
+        for of, key, _ in _of_parameters("state", manifest.tensors):
+            self.cut.setdefault(of, []).append(key)
         self.scalars: dict[str, dict[str, Any]] = {}
-        for name, value in self.values.items():
-            if name.startswith("scalar/"):
-                of, _, key = name.removeprefix("scalar/").rpartition("/")
-                self.scalars.setdefault(of, {})[key] = value
+        for of, key, name in _of_parameters("scalar", self.values):
+            self.scalars.setdefault(of, {})[key] = self.values[name]
 
     def check(self) -> None:
         """CheckpointError where the checkpoint is of another model, optimizer or scheduler."""
@@ -165,6 +157,15 @@ class Fitting:
                 f"are {world} now; zeroweave.data has a sampler with one position for all"
             )
         return values.get(f"rank/{rank}/data", values["data"])
+
+
+def _of_parameters(kind: str, names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """The names of a kind, as NAME, KEY and whole."""
+    for name in names:
+        first, _, rest = name.partition("/")
+        if first == kind:
+            of, _, key = rest.rpartition("/")
+            yield of, key, name
 
 
 def _some(names: Sequence[str]) -> str:

@@ -15,19 +15,18 @@ import json
 import os
 import re
 import shutil
-import stat
 import uuid
 from itertools import count
 from pathlib import Path
 from typing import Final
 
 from zeroweave.checkpoint import manifest as manifests
+from zeroweave.checkpoint.files import open_file
 from zeroweave.checkpoint.manifest import Manifest
 from zeroweave.errors import CheckpointError
 
 LATEST: Final = "latest"
-_PARTIAL: Final = ".partial"
-_TAG: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_TAG: Final = re.compile(manifests.PLAIN_NAME)
 
 
 def check_tag(tag: str) -> None:
@@ -52,7 +51,7 @@ class Folder:
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / tag).exists():
             raise CheckpointError(f"{self.path} has a checkpoint {tag!r} already: choose another tag, or remove it")
-        partial = self.path / f".{tag}.{uuid.uuid4().hex}{_PARTIAL}"
+        partial = beside(self.path / tag)
         partial.mkdir()
         return partial
 
@@ -90,7 +89,7 @@ class Folder:
             stay |= {tag for step, tag in known if step % keep_every == 0}
         gone = [tag for _, tag in known if tag not in stay]
         for tag in gone:
-            away = self.path / f".{tag}.{uuid.uuid4().hex}{_PARTIAL}"
+            away = beside(self.path / tag)
             (self.path / tag).rename(away)  # so that it is there whole, or not at all
             discard(away)
         return gone
@@ -164,23 +163,23 @@ class Folder:
         return f"load one of these by its tag: {', '.join(others[-8:])}"
 
 
+def beside(place: Path) -> Path:
+    """Where a folder is that will be at `place`, or was, while it is not whole."""
+    return place.parent / f".{place.name}.{uuid.uuid4().hex}.partial"
+
+
 def discard(partial: Path) -> None:
     """Removes what will not be published."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def _read(path: Path, limit: int) -> bytes:
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
-        os.close(fd)
-        raise CheckpointError(f"{path} is no regular file of at most {limit} bytes")
+    fd, nbytes = open_file(path, str(path))
     with open(fd, "rb") as file:
+        if nbytes > limit:
+            raise CheckpointError(f"{path} has {nbytes} bytes, and {limit} at most can be read")
         try:
-            return file.read(status.st_size)
+            return file.read(nbytes)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 

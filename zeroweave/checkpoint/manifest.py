@@ -50,22 +50,26 @@ _SHOWN: Final = 100
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Positive = Annotated[int, Field(gt=0, lt=1 << 63)]
-FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+PLAIN_NAME: Final = "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+"""A pattern: of files and tags, which lie where they are looked for, and nowhere else."""
+FileName = Annotated[str, Field(pattern=PLAIN_NAME)]
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
-class _Model(BaseModel):
+class Strict(BaseModel):
+    """What is written as it is meant, and read as it is written: nothing is converted, and nothing may be left over."""
+
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
-class File(_Model):
+class File(Strict):
     """A file beside the manifest: its length, and the xxh3-128 of all of its bytes."""
 
     nbytes: Count
     xxh3_128: Hash
 
 
-class Piece(_Model):
+class Piece(Strict):
     """Elements `start` to `start + numel` of a flattened tensor, which lie in `file` from its byte `begin` on."""
 
     file: FileName
@@ -74,7 +78,7 @@ class Piece(_Model):
     numel: Positive
 
 
-class Entry(_Model):
+class Entry(Strict):
     """A tensor, whole: `dtype` as safetensors spells it, its pieces in the order of their elements."""
 
     shape: Annotated[tuple[Count, ...], Field(max_length=64), FailFast()]
@@ -86,7 +90,7 @@ class Entry(_Model):
         return math.prod(self.shape)
 
 
-class Manifest(_Model):
+class Manifest(Strict):
     """All of a checkpoint but the contents of its tensors. `values`: encoded, see `plain`."""
 
     checksum: Hash = _ZEROS.decode()

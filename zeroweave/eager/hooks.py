@@ -119,38 +119,31 @@ def own_outputs(result: Any, runtime: Runtime) -> Any:
     return map_tensors(own, result)
 
 
-def delivery(runtime: Runtime) -> Callable[[int, int, torch.Tensor], None]:
-    """`runtime.deliver_eager` for hooks on parameters.
-
-    It does not keep the runtime: Python's garbage collector cannot look into such hooks, so whatever they hold
-    would live as long as they do, for ever where it holds the parameter.
-    """
-    reference = weakref.ref(runtime)
-
-    def deliver(bucket: int, slot: int, gradient: torch.Tensor) -> None:
-        if (alive := reference()) is None:
-            raise EngineError("a backward of an engine that is gone: its gradients would be lost")
-        alive.deliver_eager(bucket, slot, gradient)
-
-    return deliver
-
-
 def hook_gradients(runtime: Runtime) -> None:
     """Delivers what eager autograd accumulates into the real parameters, whose `.grad` is empty afterwards.
 
     The hooks are never removed: a graph may outlive the engine, and the runtime then refuses its gradients.
     """
-    deliver = delivery(runtime)
-
-    def hook(bucket: int, slot: int) -> Callable[[torch.Tensor], None]:
-        def hand_over(parameter: torch.Tensor) -> None:
-            if (gradient := parameter.grad) is not None:  # None: a compiled backward delivered it
-                parameter.grad = None
-                deliver(bucket, slot, gradient)
-
-        return hand_over
-
     for bucket in runtime.buckets.values():
         if bucket.layout.trainable:
             for slot, parameter in enumerate(bucket.real):
-                parameter.register_post_accumulate_grad_hook(hook(bucket.id, slot))
+                hook_gradient(parameter, runtime, bucket.id, slot)
+
+
+def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: int) -> None:
+    """Delivers what autograd accumulates into a parameter as the slot's gradient.
+
+    The hook does not keep the runtime: Python's garbage collector cannot look into it, so whatever it holds would live
+    as long as it does, for ever where that holds the parameter.
+    """
+    reference = weakref.ref(runtime)
+
+    def hand_over(parameter: torch.Tensor) -> None:
+        if (gradient := parameter.grad) is None:  # a compiled backward delivered it
+            return
+        parameter.grad = None
+        if (alive := reference()) is None:
+            raise EngineError("a backward of an engine that is gone: its gradients would be lost")
+        alive.deliver_eager(bucket, slot, gradient)
+
+    parameter.register_post_accumulate_grad_hook(hand_over)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import nn
 
 from zeroweave._torch.storages import use_count
 from zeroweave.eager.access import Access
-from zeroweave.eager.hooks import delivery
+from zeroweave.eager.hooks import hook_gradient
 from zeroweave.parameters.places import Places
 from zeroweave.runtime.runtime import Runtime
 
@@ -57,10 +56,10 @@ class Shown:
             bucket.unshard()
         for bucket in self._access.buckets:
             bucket.wait()
-        self._views, deliver = self._places.show_views(), delivery(self._runtime)
+        self._views = self._places.show_views()
         for name, view in self._views.items():
             if view.requires_grad:
-                view.register_post_accumulate_grad_hook(_hand_over(deliver, *self._runtime.directory.places[name]))
+                hook_gradient(view, self._runtime, *self._runtime.directory.places[name])
 
     def close(self) -> None:
         """Shows stubs again, and makes one of each view that the user has kept; does not mind a second call.
@@ -129,14 +128,3 @@ class Shown:
         if new is not real:
             self._access.replace(real, new)
         return new
-
-
-def _hand_over(
-    deliver: Callable[[int, int, torch.Tensor], None], bucket: int, slot: int
-) -> Callable[[torch.Tensor], None]:
-    def hook(view: torch.Tensor) -> None:
-        gradient, view.grad = view.grad, None
-        if gradient is not None:
-            deliver(bucket, slot, gradient)
-
-    return hook

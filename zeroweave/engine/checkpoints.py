@@ -27,7 +27,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from zeroweave.checkpoint import plain, random_numbers
-from zeroweave.checkpoint.export import CONFIGS, Model, export
+from zeroweave.checkpoint.export import CONFIGS, Model, cast, export
 from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.fitting import Fitting, Wanted
 from zeroweave.checkpoint.folder import Folder
@@ -131,10 +131,10 @@ class Checkpoints:
             failure, items = "", stream(self._parts)
             cause: Exception | None = None
             if self._control.rank == 0:
-                tensors = (value.to(_cast(value.dtype, dtype)) for _, value in items)
+                tensors = (value.to(cast(value.dtype, dtype)) for _, value in items)
                 try:
                     all_of = [
-                        Part(name, shape, _cast(kind, dtype), 0, prod(shape))
+                        Part(name, shape, cast(kind, dtype), 0, prod(shape))
                         for name, shape, kind in listed(self._parts)
                     ]
                     export(Path(path), all_of, tensors, shard_bytes, self._save_config)
@@ -354,10 +354,6 @@ class Checkpoints:
 def names_of(parts: EngineParts) -> dict[int, str]:
     """The canonical name of each of the user's parameters, by `id`."""
     return {id(parameter): name for name, parameter in parts.places.names.items()}
-
-
-def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
 def _is_cut(value: Any, numel: int) -> bool:

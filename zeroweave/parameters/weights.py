@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -25,7 +25,8 @@ WeightsLike: TypeAlias = str | os.PathLike[str] | Callable[[str, torch.Tensor], 
 """A safetensors file, a folder of them, or a function that fills the tensor of a parameter's name."""
 
 _GIVE: Final = "give zeroweave.initialize `weights`: a safetensors file or folder, or a function that fills a tensor"
-_INDEX: Final = "model.safetensors.index.json"
+INDEX: Final = "model.safetensors.index.json"
+"""Which file has which tensor, where there are several."""
 
 
 class MadeWeights:
@@ -108,11 +109,12 @@ class FileWeights:
         """ParameterError, which names them, where parameters are missing, or of other shapes. Warns of what is left."""
         names = _names_of(model)
         self._keys = {name: key for name, known in names.items() for key in reversed(known) if key in self._files}
+        shapes = self._shapes(self._keys.values())
         missing = [name for name in names if name not in self._keys]
         wrong = [
             f"{name}: {list(shape)} instead of {list(parameter.shape)}"
             for name, parameter in model.named_parameters()
-            if name in self._keys and (shape := self._shape(self._keys[name])) != tuple(parameter.shape)
+            if name in self._keys and (shape := shapes[self._keys[name]]) != tuple(parameter.shape)
         ]
         problems = {"missing": missing, "of another shape": wrong}
         if told := "; ".join(f"{what}: {', '.join(which)}" for what, which in problems.items() if which):
@@ -143,9 +145,16 @@ class FileWeights:
         with _opened(self._files[name]) as file:
             return file.get_tensor(name)
 
-    def _shape(self, key: str) -> tuple[int, ...]:
-        with _opened(self._files[key]) as file:
-            return tuple(file.get_slice(key).get_shape())
+    def _shapes(self, keys: Iterable[str]) -> dict[str, tuple[int, ...]]:
+        """Of these tensors. Each file is opened once."""
+        lying_in: dict[Path, list[str]] = {}
+        for key in keys:
+            lying_in.setdefault(self._files[key], []).append(key)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path, members in lying_in.items():
+            with _opened(path) as file:
+                shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in members}
+        return shapes
 
 
 def _unset(parameter: torch.Tensor) -> torch.Tensor:
@@ -226,7 +235,7 @@ def _opened(path: Path) -> Any:
 
 def _files_of(path: Path) -> dict[str, Path]:
     if path.is_dir():
-        if (index := path / _INDEX).is_file():
+        if (index := path / INDEX).is_file():
             try:
                 placed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
                 return {name: path / Path(file).name for name, file in placed.items()}
@@ -235,7 +244,7 @@ def _files_of(path: Path) -> dict[str, Path]:
         found = sorted(path.glob("*.safetensors"))
         if len(found) != 1:
             what = "several safetensors files" if found else "no safetensors file"
-            raise ParameterError(f"the folder {path} has {what} and no {_INDEX}")
+            raise ParameterError(f"the folder {path} has {what} and no {INDEX}")
         path = found[0]
     with _opened(path) as file:
         return dict.fromkeys(file.keys(), path)
