@@ -28,7 +28,7 @@ from zeroweave.engine import Engine
 from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.asked import Asked, OptimizerLike, asked_for
 from zeroweave.engine.calls import Calls
-from zeroweave.engine.checkpoints import Checkpoints
+from zeroweave.engine.checkpoints.checkpoints import Checkpoints
 from zeroweave.engine.guard import Guard, Progress
 from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts

@@ -12,7 +12,7 @@ from torch import nn
 from zeroweave.comm.ledger import Ledger
 from zeroweave.eager.hooks import own_outputs
 from zeroweave.engine.calls import Calls, loss_of
-from zeroweave.engine.checkpoints import Checkpoints, Plain, StrPath
+from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Plan, Recording, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of

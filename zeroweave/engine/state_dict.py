@@ -248,3 +248,8 @@ def share(buffer: torch.Tensor, runtime: Runtime) -> None:
     runtime.transport.broadcast(plain.view(-1).view(torch.uint8))  # as bytes: gloo dies on dtypes that it does not know
     if plain is not buffer:
         buffer.copy_(plain)
+
+
+def names_of(parts: EngineParts) -> dict[int, str]:
+    """The canonical name of each of the user's parameters, by `id`."""
+    return {id(parameter): name for name, parameter in parts.places.names.items()}

@@ -1,0 +1,145 @@
+"""Checkpoints of one engine: when they are made and taken, and what they are refused beside."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from signal import SIGTERM
+from typing import Any, Final, TypeAlias
+
+import torch
+
+from zeroweave.checkpoint import random_numbers
+from zeroweave.checkpoint.export import CONFIGS, cast, export
+from zeroweave.checkpoint.files import Part
+from zeroweave.checkpoint.fitting import Fitting
+from zeroweave.checkpoint.folder import Folder
+from zeroweave.checkpoint.reader import opened
+from zeroweave.checkpoint.writer import save, words
+from zeroweave.engine.checkpoints.loaded import Loaded
+from zeroweave.engine.checkpoints.saved import Saved
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.state_dict import listed, stream
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.values import Values
+from zeroweave.engine.window import Window
+from zeroweave.errors import CheckpointError, EngineError
+from zeroweave.ranks.faults import Faults
+from zeroweave.ranks.signals import Signals
+
+StrPath: TypeAlias = str | os.PathLike[str]
+Plain: TypeAlias = Mapping[str, Any]
+"""Values that `plain.encode` takes, by name."""
+
+_LOG: Final = logging.getLogger("zeroweave")
+
+
+class Checkpoints:
+    """Saves one engine and loads into it. The public methods are those of `Engine`, which tells more of them."""
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        window: Window,
+        step: OptimizerStep,
+        values: Values,
+        signals: Signals,
+        faults: Faults,
+    ) -> None:
+        self._parts, self._control, self._window = parts, parts.control, window
+        self._values, self._signals, self._faults = values, signals, faults
+        self._saved, self._loaded = Saved(parts, window, step, faults), Loaded(parts, window, step)
+        self._client_state: Callable[[], Plain] = dict
+        self._data: Any = None
+        """both: what a checkpoint has that a signal asks for"""
+
+    @contextmanager
+    def alone(self, call: str) -> Iterator[None]:
+        """Guards a call that all ranks make, between two windows."""
+        with self._parts.guard(call):
+            self._refuse(f"{call}()")
+            self._parts.guard.meet()
+            yield
+
+    def save(self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any) -> str:
+        client = dict(client_state or {})
+        with self.alone("save"):
+            step, folder = self._parts.progress.step, Folder(path)
+            tag = folder.free(f"step-{step:08d}") if tag is None else tag
+            tag = str(self._control.broadcast_object(tag, label="the tag of a checkpoint"))
+            keeping, stage = self._parts.config.checkpoint, self._parts.config.stage
+            keep = None if keeping.keep_last is None else (keeping.keep_last, keeping.keep_every)
+            content = self._saved.content(client, data)
+            folder = self._faults.before(folder, "publish", "publish")
+            save(folder, tag, step, stage, content, self._control, keep)
+            return tag
+
+    def on_signal(self, client_state: Callable[[], Plain] | None, data: Any) -> None:
+        self._client_state, self._data = client_state or dict, data
+
+    def step_ended(self) -> None:
+        """Saves, and ends the job, where the ranks know of signals that ask for it. Collective."""
+        folder, signals = self._parts.config.checkpoint.save_on_signal, self._signals.take()
+        if not signals or folder is None:
+            return
+        tag, ends = self.save(folder, None, self._client_state(), self._data), SIGTERM in signals
+        if self._control.rank == 0:
+            names = " and ".join(sorted(number.name for number in signals))
+            _LOG.warning("zeroweave: %s: saved as %s%s", names, Path(folder) / tag, "; the job ends" if ends else "")
+        if ends:
+            raise SystemExit(128 + SIGTERM)
+
+    def load(self, path: StrPath, tag: str | None, strict: bool, data: Any, missing_ok: bool) -> dict[str, Any]:
+        with self.alone("load"):
+            folder = Folder(path)
+            if missing_ok and self._control.broadcast_object(folder.empty, label="whether there is a checkpoint"):
+                return {}
+            with opened(folder, tag, self._control) as reader:
+                fitting = Fitting(reader.manifest, self._loaded.wanted(), strict)
+                fitting.check()
+                if data is not None:  # first: it may refuse, and then nothing has changed
+                    data.load_state_dict(fitting.data(self._control.rank, self._control.world))
+                if (numbers := fitting.values.get(f"rank/{self._control.rank}/random")) is not None:
+                    random_numbers.restore(numbers, self._parts.device)
+                with self._values.rewriting("load()"):
+                    self._loaded.load(reader, fitting)
+            return fitting.facts.client
+
+    def export(self, path: StrPath, dtype: torch.dtype | None, shard_bytes: int) -> None:
+        with self.alone("export"):
+            failure, items = "", stream(self._parts)
+            cause: Exception | None = None
+            if self._control.rank == 0:
+                tensors = (value.to(cast(value.dtype, dtype)) for _, value in items)
+                try:
+                    all_of = [
+                        Part(name, shape, cast(kind, dtype), 0, prod(shape))
+                        for name, shape, kind in listed(self._parts)
+                    ]
+                    export(Path(path), all_of, tensors, shard_bytes, self._save_config)
+                except (OSError, CheckpointError) as error:
+                    failure, cause = words(error), error
+            for _ in items:
+                pass  # rank 0 takes part in what gathers are left, also where it has failed before the first
+            if failure := self._control.broadcast_object(failure, label="the end of an export"):
+                raise CheckpointError(f"{path} was not exported: {failure}") from cause
+
+    def _save_config(self, folder: Path) -> None:
+        """Models of transformers have a config, which `from_pretrained` reads."""
+        for config in (getattr(self._parts.model, name, None) for name in CONFIGS):
+            if config is not None and hasattr(config, "save_pretrained"):
+                try:
+                    config.save_pretrained(folder)
+                except Exception as error:  # whatever it is, the other ranks wait to be told
+                    raise CheckpointError(f"{type(config).__name__}.save_pretrained: {words(error)}") from error
+
+    def _refuse(self, what: str) -> None:
+        self._window.refuse_inside(what)
+        self._window.refuse_coalescing(what)
+        self._window.refuse_computing(what, "call it between them")
+        if self._parts.stubs.gradients_pending:
+            raise EngineError(f"{what} while gradients wait: call it after step() or zero_grad()")

@@ -1,0 +1,106 @@
+"""What an engine takes from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from zeroweave.checkpoint.fitting import Fitting, Wanted
+from zeroweave.checkpoint.reader import Reader
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.state_dict import names_of, persistent_buffers
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.window import Window
+from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.bucket import Bucket
+
+
+class Loaded:
+    """Puts a checkpoint, by the names of this package, into one engine."""
+
+    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep) -> None:
+        self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
+        self._window, self._step = window, step
+
+    def wanted(self) -> Wanted:
+        """What the engine has for a checkpoint to fit."""
+        slots = [(b.layout, slot) for b in self._runtime.buckets.values() for slot in b.layout.slots]
+        parameters = {key: slot.shape for layout, slot in slots for key in layout.keys(slot.name)}
+        buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._parts.model)}
+        optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
+        if optimizer is None:
+            return Wanted(parameters, buffers, None, None)
+        names = names_of(self._parts)
+        groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
+        kind = None if scheduler is None else type(scheduler).__name__
+        return Wanted(parameters, buffers, (type(optimizer.optimizer).__name__, groups), kind)
+
+    @torch.no_grad()
+    def load(self, reader: Reader, fitting: Fitting) -> None:
+        """Takes what fits: see `Fitting.check`."""
+        facts, optimizer, scheduler = fitting.facts, self._parts.optimizer, self._step.lr_scheduler
+        saved = facts.optimizer
+        for bucket in self._runtime.buckets.values():
+            self._load_parameters(bucket, reader)
+            if bucket.layout.trainable and optimizer is not None and saved is not None:
+                optimizer.replace(bucket.id, self._states(bucket, reader, fitting, optimizer))
+        self._load_buffers(reader)
+        if optimizer is not None and saved is not None:
+            for group, mine in zip(saved.groups, optimizer.optimizer.param_groups, strict=True):
+                _set_options(mine, group.options)
+        if scheduler is not None and facts.lr_scheduler is not None:
+            scheduler.load_state_dict(facts.lr_scheduler.state)
+        self._parts.progress.resume(reader.manifest.step)
+        self._window.resume(facts.run.micro_steps)
+        self._step.resume(facts.run.skipped_steps, facts.loss_scale.model_dump())
+
+    def _load_parameters(self, bucket: Bucket, reader: Reader) -> None:
+        layout, shard = bucket.layout, bucket.values().to("cpu", copy=True)
+        for index, slot in enumerate(layout.slots):
+            name = f"param/{layout.keys(slot.name)[bucket.number]}"
+            place = layout.fragment(index, bucket.rank)
+            if place.numel and name in reader.manifest.tensors:
+                bucket.fragment(shard, index).copy_(reader.read(name, place.offset, place.numel))
+        bucket.put(shard.to(bucket.device))
+        bucket.renew()
+
+    def _states(
+        self, bucket: Bucket, reader: Reader, fitting: Fitting, optimizer: ShardedOptimizer
+    ) -> dict[int, dict[str, Any]]:
+        """By slot: what the optimizer is to hold of this rank's fragments of a bucket that the checkpoint has."""
+        layout, home = bucket.layout, optimizer.home_of_moments(bucket.id)
+        states: dict[int, dict[str, Any]] = {}
+        shards: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        for index, slot in enumerate(layout.slots):
+            place, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
+            if not place.numel or f"param/{name}" not in reader.manifest.tensors:
+                continue
+            state = states[index] = {}
+            for key in fitting.cut.get(name, ()):
+                read = reader.read(f"state/{name}/{key}", place.offset, place.numel)
+                if (key, read.dtype) not in shards:
+                    shards[key, read.dtype] = torch.zeros(layout.shard_numel, dtype=read.dtype, device=home)
+                state[key] = bucket.fragment(shards[key, read.dtype], index).copy_(read)
+            for key, value in fitting.scalars.get(name, {}).items():
+                at = optimizer.home_of_scalars(bucket.id, index, key)
+                state[key] = value.to(at, copy=True) if isinstance(value, torch.Tensor) else value
+        return states
+
+    def _load_buffers(self, reader: Reader) -> None:
+        for name, buffer in persistent_buffers(self._parts.model):
+            own = f"rank/{self._control.rank}/buffer/{name}"
+            known = own if own in reader.manifest.tensors else f"buffer/{name}"
+            if known in reader.manifest.tensors:
+                buffer.copy_(reader.whole(known))
+
+
+def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """An option that is a tensor, such as a learning rate that is captured, stays that tensor; no other becomes one."""
+    for key, value in saved.items():
+        now = group.get(key)
+        if isinstance(now, torch.Tensor):
+            now.copy_(torch.as_tensor(value))
+        else:
+            group[key] = value.item() if isinstance(value, torch.Tensor) and key in group else value

@@ -1,0 +1,161 @@
+"""What an engine gives to a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from zeroweave.checkpoint import plain, random_numbers
+from zeroweave.checkpoint.export import CONFIGS, Model
+from zeroweave.checkpoint.files import Part
+from zeroweave.checkpoint.manifest import NAMES
+from zeroweave.checkpoint.writer import Content
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.state_dict import keys, names_of, persistent_buffers
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.window import Window
+from zeroweave.engine.written import digest
+from zeroweave.errors import EngineError
+from zeroweave.ranks.faults import Faults
+from zeroweave.runtime.bucket import Bucket
+
+_OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Of an optimizer's groups: what they are of, and how they compute, which is this run's own affair."""
+
+
+class Saved:
+    """What one engine has for a checkpoint, by the names of this package."""
+
+    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep, faults: Faults) -> None:
+        self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
+        self._window, self._step, self._faults = window, step, faults
+
+    def content(self, client: Mapping[str, Any], data: Any) -> Callable[[], Content]:
+        """What this rank has to write, once it is asked for. Collective."""
+        return partial(self._content, self._own_buffers(), self._position(data), client)
+
+    def _own_buffers(self) -> dict[str, torch.Tensor]:
+        """Rank 0's, by name, and those of this rank that differ from them. Collective."""
+        buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._parts.model)}
+        digests = {name: digest(buffer) for name, buffer in buffers.items()}
+        first = self._control.broadcast_object(digests, label="the buffers")
+        if (rank := self._control.rank) == 0:
+            return {f"buffer/{name}": buffer for name, buffer in buffers.items()}
+        return {f"rank/{rank}/buffer/{name}": b for name, b in buffers.items() if first.get(name) != digests[name]}
+
+    def _position(self, data: Any) -> dict[str, Any]:
+        """The position of a loader: rank 0's, and that of this rank where it is another one. Collective."""
+        if data is None:
+            return {}
+        mine = plain.encode(data.state_dict(), "data.state_dict()")
+        first = self._control.broadcast_object(mine, label="the data")
+        if (rank := self._control.rank) == 0:
+            return {"data": mine}
+        return {} if mine == first else {f"rank/{rank}/data": mine}
+
+    def _content(
+        self, buffers: Mapping[str, torch.Tensor], data: Mapping[str, Any], client: Mapping[str, Any]
+    ) -> Content:
+        """What this rank has to write."""
+        self._runtime.transfers.finish()
+        rank, buckets = self._control.rank, self._runtime.buckets.values()
+        parts = [part for bucket in buckets for part, _ in self._pieces(bucket, bucket.shard)]
+        parts += [Part.of(name, value) for name, value in buffers.items()]
+        values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **data}
+        values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
+        if rank == 0:
+            values |= self._facts(client)
+        return Content(parts, self._faults.amid(self._tensors(buffers), "write"), values)
+
+    def _tensors(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """What is written, in host memory, in the order of the parts."""
+        for bucket in self._runtime.buckets.values():
+            for part, value in self._pieces(bucket, bucket.shard.cpu()):
+                if part.numel:
+                    yield value.cpu()
+        for value in buffers.values():
+            if value.numel():
+                yield value.cpu()
+
+    def _pieces(self, bucket: Bucket, shard: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
+        """What this rank has of a bucket's parameters, in its `shard`, and of what the optimizer keeps of them."""
+        layout = bucket.layout
+        for index, slot in enumerate(layout.slots):
+            place, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
+            if not place.numel and (slot.numel or bucket.rank):
+                continue  # of a parameter without elements the first rank of its group tells
+            mine = bucket.fragment(shard, index)
+            yield Part(f"param/{name}", slot.shape, mine.dtype, place.offset, place.numel), mine
+            for key, value in self._state(bucket, index).items():
+                if _is_cut(value, place.numel):
+                    yield Part(f"state/{name}/{key}", slot.shape, value.dtype, place.offset, place.numel), value
+
+    def _scalars(self, bucket: Bucket) -> Iterator[tuple[str, Any]]:
+        """What the optimizer keeps of whole parameters, encoded: told by the first rank that has something of one."""
+        layout = bucket.layout
+        for index, slot in enumerate(layout.slots):
+            sizes = [layout.fragment(index, place).numel for place in range(bucket.rank + 1)]
+            if not sizes[-1] or any(sizes[:-1]):
+                continue
+            for key, value in self._state(bucket, index).items():
+                if not _is_cut(value, sizes[-1]):
+                    name = f"{layout.keys(slot.name)[bucket.number]}/{key}"
+                    yield f"scalar/{name}", plain.encode(value, f"the optimizer's state {name}")
+
+    def _state(self, bucket: Bucket, slot: int) -> Mapping[str, Any]:
+        if self._parts.optimizer is None or not bucket.layout.trainable:
+            return {}
+        held = self._parts.optimizer.state_of(bucket.id, slot)
+        if others := [key for key in held if type(key) is not str]:
+            raise EngineError(f"the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there")
+        return held
+
+    def _facts(self, client: Mapping[str, Any]) -> dict[str, Any]:
+        """What all ranks share."""
+        optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
+        facts: dict[str, Any] = {
+            "model": plain.encode(self._model().model_dump(), "model"),
+            "run": {"micro_steps": self._window.micro_steps, "skipped_steps": self._step.skipped},
+            "client": plain.encode(dict(client), "client_state"),
+            "loss_scale": plain.encode(self._step.scale_state(), "the loss scale"),
+        }
+        if optimizer is not None:
+            users = optimizer.optimizer
+            facts["optimizer"] = {"kind": type(users).__name__, "groups": self._groups(users)}
+        if scheduler is not None:
+            state = plain.encode(scheduler.state_dict(), "lr_scheduler.state_dict()")
+            facts["lr_scheduler"] = {"kind": type(scheduler).__name__, "state": state}
+        return facts
+
+    def _model(self) -> Model:
+        """What an export without an engine needs beside the tensors."""
+        dtypes, aliases = {}, {}
+        for key, canonical, slot in keys(self._parts):
+            dtypes[canonical] = NAMES[self._parts.original_dtypes[slot.name]]
+            if key != canonical:
+                aliases[key] = canonical
+        configs: list[tuple[str, Any]] = [(name, getattr(self._parts.model, name, None)) for name in CONFIGS]
+        texts = {name: config.to_json_string() for name, config in configs if hasattr(config, "to_json_string")}
+        return Model(dtypes=dtypes, aliases=aliases, configs=texts)
+
+    def _groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        names = names_of(self._parts)
+        return [
+            {
+                "params": [names[id(parameter)] for parameter in group["params"]],
+                "options": {
+                    key: plain.encode(value, f"param_groups[{index}][{key!r}]")
+                    for key, value in group.items()
+                    if key not in _OWN_OPTIONS
+                },
+            }
+            for index, group in enumerate(optimizer.param_groups)
+        ]
+
+
+def _is_cut(value: Any, numel: int) -> bool:
+    """Does an optimizer keep `value` of each of the `numel` elements of a fragment?"""
+    return isinstance(value, torch.Tensor) and value.shape == (numel,)
