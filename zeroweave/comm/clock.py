@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,41 +22,18 @@ _LATE_SECONDS = 1.0
 """How long after the end of a step the backend may still tell that a collective of it is over."""
 
 
-class Clock(Protocol):
-    """Tells when the current stream, or a collective, comes to a point."""
-
-    def mark(self) -> Mark:
-        """Now, in the order of the current stream."""
-
-    def after(self, wait: Callable[[], object], tell: Tell | None = None) -> Mark:
-        """When something is over: `wait` lets the current stream wait for it, `tell` tells the host, None: it is."""
-
-    def seconds(self, start: Mark, stop: Mark) -> float:
-        """From one mark to another; both must have been passed, see `finish`."""
-
-    def finish(self) -> None:
-        """Returns when all marks have been passed."""
-
-    def allocated(self) -> int:
-        """Bytes of device memory in use now; 0 where nobody counts."""
-
-    def peak(self) -> int:
-        """Bytes of device memory in use at most so far; 0 where nobody counts."""
-
-    def restart_peak(self) -> None:
-        """The peak counts from now on, for everybody in this process."""
-
-
-class HostClock:
-    """The host's clock, for ranks that compute on CPUs."""
+class Clock:
+    """Tells when the current stream, or a collective, comes to a point. This one is the host's, for CPUs."""
 
     def __init__(self) -> None:
         self._awaited: list[list[float]] = []
 
-    def mark(self) -> list[float]:
+    def mark(self) -> Mark:
+        """Now, in the order of the current stream."""
         return [time.perf_counter()]
 
-    def after(self, wait: Callable[[], object], tell: Tell | None = None) -> list[float]:
+    def after(self, wait: Callable[[], object], tell: Tell | None = None) -> Mark:
+        """When something is over: `wait` lets the current stream wait for it, `tell` tells the host, None: it is."""
         if tell is None:
             return self.mark()
         mark: list[float] = []
@@ -64,10 +41,12 @@ class HostClock:
         tell(lambda: mark.append(time.perf_counter()))  # on a thread of the backend
         return mark
 
-    def seconds(self, start: list[float], stop: list[float]) -> float:
-        return stop[0] - start[0]
+    def seconds(self, start: Mark, stop: Mark) -> float:
+        """From one mark to another; both must have been passed, see `finish`."""
+        return float(stop[0] - start[0])
 
     def finish(self) -> None:
+        """Returns when all marks have been passed."""
         awaited, self._awaited = self._awaited, []
         end = time.monotonic() + _LATE_SECONDS
         for mark in awaited:
@@ -77,16 +56,18 @@ class HostClock:
                 mark.append(time.perf_counter())
 
     def allocated(self) -> int:
+        """Bytes of device memory in use now; 0 where nobody counts."""
         return 0
 
     def peak(self) -> int:
+        """Bytes of device memory in use at most so far; 0 where nobody counts."""
         return 0
 
     def restart_peak(self) -> None:
-        return None
+        """The peak counts from now on, for everybody in this process."""
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Events of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -122,4 +103,4 @@ class DeviceClock:
 
 def clock_of(device: torch.device) -> Clock:
     """The clock of whatever computes on `device`."""
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if device.type == "cuda" else Clock()
