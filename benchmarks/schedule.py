@@ -17,8 +17,8 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from benchmarks import launch
+from zeroweave.comm.around import Around
 from zeroweave.comm.clock import Clock
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import BucketLayout
@@ -84,46 +85,22 @@ class DelayedPending:
         return [self.end]
 
 
-@dataclass
-class Delayed:
+class Delayed(Around):
     """A transport whose gathers and reduce-scatters take `delay` seconds each, one after another."""
 
-    inner: Transport
-    delay: float
-    free: float = field(default=0.0, init=False)
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world(self) -> int:
-        return self.inner.world
+    def __init__(self, inner: Transport, delay: float) -> None:
+        super().__init__(inner)
+        self._delay, self._free = delay, 0.0
 
     def _delayed(self, pending: Pending) -> Pending:
-        self.free = max(self.free, time.perf_counter()) + self.delay
-        return DelayedPending(pending, self.free)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return self.inner.empty(numel, dtype)
-
-    def together(self) -> AbstractContextManager[None]:
-        return self.inner.together()
+        self._free = max(self._free, time.perf_counter()) + self._delay
+        return DelayedPending(pending, self._free)
 
     def all_gather(self, flat: Tensor, shard: Tensor, layout: BucketLayout) -> Pending:
-        return self._delayed(self.inner.all_gather(flat, shard, layout))
+        return self._delayed(super().all_gather(flat, shard, layout))
 
     def reduce_scatter(self, out: Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        return self._delayed(self.inner.reduce_scatter(out, parts, layout, op))
-
-    def all_reduce(self, out: Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        return self.inner.all_reduce(out, parts, layout, op)
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        self.inner.broadcast(tensor, source)
-
-    def all_reduce_sum(self, tensor: Tensor) -> None:
-        self.inner.all_reduce_sum(tensor)
+        return self._delayed(super().reduce_scatter(out, parts, layout, op))
 
 
 @contextmanager

@@ -6,30 +6,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroweave.comm.clock import Clock, Mark
+from zeroweave.comm.around import Around
+from zeroweave.comm.pending import Beside
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.config.sections import DebugConfig
-from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.layout import BucketLayout
 
 
-class _Finished:
-    """A collective that was waited for when it was issued."""
-
-    __slots__ = ("_waited",)
-
-    def __init__(self) -> None:
-        self._waited = False
-
-    def wait(self) -> None:
-        if self._waited:
-            raise RuntimeError("a collective was waited for twice")
-        self._waited = True
-
-    def over(self, clock: Clock) -> Mark:
-        return clock.mark()
-
-
-class Fenced:
+class Fenced(Around):
     """A transport that waits before it issues a collective or until it has finished, as the switches say.
 
     Before: everything that was issued to the device has finished; on a CPU it always has. After: the collective has
@@ -38,11 +22,8 @@ class Fenced:
     """
 
     def __init__(self, inner: Transport, device: torch.device, switches: DebugConfig) -> None:
-        self._inner, self._device, self._switches = inner, device, switches
-        self.rank, self.world = inner.rank, inner.world
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.empty(numel, dtype)
+        super().__init__(inner)
+        self._device, self._switches = device, switches
 
     def together(self) -> AbstractContextManager[None]:
         waits = self._switches.sync_after_allgather or self._switches.sync_after_reduce
@@ -60,9 +41,6 @@ class Fenced:
         self._synchronize(self._switches.sync_before_reduce)
         return self._finish(self._inner.all_reduce(out, parts, layout, op), self._switches.sync_after_reduce)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
-        self._inner.broadcast(tensor, source, group)
-
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._synchronize(self._switches.sync_before_reduce)
         self._inner.all_reduce_sum(tensor)
@@ -73,7 +51,7 @@ class Fenced:
             return pending
         pending.wait()
         self._synchronize(True)
-        return _Finished()
+        return Beside()
 
     def _synchronize(self, now: bool) -> None:
         if now and self._device.type == "cuda":

@@ -8,10 +8,9 @@ no such thing: ranks that differ wait, and the alarm finds out.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 
+from zeroweave.comm.around import Around
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
@@ -19,21 +18,15 @@ from zeroweave.ranks.control import Control
 from zeroweave.ranks.differ import next_collective
 
 
-class Paired:
+class Paired(Around):
     """A transport that hands everything on to `inner` once all ranks of `control` are about to do the same.
 
     Raises AgreementError, on all ranks, where they are not, or where one does not come before the deadline.
     """
 
     def __init__(self, inner: Transport, control: Control, ledger: Ledger) -> None:
-        self._inner, self._control, self._ledger = inner, control, ledger
-        self.rank, self.world = inner.rank, inner.world
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.empty(numel, dtype)
-
-    def together(self) -> AbstractContextManager[None]:
-        return self._inner.together()
+        super().__init__(inner)
+        self._control, self._ledger = control, ledger
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._meet("all_gather", layout.id)

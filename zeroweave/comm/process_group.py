@@ -16,6 +16,7 @@ from zeroweave._torch.foreach import foreach_copy_
 from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.pending import Beside, beside
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
@@ -80,18 +81,6 @@ class _Launch:
             work.wait()
 
 
-class _Done:
-    """A collective that finished before it returned."""
-
-    __slots__ = ()
-
-    def wait(self) -> None:
-        return None
-
-    def over(self, clock: Clock) -> Mark:
-        return clock.mark()
-
-
 def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
     """Copies `parts` into their places in `flat` [numel], with zeros wherever no part lies."""
     if isinstance(parts, torch.Tensor):
@@ -153,23 +142,13 @@ class ProcessGroupTransport:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On the stream beside the computation, after everything that was issued so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    @contextmanager
     def together(self) -> Iterator[None]:
         if "nccl" not in str(dist.get_backend(self.group)):
             yield  # gloo has no launch to save
             return
         launch = self._launch = _Launch()
         try:
-            with self._beside(), coalescing(self.group, self.device) as together:
+            with beside(self._stream), coalescing(self.group, self.device) as together:
                 yield
             launch.issued(tuple(together.works))
         finally:
@@ -185,7 +164,7 @@ class ProcessGroupTransport:
         if shard.dtype == flat.dtype:
             work = all_gather(target, lent(shard), self.group)
         else:
-            with self._beside():
+            with beside(self._stream):
                 start, stop = layout.shard_range(self.rank)
                 work = all_gather(target, target[start:stop].copy_(shard), self.group)
         return _Work(self._launch or work, self.ledger, self._on_host, flat, shard)
@@ -201,7 +180,7 @@ class ProcessGroupTransport:
 
     @torch.no_grad()
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with self._beside():
+        with beside(self._stream):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
             else:
@@ -219,7 +198,7 @@ class ProcessGroupTransport:
 
     @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with self._beside():
+        with beside(self._stream):
             lay_out(out, parts, layout)
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
@@ -269,21 +248,16 @@ class LocalTransport:
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         flat.copy_(shard)
-        return _Done()
-
-    @torch.no_grad()
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        lay_out(out, parts, layout)
-        if self._divisor != 1:
-            out.div_(self._divisor)
-        return _Done()
+        return Beside()
 
     @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         lay_out(out, parts, layout)
         if self._divisor != 1:
             out.div_(self._divisor)
-        return _Done()
+        return Beside()
+
+    reduce_scatter = all_reduce  # this rank's part is all of it
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         return None

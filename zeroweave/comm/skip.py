@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroweave.comm.clock import Clock, Mark
+from zeroweave.comm.around import Around
 from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.pending import Beside, beside
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
 
-class _Filled:
-    """Buffers that are being filled on another stream (None: that are full), and what they are filled from."""
-
-    __slots__ = ("_alive", "_event", "_waited")
-
-    def __init__(self, event: torch.cuda.Event | None, *alive: torch.Tensor) -> None:
-        self._event, self._alive = event, alive
-        self._waited = False
-
-    def wait(self) -> None:
-        if self._waited:
-            raise RuntimeError("a skipped collective was waited for twice")
-        self._waited = True
-        if self._event is not None:
-            self._event.wait()
-        self._alive = ()
-
-    def over(self, clock: Clock) -> Mark:
-        return clock.mark() if self._event is None else clock.after(self._event.wait)
-
-
-class Skipping:
+class Skipping(Around):
     """A transport in the place of `inner` that issues nothing at all.
 
     Skipped gathers fill the flat with copies of this rank's shard: real numbers, because processors draw less power
@@ -44,19 +23,16 @@ class Skipping:
     """
 
     def __init__(self, inner: Transport, device: torch.device, planned: Ledger) -> None:
-        self._inner, self._device, self._planned = inner, device, planned
-        self.rank, self.world = inner.rank, inner.world
-        self._stream: torch.cuda.Stream | None = None
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.empty(numel, dtype)
+        super().__init__(inner)
+        self._planned = planned
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._plan("all_gather", flat.dtype, flat.numel(), layout)
-        with self._beside():
+        with beside(self._stream), torch.no_grad():
             flat.view(layout.world, -1).copy_(shard)
         return self._filled(flat, shard)
 
@@ -74,7 +50,7 @@ class Skipping:
 
     def _zeros(self, kind: str, out: torch.Tensor, layout: Spread) -> Pending:
         self._plan(kind, out.dtype, layout.numel, layout)
-        with self._beside():
+        with beside(self._stream), torch.no_grad():
             out.zero_()
         return self._filled(out)
 
@@ -86,18 +62,5 @@ class Skipping:
         elif layout is not None and layout.world > 1:
             self._planned.record(kind, layout.id, name, nbytes, layout.group, layout.world)
 
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On a stream beside the computation, after everything that was issued so far; without gradients."""
-        if self._device.type != "cuda":
-            with torch.no_grad():
-                yield
-            return
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            yield
-
     def _filled(self, *alive: torch.Tensor) -> Pending:
-        return _Filled(None if self._stream is None else self._stream.record_event(), *alive)
+        return Beside(None if self._stream is None else self._stream.record_event(), *alive)

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from zeroweave._torch.distributed import symmetric_empty, symmetric_rendezvous
-from zeroweave.comm.clock import Clock, Mark
+from zeroweave.comm.around import Around
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.pending import Beside, beside
+from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import ConfigError
-from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.layout import BucketLayout
 from zeroweave.ranks.control import Control
 
 
@@ -53,31 +54,15 @@ def _reaches(one: int, other: int) -> bool:
     return max(one, other) >= count or torch.cuda.can_device_access_peer(one, other)
 
 
-class _Recorded:
-    """Work on another stream that ends with an event, and what must stay alive until it has been waited for."""
-
-    __slots__ = ("_alive", "_event")
-
-    def __init__(self, event: torch.cuda.Event, *alive: torch.Tensor) -> None:
-        self._event, self._alive = event, alive
-
-    def wait(self) -> None:
-        self._event.wait()
-        self._alive = ()
-
-    def over(self, clock: Clock) -> Mark:
-        return clock.after(self._event.wait)
-
-
-class SymmetricGathers:
+class SymmetricGathers(Around):
     """All-gathers through symmetric memory; everything else is the business of `inner`.
 
     `staging` counts the bytes of the buffer, which `torch.cuda.max_memory_allocated` does not see.
     """
 
     def __init__(self, inner: Transport, group: dist.ProcessGroup, device: torch.device, ledger: Ledger) -> None:
-        self._inner, self._group, self._device, self._ledger = inner, group, device, ledger
-        self.rank, self.world = inner.rank, inner.world
+        super().__init__(inner)
+        self._group, self._device, self._ledger = group, device, ledger
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._buffer: torch.Tensor | None = None
         self._handle: Any = None
@@ -110,8 +95,7 @@ class SymmetricGathers:
         self.reserve(flat.nbytes // self.world)
         chunks = flat.view(self.world, -1)
         numel = chunks.shape[1]
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        with beside(self._stream):
             self._handle.barrier(channel=0)
             mine = self._handle.get_buffer(self.rank, (numel,), flat.dtype)
             mine.copy_(shard)
@@ -120,24 +104,7 @@ class SymmetricGathers:
                 peer = (self.rank + step) % self.world
                 chunks[peer].copy_(self._handle.get_buffer(peer, (numel,), flat.dtype))
             chunks[self.rank].copy_(mine)
-            event = torch.cuda.Event()
-            event.record()
-        return _Recorded(event, flat, shard)
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.empty(numel, dtype)
+        return Beside(self._stream.record_event(), flat, shard)
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()  # copies have no launch to share
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        return self._inner.reduce_scatter(out, parts, layout, op)
-
-    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        return self._inner.all_reduce(out, parts, layout, op)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
-        self._inner.broadcast(tensor, source, group)
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        self._inner.all_reduce_sum(tensor)

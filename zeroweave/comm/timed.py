@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroweave.comm.around import Around
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
-from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.layout import BucketLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,12 @@ class Timing:
     over: Mark
 
 
-class Timed:
+class Timed(Around):
     """A transport that hands everything on to `inner` and notes gathers and reduce-scatters in `log`, as they come."""
 
     def __init__(self, inner: Transport, clock: Clock, log: list[Timing]) -> None:
-        self._inner, self._clock, self._log = inner, clock, log
-        self.rank, self.world = inner.rank, inner.world
+        super().__init__(inner)
+        self._clock, self._log = clock, log
         self._asked: list[tuple[str, int, Mark, Pending]] | None = None
         self._begun: Mark | None = None
 
@@ -48,9 +49,6 @@ class Timed:
         finally:
             self._begun = None
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.empty(numel, dtype)
-
     @contextmanager
     def together(self) -> Iterator[None]:
         asked = self._asked = []
@@ -69,12 +67,3 @@ class Timed:
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         issued = self._clock.mark()
         return self._note("reduce_scatter", layout.id, issued, self._inner.reduce_scatter(out, parts, layout, op))
-
-    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        return self._inner.all_reduce(out, parts, layout, op)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
-        self._inner.broadcast(tensor, source, group)
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        self._inner.all_reduce_sum(tensor)

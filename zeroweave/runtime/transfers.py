@@ -20,6 +20,7 @@ import torch
 
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.pending import beside
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.layout import BucketLayout
 
@@ -43,15 +44,9 @@ class CopyStream:
         """[numel] in host memory."""
         return torch.zeros(numel, dtype=dtype, pin_memory=self.stream is not None)
 
-    @contextmanager
-    def issue(self) -> Iterator[None]:
+    def issue(self) -> AbstractContextManager[None]:
         """What is copied inside comes after everything that the current stream has been given so far."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self.stream):
-            yield
+        return beside(self.stream)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies between two tensors of one shape and dtype, one on the device; inside of `issue`."""

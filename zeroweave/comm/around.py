@@ -1,0 +1,39 @@
+"""What all wrappers around a transport have in common."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.layout import WORLD, BucketLayout
+
+
+class Around:
+    """A transport that hands everything on to `inner`; a wrapper defines anew what it changes."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.rank, self.world = inner.rank, inner.world
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._inner.empty(numel, dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._inner.together()
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        return self._inner.all_gather(flat, shard, layout)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        return self._inner.reduce_scatter(out, parts, layout, op)
+
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        return self._inner.all_reduce(out, parts, layout, op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
+        self._inner.broadcast(tensor, source, group)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        self._inner.all_reduce_sum(tensor)
