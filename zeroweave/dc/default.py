@@ -49,12 +49,16 @@ def free_threshold() -> int:
 def of_default(method: Callable[Concatenate[Runtime, P], R]) -> Callable[P, R]:
     """This method of whichever Runtime is the default one when it is called."""
 
-    @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if _default is None:
             raise EngineError("there is no runtime: call zeroweave.dc.init first")
         return method(_default, *args, **kwargs)
 
+    return as_function(method, call)
+
+
+def as_function(method: Callable[Concatenate[Runtime, P], R], call: Callable[P, R]) -> Callable[P, R]:
+    """`call`, which looks like the method without its `self`."""
     signature = inspect.signature(method)
     call.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
-    return call
+    return wraps(method)(call)

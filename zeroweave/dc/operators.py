@@ -18,56 +18,47 @@ The mark cannot say that communication reads and writes memory later than the op
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import fx
 
 from zeroweave._torch.fx import operator_schema
 from zeroweave._torch.inductor import inductor_reads_first
-from zeroweave.dc.default import free_threshold
-from zeroweave.dc.runtime import runtime_of
+from zeroweave.dc.default import as_function, free_threshold
+from zeroweave.dc.runtime import Runtime, runtime_of
 from zeroweave.errors import EngineError
 from zeroweave.runtime.storages import free_storages, owners_beside
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 # ---------------------------------------------------------------------- calls of the runtime that a graph belongs to
-def reduce_grad(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-    """`Runtime.reduce_grad` of the runtime that the graph belongs to."""
-    return runtime_of(graph_id).reduce_grad(grad, graph_id, ds_id)
+def _of_graph(method: Callable[Concatenate[Runtime, P], R], place: int) -> Callable[P, R]:
+    """This method of the Runtime that has the graph whose id is the argument at `place`."""
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        graph_id: Any = kwargs["graph_id"] if "graph_id" in kwargs else args[place]
+        return method(runtime_of(graph_id), *args, **kwargs)
+
+    return as_function(method, call)
 
 
-def end_backward(graph_id: int, release_reduce_buckets: bool | None = None) -> None:
-    """`Runtime.end_backward` of the runtime that the graph belongs to."""
-    runtime_of(graph_id).end_backward(graph_id, release_reduce_buckets)
+reduce_grad = _of_graph(Runtime.reduce_grad, 1)
+end_backward = _of_graph(Runtime.end_backward, 0)
+allgather_param = _of_graph(Runtime.allgather_param, 1)
+wait_allgather = _of_graph(Runtime.wait_allgather, 1)
+release_param = _of_graph(Runtime.release_param, 1)
+prefetch_params_fused = _of_graph(Runtime.prefetch_params_fused, 0)
 
 
 def _end_backward(deps: Sequence[torch.Tensor], graph_id: int, release_reduce_buckets: bool | None = None) -> None:
-    runtime_of(graph_id).end_backward(graph_id, release_reduce_buckets)
-
-
-def allgather_param(ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-    """`Runtime.allgather_param` of the runtime that the graph belongs to."""
-    return runtime_of(graph_id).allgather_param(ds_tensor, graph_id, ds_id)
-
-
-def wait_allgather(gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-    """`Runtime.wait_allgather` of the runtime that the graph belongs to."""
-    return runtime_of(graph_id).wait_allgather(gathered, graph_id, ds_id)
+    end_backward(graph_id, release_reduce_buckets)
 
 
 def _wait_allgather(gathered: torch.Tensor, graph_id: int, ds_id: int) -> None:
-    runtime_of(graph_id).wait_allgather(gathered, graph_id, ds_id)
-
-
-def release_param(gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
-    """`Runtime.release_param` of the runtime that the graph belongs to."""
-    runtime_of(graph_id).release_param(gathered, graph_id, ds_id, n_users)
-
-
-def prefetch_params_fused(graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
-    """`Runtime.prefetch_params_fused` of the runtime that the graph belongs to."""
-    runtime_of(graph_id).prefetch_params_fused(graph_id, ds_tensors, ds_ids)
+    wait_allgather(gathered, graph_id, ds_id)
 
 
 # ---------------------------------------------------------------------- shapes without values: what compilers run
