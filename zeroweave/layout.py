@@ -166,12 +166,9 @@ class BucketLayout:
         """What lies where in the flat: every slot in one piece."""
         return tuple(Piece(index, 0, slot.numel, slot.offset) for index, slot in enumerate(self.slots) if slot.numel)
 
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges `[start, stop)` of the flat that belong to no slot, in order. They are always zero."""
-        return self._gaps
-
-    @cached_property
-    def _gaps(self) -> tuple[tuple[int, int], ...]:
         return find_gaps(self.pieces, self.numel)
 
 

@@ -139,7 +139,7 @@ class World:
         for layout in self.layouts:
             if layout.id in of(self.ranks[0]):
                 flat = torch.cat([of(rank)[layout.id] for rank in self.ranks])
-                for start, stop in layout.gaps():
+                for start, stop in layout.gaps:
                     assert not flat[start:stop].any(), "padding must stay zero"
                 for slot in layout.slots:
                     result[slot.name] = flat[slot.offset : slot.offset + slot.numel].view(slot.shape)

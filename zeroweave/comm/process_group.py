@@ -100,7 +100,7 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
             tensors.append(part.reshape(-1).narrow(0, piece.start, piece.numel))
     if views:
         foreach_copy_(views, tensors)
-    for start, stop in layout.gaps():
+    for start, stop in layout.gaps:
         flat.narrow(0, start, stop - start).zero_()
 
 

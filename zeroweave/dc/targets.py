@@ -92,15 +92,12 @@ class SharesLayout:
                     offset += round_up(share.numel, align)
             begin += size
         self.pieces: tuple[Piece, ...] = tuple(pieces)
-        self._gaps = find_gaps(pieces, self.numel)
+        self.gaps = find_gaps(pieces, self.numel)
+        """the ranges of the flat that hold nothing; see `BucketLayout.gaps`"""
 
     def place(self, rank: int) -> int:
         """Of all ranks."""
         return rank
-
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of the flat that hold nothing; see `BucketLayout.gaps`."""
-        return self._gaps
 
     def places(self, rank: int) -> Mapping[int, int]:
         """slot -> where its share begins in what `rank` gets of a reduction; slots without a share are missing."""
