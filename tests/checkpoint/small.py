@@ -20,6 +20,8 @@ from zeroweave.checkpoint.reader import opened
 from zeroweave.ranks.control import Control
 
 ALONE = Control(None, 0, 1)
+OF_FOLDERS = ("zeroweave.checkpoint.folder", "zeroweave.checkpoint.partial")
+"""Modules, between whose lines processes die."""
 SHARED = 7
 """Elements of the tensor that both ranks have a part of; the first rank has 3."""
 
@@ -71,7 +73,7 @@ def write(path: Path, tag: str, step: int, seed: int) -> None:
     """A checkpoint in the folder `path`, which becomes its latest."""
     folder = Folder(path)
     partial = folder.begin(tag)
-    folder.publish(partial, manifest_of(partial, tag, step, seed))
+    folder.publish(partial, manifest_of(partial.path, tag, step, seed))
 
 
 def read(path: Path, tag: str | None = None) -> tuple[Values, Any]:
@@ -104,7 +106,7 @@ def lying(manifest: Manifest, changes: Mapping[str, Any]) -> bytes:
 
 
 def ended_in(action: Callable[[], object], is_last: Callable[[], bool]) -> bool:
-    """Runs `action` in a process that ends without a word as soon as `is_last`, asked before each line of `folder`.
+    """Runs `action` in a process that ends without a word as soon as `is_last`, asked before each line of `OF_FOLDERS`.
 
     Did it end before `action` was over?
     """
@@ -113,7 +115,7 @@ def ended_in(action: Callable[[], object], is_last: Callable[[], bool]) -> bool:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
     def look(frame: Any, event: str, _: object) -> Any:
-        if frame.f_globals.get("__name__") == "zeroweave.checkpoint.folder":
+        if frame.f_globals.get("__name__") in OF_FOLDERS:
             if event == "line" and is_last():
                 os._exit(17)
             return look

@@ -123,7 +123,7 @@ def test_what_is_no_checkpoint_is_not_removed(path: Path, tmp_path: Path) -> Non
 def test_two_savers_of_one_tag(path: Path) -> None:
     folder = Folder(path)
     first, second = folder.begin("two"), folder.begin("two")
-    manifests = [manifest_of(partial, "two", 2, seed) for seed, partial in ((2, first), (5, second))]
+    manifests = [manifest_of(partial.path, "two", 2, seed) for seed, partial in ((2, first), (5, second))]
     folder.publish(first, manifests[0])
     with pytest.raises(CheckpointError, match="two cannot be published"):
         folder.publish(second, manifests[1])
@@ -136,7 +136,7 @@ def test_two_savers_of_one_tag(path: Path) -> None:
 def test_a_place_that_is_taken(path: Path, tmp_path: Path, make: str) -> None:
     folder, target = Folder(path), tmp_path / "target"
     partial = folder.begin("two")
-    manifest = manifest_of(partial, "two", 2, seed=2)
+    manifest = manifest_of(partial.path, "two", 2, seed=2)
     if make == "file":
         (path / "two").write_text("mine")
     else:
@@ -151,7 +151,7 @@ def test_a_place_that_is_taken(path: Path, tmp_path: Path, make: str) -> None:
 def test_latest_that_cannot_be_replaced_leaves_no_tag(path: Path) -> None:
     folder = Folder(path)
     partial = folder.begin("two")
-    manifest = manifest_of(partial, "two", 2, seed=2)
+    manifest = manifest_of(partial.path, "two", 2, seed=2)
     (path / "latest").unlink()
     (path / "latest").mkdir()
     with pytest.raises(OSError, match="latest"):
@@ -164,7 +164,7 @@ def test_latest_that_cannot_be_replaced_leaves_no_tag(path: Path) -> None:
 def test_what_could_not_be_read_is_not_published(path: Path) -> None:
     folder = Folder(path)
     partial = folder.begin("two")
-    manifest = manifest_of(partial, "two", 2, seed=2)
+    manifest = manifest_of(partial.path, "two", 2, seed=2)
     for values in ({"deep": deep(300)}, {"text": "\ud800"}, {"number": 10**5000}):
         with pytest.raises(CheckpointError, match=r"manifest.json"):
             folder.publish(partial, manifest.model_copy(update={"values": values}))

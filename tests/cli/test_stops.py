@@ -161,6 +161,7 @@ def test_killed_ranks_are_started_again_and_go_on(way: str, phase: str, tmp_path
     first = 3 if phase == "publish" else 6
     assert begins == [0, first] * 2
     assert killed.losses() == [losses[first:] for losses in job.losses()]
+    assert not [path.name for path in (tmp_path / "saved").iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.matrix

@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from zeroweave.checkpoint import plain
 from zeroweave.checkpoint.files import FileWriter, Part
-from zeroweave.checkpoint.folder import beside, discard, sync, write_file
+from zeroweave.checkpoint.folder import sync, write_file
 from zeroweave.checkpoint.manifest import DTYPES, Strict
+from zeroweave.checkpoint.partial import Partial
 from zeroweave.checkpoint.reader import Reader
 from zeroweave.errors import CheckpointError
 from zeroweave.parameters.weights import INDEX
@@ -53,14 +54,13 @@ def export(
     if path.exists():
         raise CheckpointError(f"{path} is there already: export to a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = beside(path)
-    partial.mkdir()
     with ExitStack() as after:
-        after.callback(discard, partial)
+        made = Partial(path)
+        after.callback(made.discard)
         files = _files(parts, shard_bytes)
         contents = iter(tensors)
         for name, members in files.items():
-            with FileWriter(partial / name, members, _METADATA) as file:
+            with FileWriter(made.path / name, members, _METADATA) as file:
                 for _ in members:
                     file.write(next(contents))
         if len(files) > 1:
@@ -68,10 +68,10 @@ def export(
                 "metadata": {"total_size": sum(part.nbytes for part in parts)},
                 "weight_map": {part.name: name for name, members in files.items() for part in members},
             }
-            write_file(partial / INDEX, json.dumps(index, indent=2).encode())
-        finish(partial)
-        sync(partial)
-        partial.rename(path)
+            write_file(made.path / INDEX, json.dumps(index, indent=2).encode())
+        finish(made.path)
+        sync(made.path)
+        made.path.rename(path)
         sync(path.parent)
 
 

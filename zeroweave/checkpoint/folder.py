@@ -3,7 +3,7 @@
     DIR/latest                       {"tag":"step-00000200","manifest":"<its checksum>"}
     DIR/step-00000200/manifest.json  see `manifest`
     DIR/step-00000200/rank-00000.safetensors …
-    DIR/.step-00000300.4f1c….partial what is being written, or was when its writer died
+    DIR/.step-00000300.4f1c….partial what is being written, see `partial`
 
 A checkpoint is written beside its place and renamed when all of it is on the disk, `latest` after that. So whatever is
 there under a tag is whole, and a run that dies at any moment leaves what was there before.
@@ -14,8 +14,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import uuid
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -23,7 +21,9 @@ from typing import Final
 from zeroweave.checkpoint import manifest as manifests
 from zeroweave.checkpoint.files import open_file
 from zeroweave.checkpoint.manifest import Manifest
+from zeroweave.checkpoint.partial import Partial, remove, sweep
 from zeroweave.errors import CheckpointError
+from zeroweave.notices import warn
 
 LATEST: Final = "latest"
 _TAG: Final = re.compile(manifests.PLAIN_NAME)
@@ -45,37 +45,41 @@ class Folder:
         self.path = Path(path)
 
     # ------------------------------------------------------------------ writing
-    def begin(self, tag: str) -> Path:
-        """A new folder for the files of a checkpoint that is to have this tag, which must be free."""
+    def begin(self, tag: str) -> Partial:
+        """A new folder for the files of a checkpoint that is to have this tag, which must be free.
+
+        It is to be published or discarded. What savers have left here that have ended is removed first.
+        """
         check_tag(tag)
         self.path.mkdir(parents=True, exist_ok=True)
         if (self.path / tag).exists():
             raise CheckpointError(f"{self.path} has a checkpoint {tag!r} already: choose another tag, or remove it")
-        partial = beside(self.path / tag)
-        partial.mkdir()
-        return partial
+        if stuck := sweep(self.path):
+            warn(f"what is left in {self.path} of saves that were killed cannot be removed: {', '.join(stuck)}", rank=0)
+        return Partial(self.path / tag)
 
-    def publish(self, partial: Path, manifest: Manifest) -> None:
+    def publish(self, partial: Partial, manifest: Manifest) -> None:
         """Gives what lies in `partial` its tag, and makes it the latest.
 
         CheckpointError or OSError where that fails; then nothing has the tag, unless the disk fails at the very end.
         """
         content = manifest.sealed()
         latest = {"tag": manifest.tag, "manifest": manifests.parse(content).checksum}  # what is published can be read
-        write_file(partial / manifests.NAME, content)
-        write_file(partial / LATEST, json.dumps(latest, separators=(",", ":")).encode())
-        sync(partial)
+        write_file(partial.path / manifests.NAME, content)
+        write_file(partial.path / LATEST, json.dumps(latest, separators=(",", ":")).encode())
+        sync(partial.path)
         place = self.path / manifest.tag
         try:
-            partial.rename(place)
+            partial.path.rename(place)
         except OSError as error:
             raise CheckpointError(f"{place} cannot be published: {error.strerror}") from None
         try:
             sync(self.path)
             (place / LATEST).replace(self.path / LATEST)
         except OSError:
-            place.rename(partial)
+            place.rename(partial.path)
             raise
+        partial.release()
         sync(self.path)
 
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[str]:
@@ -89,9 +93,7 @@ class Folder:
             stay |= {tag for step, tag in known if step % keep_every == 0}
         gone = [tag for _, tag in known if tag not in stay]
         for tag in gone:
-            away = beside(self.path / tag)
-            (self.path / tag).rename(away)  # so that it is there whole, or not at all
-            discard(away)
+            remove(self.path / tag, known_as=self.path / tag)
         return gone
 
     def free(self, tag: str) -> str:
@@ -161,16 +163,6 @@ class Folder:
         if not others:
             return "there is no other one"
         return f"load one of these by its tag: {', '.join(others[-8:])}"
-
-
-def beside(place: Path) -> Path:
-    """Where a folder is that will be at `place`, or was, while it is not whole."""
-    return place.parent / f".{place.name}.{uuid.uuid4().hex}.partial"
-
-
-def discard(partial: Path) -> None:
-    """Removes what will not be published."""
-    shutil.rmtree(partial, ignore_errors=True)
 
 
 def _read(path: Path, limit: int) -> bytes:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from zeroweave.checkpoint.files import FileWriter, Part
-from zeroweave.checkpoint.folder import Folder, discard
+from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import NAMES, Entry, File, Manifest, Piece
+from zeroweave.checkpoint.partial import Partial
 from zeroweave.errors import CheckpointError, EngineError
 from zeroweave.notices import warn
 from zeroweave.ranks.control import Control
@@ -55,19 +56,23 @@ def save(
     `keep`: see `Folder.prune`. CheckpointError on all ranks where one of them cannot write; nothing is left then of
     what was written, and the checkpoints that there were are as before.
     """
-    partial = _begin(folder, tag, control)
     with ExitStack() as after:
-        if control.rank == 0:
-            after.callback(discard, partial)
+        partial, failure = _begin(folder, tag) if control.rank == 0 else (None, "")
+        if partial is not None:
+            after.callback(partial.discard)
+        place = "" if partial is None else str(partial.path)
+        place, failure = control.broadcast_object((place, failure), label="the folder of a checkpoint")
+        if failure:
+            raise CheckpointError(f"the checkpoint {tag!r} cannot be written to {folder.path}: {failure}")
         cause: Exception | None = None
         try:
-            mine = _write(partial, content, control.rank)
+            mine = _write(Path(place), content, control.rank)
         except Exception as error:  # whatever it is, the others wait to be told
             mine, cause = _Written(words(error)), error
         told = control.all_gather_object(mine, "what was written")
         failures = [f"rank {rank}: {one.failure}" for rank, one in enumerate(told) if one.failure]
         published = ""
-        if control.rank == 0 and not failures:
+        if partial is not None and not failures:
             try:
                 folder.publish(partial, _manifest(tag, step, stage, told))
             except (OSError, CheckpointError) as error:
@@ -88,28 +93,23 @@ def _prune(folder: Folder, keep_last: int, keep_every: int | None) -> None:
         warn(f"old checkpoints in {folder.path} were not removed: {words(error)}", rank=0)
 
 
-def _begin(folder: Folder, tag: str, control: Control) -> Path:
-    found: tuple[str, str] = "", ""
-    if control.rank == 0:
-        try:
-            found = str(folder.begin(tag)), ""
-        except (OSError, CheckpointError) as error:
-            found = "", words(error)
-    path, failure = control.broadcast_object(found, label="the folder of a checkpoint")
-    if failure:
-        raise CheckpointError(f"the checkpoint {tag!r} cannot be written to {folder.path}: {failure}")
-    return Path(path)
+def _begin(folder: Folder, tag: str) -> tuple[Partial | None, str]:
+    """The new folder; or why there is none, in words."""
+    try:
+        return folder.begin(tag), ""
+    except (OSError, CheckpointError) as error:
+        return None, words(error)
 
 
-def _write(partial: Path, content: Callable[[], Content], rank: int) -> _Written:
+def _write(place: Path, content: Callable[[], Content], rank: int) -> _Written:
     """This rank's file."""
     name = f"rank-{rank:05d}.safetensors"
-    if not partial.is_dir():
+    if not place.is_dir():
         raise CheckpointError(
-            f"there is no {partial}, which rank 0 has made: checkpoints need a folder that all ranks share"
+            f"there is no {place}, which rank 0 has made: checkpoints need a folder that all ranks share"
         )
     mine = content()
-    with FileWriter(partial / name, [part for part in mine.parts if part.numel]) as file:
+    with FileWriter(place / name, [part for part in mine.parts if part.numel]) as file:
         for tensor in mine.tensors:
             file.write(tensor)
     begins = [(part, file.begins.get(part.name, 0)) for part in mine.parts]
