@@ -121,14 +121,28 @@ def test_a_rank_that_fails_alike_is_not_ended() -> None:
 @pytest.mark.oldest
 def test_a_rank_stuck_in_a_collective_is_ended() -> None:
     first, second = world(2)
-    first.line.post(step=4, count=20)
+    first.line.finish(4, 20)
     second.at = (4, 20)
     assert second.says(0.0) is None, "it may yet reach the agreement"
     second.at = (4, 21)
     text = second.says(0.1) or ""
     assert "rank 0 finished step 4 with 20 collectives" in text and "issued 21" in text
-    second.line.post(step=4, count=21)
+    second.line.finish(4, 21)
     assert second.says(0.2) is None, "it has reached the agreement, which compares the counts"
+
+
+def test_a_run_that_goes_back_to_an_earlier_step_waits_for_nobody() -> None:
+    """As `load` does. What a rank has told of the steps before is news to nobody then, whenever it is read."""
+    first, second = world(2)
+    for step in (3, 4):
+        first.line.finish(step, 10 + step)
+        second.line.finish(step, 10 + step)
+    second.line.finish(2, 20)
+    second.at = (3, 25)
+    assert second.says(0.0) is None, "the other may be there, and has not told yet"
+    first.line.finish(2, 20)
+    first.line.finish(3, 22)
+    assert "rank 0 finished step 3 with 22 collectives" in (second.says(2.0) or "")
 
 
 def test_a_rank_that_left_is_missed_only_in_a_collective() -> None:
@@ -162,7 +176,7 @@ def test_the_thread_ends_the_process_once_and_tells() -> None:
 
 def test_what_a_watcher_found_is_news() -> None:
     first, second, third = world(3)
-    first.line.post(step=4, count=20)
+    first.line.finish(4, 20)
     second.at = (4, 21)
     thread = threading.Thread(target=second.watcher.run, args=(threading.Event(),))
     thread.start()

@@ -152,7 +152,7 @@ class Alarm:
         """
         if self._line is not None:
             with self._asking(), suppress(ConnectionError):  # the agreement that follows fails and says why
-                self._line.post(step=step, count=count)
+                self._line.finish(step, count)
 
     def meet(self, place: str, call: str) -> None:
         """Returns when all ranks have come to the call of this name, before any of them issues a collective in it.

@@ -42,7 +42,8 @@ class RankStatus:
     and the last of them in words. `call`: where it was then, "in forward" or "after step".
     `asks`: it wants to know what the others remember of their collectives.
     `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number
-    since the beginning; `meetings`: how often it has come to meet the others in a call, the last time after `count`;
+    since the beginning; `steps`: how many such steps there have been, since a run may go back to an earlier `step`;
+    `meetings`: how often it has come to meet the others in a call, the last time after `count`;
     once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
     there. `parted`: it knows that rank 0 has left. `process`: see `process.own`.
     """
@@ -55,6 +56,7 @@ class RankStatus:
     asks: bool = False
     step: int = -1
     count: int = 0
+    steps: int = 0
     meetings: int = 0
     left: str = ""
     parted: bool = False
@@ -83,6 +85,10 @@ class StatusLine:
         with self._lock:
             self.status = replace(self.status, **changes)
             self.board.post("status", self.status.dump())
+
+    def finish(self, step: int, count: int) -> None:
+        """This rank has issued all collectives of a step, `count` since the beginning."""
+        self.post(step=step, count=count, steps=self.status.steps + 1)
 
     def survive(self) -> None:
         """All ranks have failed alike, and go on."""

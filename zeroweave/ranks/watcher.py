@@ -171,7 +171,7 @@ class Watcher:
                 return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
             if status.meetings > mine.meetings and count > status.count:
                 return f"rank {rank} is {status.call} after {status.count} collectives; {here}"
-            if status.step > mine.step and count > status.count:
+            if status.steps > mine.steps and count > status.count:
                 return f"rank {rank} finished step {status.step} with {status.count} collectives; {here}"
         return None
 
