@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.commands import ROOT, run_code
 from zeroweave.config import Config
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 NAMES = [document.name for document in DOCUMENTS]
 
@@ -23,18 +20,12 @@ def snippets(document: Path, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
-def test_python_snippets_run(document: Path) -> None:
+def test_python_snippets_run(document: Path, tmp_path: Path) -> None:
     code = "\n".join(snippets(document, "python"))
     # Lowering to Inductor is tested elsewhere and takes long.
     code = code.replace('config={"stage": 3})', 'config={"stage": 3, "compile": {"lower": "aot_eager"}})')
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
+    ended, said = run_code(code, tmp_path, ROOT, ROOT / "examples")
+    assert ended == 0, said
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)

@@ -220,7 +220,7 @@ def test_import_of_plain_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, file = Net(), tmp_path / "plain.pt"
     torch.save({"epoch": 3, "model": model.state_dict(), "optimizer": {"state": {}}}, file)
-    assert zeroweave("ckpt", "import", "--trust-pickle", file, tmp_path / "out").returncode == 0
+    assert invoke("import", "--trust-pickle", file, tmp_path / "out").exit_code == 0
     loaded, expected = load_file(tmp_path / "out" / "model.safetensors"), model.state_dict()
     assert loaded.keys() == expected.keys() and all(torch.equal(loaded[name], expected[name]) for name in expected)
 

@@ -23,19 +23,17 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_the_demo_runs_without_the_checkout(installed: Path, tmp_path: Path) -> None:
-    def python(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(installed)},
-            capture_output=True,
-            text=True,
-            timeout=600,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert python("-c", "import zeroweave; print(zeroweave.__file__)").startswith(str(installed))
-    said = python("-m", "zeroweave.cli", "demo", "--eager", "--ranks", "1", "--steps", "12", "--stage", "1")
-    figures = json.loads(said.splitlines()[-1])
+    code = "import zeroweave.cli; print(zeroweave.__file__, flush=True); zeroweave.cli.app()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "demo", "--eager", "--ranks", "1", "--steps", "12", "--stage", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith(str(installed))
+    figures = json.loads(last)
     assert (figures["ranks"], figures["steps"]) == (1, 12)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.marks import daily
 from tests.support.schedules import SEEDS, random_case, stack, stack_facts, stack_with_needs, with_needs
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
@@ -220,7 +221,7 @@ def test_the_verifier_rejects_mutations(stage: int, everything: bool) -> None:
     assert rejected >= 100
 
 
-@pytest.mark.parametrize("seed", SEEDS[:40])
+@daily("seed", SEEDS[:10], SEEDS[10:40])
 def test_the_verifier_rejects_mutations_of_random_schedules(seed: int) -> None:
     """Exactly the illegal ones: a legal mutation, such as a gather issued elsewhere, passes."""
     assert judge(compile_schedule(*random_case(seed)), random.Random(seed), rounds=40) >= 10
@@ -233,7 +234,7 @@ def test_the_verifier_rejects_mutated_moves(micro_steps: int) -> None:
     assert judge(schedule, random.Random(micro_steps), rounds=300) >= 150
 
 
-@pytest.mark.parametrize("seed", SEEDS[:30])
+@daily("seed", SEEDS[:10], SEEDS[10:30])
 def test_the_verifier_rejects_mutated_moves_of_random_schedules(seed: int) -> None:
     record, facts = random_case(seed)
     schedule = compile_schedule(with_needs(record, random.Random(seed)), replace(facts, offload=True))

@@ -22,7 +22,6 @@ DAILY: list[Case] = [
     (2, "eager", "update", 1),
     (2, "eager", "write", 1),
     (1, "eager", "publish", 1),
-    (1, "aot_eager", "write", 1),
 ]
 WHOLE: dict[tuple[int, str], list[dict[str, Any]]] = {}
 """The runs without a stop, by stage and mode."""
@@ -58,4 +57,4 @@ def test_killed_and_resumed(
 
 
 def test_how_many_there_are() -> None:
-    assert len(DAILY) == 6 and len({*CASES, *DAILY}) == len(CASES) >= 40
+    assert len(DAILY) == 5 and len({*CASES, *DAILY}) == len(CASES) >= 40

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Pool
-from tests.support.marks import MODES, SETTINGS
+from tests.support.marks import MODES, daily
 
 
 def llama(device: str) -> nn.Module:
@@ -67,7 +67,7 @@ def starts(folder: str, stage: int, mode: str) -> list[bool]:
     ]
 
 
-@SETTINGS
+@daily(("stage", "mode"), [(3, "eager")], [(1, "eager"), (2, "aot_eager"), (3, "aot_eager")])
 def test_meta_models_train_as_others(pools: Callable[[int], Pool], tmp_path: Path, stage: int, mode: str) -> None:
     for found in pools(2).run(starts, str(tmp_path / "model"), stage, mode):
         assert found == [True] * 3

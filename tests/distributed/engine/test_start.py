@@ -60,7 +60,7 @@ ENGINES = """
             engine.step()
         assert dist.is_initialized(), "the next engine needs it"
         if engine.rank == turn % 2:
-            time.sleep(1.0)  # the other one is in the next initialize
+            time.sleep(0.5)  # the other one is in the next initialize
     print("done")
 """
 

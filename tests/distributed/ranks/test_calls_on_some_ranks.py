@@ -14,10 +14,12 @@ import torch.nn.functional as F
 
 import zeroweave as zw
 from tests.support.harness import Outcome, Pool
+from tests.support.patience import patient
 from tests.support.zoo import Block, Stack, rows
 
 Disposable = Callable[[int], Pool]
 DEADLINE = 8.0
+SHORT = 4.0
 
 
 def engine_of(stage: int, deadline: float) -> Any:
@@ -105,7 +107,7 @@ def test_a_call_that_one_of_three_ranks_makes(disposable: Disposable) -> None:
 
 def stuck(where: str, stage: int, late: int) -> int:
     """In step 2 one rank is stuck outside the engine, as in a data loader."""
-    with engine_of(stage, DEADLINE) as engine:
+    with engine_of(stage, SHORT) as engine:
         for index in range(4):
             if index == 2 and engine.rank == late:
                 if where == "backward":
@@ -136,7 +138,7 @@ def test_the_deadline_holds_in_every_collective(disposable: Disposable, where: s
     began = float(re.findall(r"stuck at ([\d.]+)", text)[0])
     for outcome in outcomes:
         assert outcome.failed, outcome.describe()
-        assert outcome.ended - began < DEADLINE + 5.0, f"rank {outcome.rank} after {outcome.ended - began:.1f} s"
+        assert outcome.ended - began < SHORT + patient(5.0), f"rank {outcome.rank} after {outcome.ended - began:.1f} s"
     assert re.search(rf"rank {late} \(.*\) did not .* within the deadline", text), text
     assert re.search(r"collective \d+\b.*(all_gather|reduce_scatter|all_reduce) ", text), text
 
