@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from itertools import accumulate
 from typing import Final
 
@@ -70,12 +71,12 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
     later = float("inf")  # when the gather behind must start at the latest
-    for index, bucket, floor, need in reversed(_gathers(schedule, events)):
+    for index, bucket, behind, wait in reversed(_gathers(schedule)):
         nbytes = schedule.facts.by_id[bucket].nbytes
         seconds = costs.seconds("all_gather", bucket, nbytes) * _MARGIN
-        over = min(begins[need], later)
+        over = min(begins[events.before[wait]], later)
         event = here = events.before[index]
-        while event > floor and max(begins[event], lane[event]) + seconds > over:
+        while event > events.before[behind] and max(begins[event], lane[event]) + seconds > over:
             if not events.fits(nbytes, event - 1, event, most):
                 break
             event -= 1
@@ -87,8 +88,8 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
     return schedule.rearranged(moved, taken)
 
 
-def _gathers(schedule: Schedule, events: Events) -> list[tuple[int, int, int, int]]:
-    """(index, bucket, first event it may precede, event that needs it) of each Unshard that starts a gather."""
+def _gathers(schedule: Schedule) -> list[tuple[int, int, int, int]]:
+    """(index, bucket, index that it stays behind, index of its Wait) of each Unshard that starts a gather."""
     found: list[tuple[int, int, int, int]] = []
     floor: dict[int, int] = {}
     waiting: dict[int, tuple[int, int]] = {}
@@ -96,14 +97,14 @@ def _gathers(schedule: Schedule, events: Events) -> list[tuple[int, int, int, in
     for index, instruction in enumerate(schedule.instructions):
         match instruction:
             case Update():
-                barrier = events.before[index]
+                barrier = index
             case Reshard(bucket):
-                floor[bucket] = events.before[index]
+                floor[bucket] = index
             case Unshard(bucket) if index in schedule.gathers:
                 waiting[bucket] = (index, max(floor.get(bucket, 0), barrier))
             case Wait(bucket) if bucket in waiting:
-                at, first = waiting.pop(bucket)
-                found.append((at, bucket, first, events.before[index]))
+                at, behind = waiting.pop(bucket)
+                found.append((at, bucket, behind, index))
     return sorted(found)
 
 
@@ -136,41 +137,29 @@ def _calls_ahead(schedule: Schedule, ahead: int) -> Schedule:
     buckets adds nothing: 1 + prefetch buckets where calls use one bucket each and do not nest. Prefetch 0
     changes nothing, nor does a second application.
     """
-    instructions = schedule.instructions
     stretches = _Stretches(schedule)
-    if not ahead or not stretches.slots:
+    if not ahead or not stretches.runs:
         return schedule
-    next_use = _next_use(instructions, stretches)
     moved: dict[int, list[Instruction]] = {}  # index -> Unshards to issue in front of it
     taken: set[int] = set()
-    floor: dict[int, int] = {}  # bucket -> first Run after its last Reshard: it cannot be gathered before
-    barrier = run = 0  # the first Run after the last Update; the Run to come
-    for index, instruction in enumerate(instructions):
-        match instruction:
-            case Run():
-                run += 1
-            case Update():
-                barrier = run
-            case Reshard(bucket):
-                floor[bucket] = run
-            case Unshard(bucket) if index in schedule.gathers:
-                stretch = max(0, next_use[index] - ahead)
-                target = max(stretches.first[stretch], floor.get(bucket, 0), barrier)
-                if target < run or (target == run and run < len(stretches.slots) and stretches.slots[run] < index):
-                    moved.setdefault(stretches.slots[target], []).append(instruction)
-                    taken.add(index)
+    for index, _, behind, wait in _gathers(schedule):
+        first = stretches.first[max(0, stretches.of[stretches.next(wait)] - ahead)]
+        target = max(first, stretches.next(behind))
+        if target < len(stretches.runs) and (slot := schedule.slot(stretches.runs[target])) < index:
+            moved.setdefault(slot, []).append(schedule.instructions[index])
+            taken.add(index)
     return schedule.rearranged(moved, taken)
 
 
 class _Stretches:
     """The Runs of a schedule, numbered from 0, and the stretches they form.
 
-    slots[r]: index in front of Run r and what prepares it. of[r]: Run r's stretch. first[s]: the first Run of
+    runs[r]: index of Run r. of[r]: its stretch; of what comes behind the last Run, one more. first[s]: the first Run of
     stretch s.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        self.slots: list[int] = []
+        self.runs: list[int] = []
         self.of: list[int] = []
         self.first: list[int] = [0]
         last: tuple[frozenset[int], Phase] | None = None
@@ -180,24 +169,12 @@ class _Stretches:
             if instruction.uses:
                 key = (frozenset(instruction.uses), instruction.call.phase)
                 if last is not None and key != last:
-                    self.first.append(len(self.slots))
+                    self.first.append(len(self.runs))
                 last = key
             self.of.append(len(self.first) - 1)
-            self.slots.append(schedule.slot(index))
+            self.runs.append(index)
+        self.of.append(len(self.first))
 
-
-def _next_use(instructions: tuple[Instruction, ...], stretches: _Stretches) -> dict[int, int]:
-    """For each Unshard, by index: the stretch of the next Run on its bucket, or if none, of the next Run."""
-    result: dict[int, int] = {}
-    nearest = len(stretches.first)  # the stretch after the last
-    use: dict[int, int] = {}
-    run = len(stretches.of)
-    for index in range(len(instructions) - 1, -1, -1):
-        instruction = instructions[index]
-        if isinstance(instruction, Run):
-            run -= 1
-            nearest = stretches.of[run]
-            use.update((bucket, nearest) for bucket in instruction.uses)
-        elif isinstance(instruction, Unshard):
-            result[index] = use.get(instruction.bucket, nearest)
-    return result
+    def next(self, index: int) -> int:
+        """The first Run behind an instruction; one more than there are where none is."""
+        return bisect_left(self.runs, index)
