@@ -62,16 +62,29 @@ class Schedule:
         return costs if costs is not None and len(costs.compute) == events else None
 
     @cached_property
-    def lasting(self) -> frozenset[int]:
-        """Indices of the Runs whose calls last until an End; an End closes the last open Run of its call."""
-        found: set[int] = set()
+    def calls(self) -> dict[tuple[Call, int], tuple[int, int]]:
+        """For each call, by number: the index of its Run, and that of its End, or the former again where it has none.
+
+        An End closes the last open Run of its call.
+        """
+        found: dict[tuple[Call, int], tuple[int, int]] = {}
+        begun: Counter[Call] = Counter()
         unmatched: dict[Call, list[int]] = {}
         for index, instruction in enumerate(self.instructions):
             if isinstance(instruction, Run):
-                unmatched.setdefault(instruction.call, []).append(index)
+                call, number = instruction.call, begun[instruction.call]
+                found[call, number] = index, index
+                unmatched.setdefault(call, []).append(number)
+                begun[call] += 1
             elif isinstance(instruction, End) and unmatched.get(instruction.call):
-                found.add(unmatched[instruction.call].pop())
-        return frozenset(found)
+                key = instruction.call, unmatched[instruction.call].pop()
+                found[key] = found[key][0], index
+        return found
+
+    @cached_property
+    def lasting(self) -> frozenset[int]:
+        """Indices of the Runs whose calls last until an End."""
+        return frozenset(run for run, end in self.calls.values() if run != end)
 
     @cached_property
     def gathers(self) -> frozenset[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import zip_longest
 from typing import Protocol
 
@@ -42,6 +41,9 @@ class Listing(Protocol):
 
     @property
     def facts(self) -> Facts: ...
+
+    @property
+    def calls(self) -> dict[tuple[Call, int], tuple[int, int]]: ...
 
     @property
     def lasting(self) -> frozenset[int]: ...
@@ -124,7 +126,7 @@ class _State:
         else:
             self.launch = []
         if isinstance(instruction, Run | End | Reduce):
-            self.moves.event(instruction, index)
+            self.moves.event()
         match instruction:
             case Unshard(bucket):
                 self._unshard(bucket)
@@ -162,7 +164,7 @@ class _State:
                     raise ScheduleError("a call is still running")
                 self.freed = True
             case Offload() | Release() | Reload():
-                self.moves.move(instruction)
+                self.moves.move(index, instruction)
 
     def _fused(self, instruction: Instruction) -> None:
         """The next instruction of a launch."""
@@ -264,32 +266,24 @@ class _Moves:
 
     def __init__(self, schedule: Listing) -> None:
         self.wanted = schedule.facts.offload
-        self.lasting = schedule.lasting
+        self.calls = schedule.calls
         self.needs = {call: event for call, (event, _) in needs(schedule.record).items()}
         self.needed: dict[int, list[tuple[Call, int]]] = {}  # by the last event in front of the need
         for call, event in self.needs.items():
             self.needed.setdefault(event - 1, []).append(call)
         self.events = 0
-        self.begun: Counter[Call] = Counter()
-        self.running: dict[Call, list[int]] = {}
         self.last: dict[tuple[Call, int], Offload | Release | Reload] = {}
 
-    def event(self, instruction: Run | End | Reduce, index: int) -> None:
+    def event(self) -> None:
         """The next event: activations must be where it needs them."""
         for call in self.needed.get(self.events, ()):
             if not isinstance(self.last.get(call), Reload | None):
                 raise ScheduleError(f"what {call[0].name} has saved is needed behind this, and not on its way back")
         self.events += 1
-        if isinstance(instruction, Run):
-            if index in self.lasting:
-                self.running.setdefault(instruction.call, []).append(self.begun[instruction.call])
-            self.begun[instruction.call] += 1
-        elif isinstance(instruction, End) and self.running.get(instruction.call):
-            self.running[instruction.call].pop()
 
-    def move(self, instruction: Offload | Release | Reload) -> None:
+    def move(self, index: int, instruction: Offload | Release | Reload) -> None:
         """Activations begin to leave, are gone, or begin to come back."""
-        call, number = key = instruction.call, instruction.number
+        key = instruction.call, instruction.number
         before, self.last[key] = self.last.get(key), instruction
         match instruction:
             case Release() if not isinstance(before, Offload):
@@ -300,7 +294,7 @@ class _Moves:
                 raise ScheduleError("nothing asks for activations to be moved")
             case Offload() if before is not None:
                 raise ScheduleError("moved out twice")
-            case Offload() if number >= self.begun[call] or number in self.running.get(call, ()):
+            case Offload() if self.calls.get(key, (0, index))[1] >= index:
                 raise ScheduleError("the call is not over")
             case Offload() if key not in self.needs:
                 raise ScheduleError("no backward needs what the call has saved")

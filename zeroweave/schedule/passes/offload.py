@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event
 from zeroweave.schedule.instructions import (
     Call,
-    End,
     Entered,
     Event,
     Instruction,
@@ -77,24 +76,14 @@ class _Runs:
         self.uses: list[set[int]] = []
         self.buckets: dict[Call, set[int]] = {}
         self.after: dict[tuple[Call, int], int] = {}
-        begun: Counter[Call] = Counter()
-        running: dict[Call, list[tuple[int, int]]] = {}
-        events = 0
-        for index, instruction in enumerate(schedule.instructions):
-            if isinstance(instruction, Run):
-                call = instruction.call
-                self.slots.append(schedule.slot(index))
-                self.events.append(events)
-                self.over.append(events + 1)
-                self.uses.append(set(instruction.uses))
-                self.buckets.setdefault(call, set()).update(instruction.uses)
-                if index in schedule.lasting:
-                    running.setdefault(call, []).append((begun[call], len(self.slots) - 1))
-                else:
-                    self.after[call, begun[call]] = len(self.slots)
-                begun[call] += 1
-            elif isinstance(instruction, End):
-                number, run = running[instruction.call].pop()
-                self.after[instruction.call, number] = len(self.slots)
-                self.over[run] = events + 1
-            events += is_event(instruction)
+        runs = [index for index, _ in schedule.calls.values()]
+        events = [0, *accumulate(map(is_event, schedule.instructions))]  # before each instruction
+        for (call, number), (index, end) in schedule.calls.items():
+            run = schedule.instructions[index]
+            assert isinstance(run, Run)
+            self.slots.append(schedule.slot(index))
+            self.events.append(events[index])
+            self.over.append(events[end] + 1)
+            self.uses.append(set(run.uses))
+            self.buckets.setdefault(call, set()).update(run.uses)
+            self.after[call, number] = bisect_right(runs, end)
