@@ -15,7 +15,7 @@ import torch
 from tests.checkpoint.small import ALONE, is_whole, read, write
 from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.folder import Folder
-from zeroweave.checkpoint.writer import Content, save
+from zeroweave.checkpoint.writer import Content, Saving
 from zeroweave.errors import CheckpointError
 
 LARGE = torch.arange(1 << 16, dtype=torch.float32)
@@ -26,7 +26,7 @@ def content() -> Content:
 
 
 def save_to(path: Path, tag: str = "two", make: Callable[[], Content] = content) -> None:
-    save(Folder(path), tag, 2, 1, make, ALONE, None)
+    Saving(Folder(path), tag, 2, 1, make, ALONE, None).finish()
 
 
 @pytest.fixture
@@ -120,5 +120,5 @@ class Stuck(Folder):
 
 def test_old_ones_that_stay_are_no_failure(path: Path) -> None:
     with pytest.warns(UserWarning, match="were not removed: Permission denied: one"):
-        save(Stuck(path), "two", 2, 1, content, ALONE, (1, None))
+        Saving(Stuck(path), "two", 2, 1, content, ALONE, (1, None)).finish()
     assert Folder(path).latest()[0] == "two"

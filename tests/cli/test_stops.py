@@ -42,7 +42,7 @@ start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 told = {"process": own(), "ports": listening(), "from": engine.global_steps, "start": start}
 (folder / f"rank-{engine.rank}-{engine.global_steps}").write_text(json.dumps(told))
 losses = []
-while engine.global_steps < 12 or what not in ("run", "save"):
+while engine.global_steps < 12 or what not in ("run", "beside", "save"):
     if engine.global_steps == at and engine.rank == 1:
         if what == "raise":
             raise ValueError("no more data")
@@ -53,8 +53,8 @@ while engine.global_steps < 12 or what not in ("run", "save"):
     generator = torch.Generator().manual_seed(engine.global_steps * 2 + engine.rank)
     loss = engine.train_step(torch.randn(4, 8, generator=generator), lambda output, _: output.square().mean())
     losses.append(loss.item())
-    if what == "run" and engine.global_steps % 3 == 0:
-        engine.save(folder / "saved")
+    if what in ("run", "beside") and engine.global_steps % 3 == 0:
+        engine.save(folder / "saved", asynchronous=what == "beside")
     if engine.rank == 0 and engine.global_steps == at:
         (folder / "there").touch()
 (folder / f"done-{engine.rank}").write_text(json.dumps(losses))
@@ -162,6 +162,25 @@ def test_killed_ranks_are_started_again_and_go_on(way: str, phase: str, tmp_path
     assert begins == [0, first] * 2
     assert killed.losses() == [losses[first:] for losses in job.losses()]
     assert not [path.name for path in (tmp_path / "saved").iterdir() if path.name.startswith(".")]
+
+
+@daily(
+    ("fault", "first"),
+    [("stage,rank=1,step=6", 3)],
+    [("stage,step=3", 0), ("write,rank=0", 0), ("write,rank=1", 0), ("publish", 0)],
+)
+def test_ranks_that_are_killed_while_they_save_beside_the_steps_go_on(fault: str, first: int, tmp_path: Path) -> None:
+    """`first`: the step of the last checkpoint that is there whatever happens first, the other ranks or the writer."""
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    job = Job(whole, nodes("one"), "beside", 0)
+    assert [code for code, _ in job.ends()] == [0]
+    options = [["--max-restarts", "1", *options] for options in nodes("one")]
+    killed = Job(tmp_path, options, "beside", 0, ZEROWEAVE_FAULT=f"kill:phase={fault}")
+    ((code, error),) = killed.ends()
+    assert code == 0, error
+    assert [rank["from"] for rank in killed.ranks() if rank["start"] == "1"] == [first] * 2
+    assert killed.losses() == [losses[first:] for losses in job.losses()]
 
 
 @pytest.mark.matrix

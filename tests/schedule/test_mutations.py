@@ -29,6 +29,7 @@ from zeroweave.schedule import (
     Run,
     Schedule,
     Settle,
+    Stage,
     Unshard,
     Update,
     Wait,
@@ -161,6 +162,9 @@ def is_legal(schedule: Schedule) -> bool:
         return False
     if any(places[start] < n < places[end] for n in frees for start, end in spans.items()):
         return False
+    staged = [len(positions(Stage(bucket))) for bucket in buckets]
+    if staged != [int(facts.stage)] * len(buckets):
+        return False
     first = min(positions(*map(Update, buckets)), default=length)
     if not facts.update_by_bucket and any(isinstance(i, Settle) for i in instructions[first:]):
         return False
@@ -208,13 +212,13 @@ def test_most_edits_that_stay_legal_move_communication() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("everything", [False, True], ids=["plain", "fused, retained and freed"])
+@pytest.mark.parametrize("everything", [False, True], ids=["plain", "fused, retained, staged and freed"])
 def test_the_verifier_rejects_mutations(stage: int, everything: bool) -> None:
     keep = frozenset(range(5)) if stage < 3 else frozenset[int]()
     facts = replace(stack_facts(5, 1), kept_by_stage=keep, update_by_bucket=stage == 2)
     if everything:
         buckets = (replace(facts.buckets[0], nbytes=64), *facts.buckets[1:])  # beside it the others are small
-        facts = replace(facts, buckets=buckets, fuse=True, free=True, keep=frozenset({0, 2}))
+        facts = replace(facts, buckets=buckets, fuse=True, free=True, stage=True, keep=frozenset({0, 2}))
     schedule = compile_schedule(stack(5, micro_steps=1 if stage == 1 else 2, calls=1), facts)
     assert everything == any(isinstance(i, Fuse) for i in schedule.instructions)
     rejected = judge(schedule, random.Random(stage), rounds=150)

@@ -26,6 +26,7 @@ def cases() -> list[Schedule]:
         # One bucket is large, and the others small enough to be fused.
         buckets = tuple(replace(bucket, nbytes=1 if bucket.id else 64) for bucket in facts.buckets)
         facts = replace(facts, buckets=buckets, free=seed % 2 == 0, fuse=seed % 4 < 2, keep=keep, memory=seed or None)
+        facts = replace(facts, stage=seed % 3 == 0)
         if seed % 2:
             record, facts = with_needs(record, random.Random(seed)), replace(facts, offload=True)
         schedule = compile_schedule(record, facts)

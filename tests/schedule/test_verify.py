@@ -26,6 +26,7 @@ from zeroweave.schedule import (
     Run,
     Schedule,
     Settle,
+    Stage,
     Unshard,
     Update,
     Wait,
@@ -45,11 +46,12 @@ def schedule(
     buckets: Iterable[int] = (A,),
     depth: int = 1,
     free: bool = True,
+    stage: bool = False,
 ) -> Schedule:
     facts = tuple(BucketFacts(b, "abz"[b], 1, b != FROZEN) for b in buckets)
     if record is None:
         record = recorded(instructions)
-    return Schedule(instructions, tuple(record), Facts(facts, frozenset(keep), depth, 1, False, free))
+    return Schedule(instructions, tuple(record), Facts(facts, frozenset(keep), depth, 1, False, free, stage=stage))
 
 
 def recorded(instructions: Iterable[Instruction]) -> list[Event]:
@@ -87,6 +89,7 @@ LEGAL = {
     "two in flight": schedule(
         *(Reduce(A), Reduce(B), Settle(B), Settle(A), Update(A), Update(B)), depth=2, buckets=(A, B)
     ),
+    "staged": schedule(Stage(A), *use(A), *gradient(A), stage=True),
     "activations freed": schedule(*use(A), Reduce(A), Settle(A), Free(), Update(A)),
     "fused": schedule(
         *(Fuse(2), Unshard(A), Unshard(B), Wait(A), Wait(B), Run(F, (A, B)), Reshard(A), Reshard(B)),
@@ -118,6 +121,22 @@ ILLEGAL = {
     "activations freed although nothing asks for it": (
         schedule(*use(A), Reduce(A), Settle(A), Free(), Update(A), free=False),
         "instruction 6, Free: nothing asks for activations to be freed",
+    ),
+    "never staged": (
+        schedule(*use(A), *gradient(A), stage=True),
+        "end of the schedule: a is never staged",
+    ),
+    "staged twice": (
+        schedule(Stage(A), Stage(A), *use(A), *gradient(A), stage=True),
+        "instruction 1, Stage a: staged twice",
+    ),
+    "staged although nothing asks for it": (
+        schedule(Stage(A), *use(A), *gradient(A)),
+        "instruction 0, Stage a: nothing asks for copies for checkpoints",
+    ),
+    "staged behind an update": (
+        schedule(Stage(A), *use(A), *gradient(A), Stage(FROZEN), buckets=(A, FROZEN), stage=True),
+        "instruction 8, Stage z: the step is over: an Update has come before it",
     ),
     "updated while another reduction is in flight": (
         schedule(*use(A), Reduce(A), Reduce(B), Settle(A), Update(A), Settle(B), Update(B), depth=2, buckets=(A, B)),

@@ -19,7 +19,7 @@ from zeroweave.checkpoint.export import export
 from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import NAMES
-from zeroweave.checkpoint.writer import save, words
+from zeroweave.checkpoint.writer import Saving, words
 from zeroweave.errors import CheckpointError
 from zeroweave.ranks.control import Control
 
@@ -41,7 +41,8 @@ def convert(source: Path, folder: Path, key: str, optimizer: str, shard_bytes: i
     """
     if source.is_dir():
         found = deepspeed.read(source, optimizer)
-        save(Folder(folder), found.tag, found.step, found.stage, lambda: found.content, Control(None, 0, 1), None)
+        whole = Control(None, 0, 1)
+        Saving(Folder(folder), found.tag, found.step, found.stage, lambda: found.content, whole, None).finish()
         left_out = f", without {', '.join(found.left_out)}" if found.left_out else ""
         return f"wrote the checkpoint {found.tag} of {source} to {folder}{left_out}"
     tensors = _state_dict(inert.load(source), key)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from zeroweave.checkpoint.partial import Partial
 from zeroweave.errors import CheckpointError, EngineError
 from zeroweave.notices import warn
 from zeroweave.ranks.control import Control
+from zeroweave.runtime.transfers import Snapshot
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,14 @@ class Content:
     """What one rank has to write.
 
     `parts`: what of which tensors; `tensors` gives them in this order, but for those without elements, and may make
-    each when it is asked for. `values`: encoded, by name; names are distinct over the ranks.
+    each when it is asked for. `values`: encoded, by name; names are distinct over the ranks. `snapshots`: where
+    `tensors` takes them from, by bucket, if another thread asks.
     """
 
     parts: Sequence[Part]
     tensors: Iterable[torch.Tensor]
     values: Mapping[str, Any]
+    snapshots: Mapping[int, Snapshot] = field(default_factory=dict)
 
 
 class _Written(NamedTuple):
@@ -42,55 +46,170 @@ class _Written(NamedTuple):
     values: Mapping[str, Any] = {}
 
 
-def save(
-    folder: Folder,
-    tag: str,
-    step: int,
-    stage: int,
-    content: Callable[[], Content],
-    control: Control,
-    keep: tuple[int, int | None] | None,
-) -> None:
-    """Writes the checkpoint `tag`. Collective; rank 0's `tag` and `folder` count, which all ranks must see.
+class Saving:
+    """One checkpoint on its way to its folder. To be made on all ranks, which then call, in this order:
 
-    `keep`: see `Folder.prune`. CheckpointError on all ranks where one of them cannot write; nothing is left then of
-    what was written, and the checkpoints that there were are as before.
+    write      each rank its file, in any thread
+    exchange   collective: all have written
+    publish    rank 0, in any thread: the manifest, and the folder gets its name; old checkpoints go
+    end        collective: it is there
+
+    Where something goes wrong on one rank, the next collective call raises CheckpointError on all ranks. Nothing is
+    left then of what was written, and the checkpoints that there were are as before.
     """
-    with ExitStack() as after:
-        partial, failure = _begin(folder, tag) if control.rank == 0 else (None, "")
-        if partial is not None:
-            after.callback(partial.discard)
-        place = "" if partial is None else str(partial.path)
+
+    def __init__(
+        self,
+        folder: Folder,
+        tag: str,
+        step: int,
+        stage: int,
+        content: Callable[[], Content],
+        control: Control,
+        keep: tuple[int, int | None] | None,
+    ) -> None:
+        """Collective; rank 0's `tag` and `folder` count, which all ranks must see. `keep`: see `Folder.prune`.
+
+        CheckpointError, as above, where `content()` fails on one rank.
+        """
+        self._folder, self._tag, self._step, self._stage = folder, tag, step, stage
+        self._control, self._keep = control, keep
+        self._partial, failure = _begin(folder, tag) if control.rank == 0 else (None, "")
+        """rank 0's"""
+        place = "" if self._partial is None else str(self._partial.path)
         place, failure = control.broadcast_object((place, failure), label="the folder of a checkpoint")
         if failure:
             raise CheckpointError(f"the checkpoint {tag!r} cannot be written to {folder.path}: {failure}")
-        cause: Exception | None = None
+        self._place = Path(place)
+        self._stopped = threading.Event()
+        self._mine = self._published = _Written()
+        """what `write` and `publish` have come to"""
+        self.published = False
+        """is it where it is looked for? Rank 0 knows"""
+        self._told: Sequence[_Written] = ()
+        """by rank"""
+        self._cause: Exception | None = None
+        with self._discarding():
+            self._content = self._prepared(content)
+
+    @property
+    def snapshots(self) -> Mapping[int, Snapshot]:
+        """What has to be read before buckets change, by bucket."""
+        return self._content.snapshots
+
+    @property
+    def failed(self) -> bool:
+        """Has something gone wrong on this rank?"""
+        return bool(self._mine.failure or self._published.failure)
+
+    def finish(self) -> None:
+        """All of it, one after the other, here."""
+        with self._discarding():
+            self.write()
+            self.exchange()
+            self.publish()
+            self.end()
+
+    def write(self) -> None:
+        """Writes this rank's file."""
         try:
-            mine = _write(Path(place), content, control.rank)
+            self._mine = self._write()
         except Exception as error:  # whatever it is, the others wait to be told
-            mine, cause = _Written(words(error)), error
-        told = control.all_gather_object(mine, "what was written")
-        failures = [f"rank {rank}: {one.failure}" for rank, one in enumerate(told) if one.failure]
-        published = ""
-        if partial is not None and not failures:
-            try:
-                folder.publish(partial, _manifest(tag, step, stage, told))
-            except (OSError, CheckpointError) as error:
-                published, cause = f"rank 0: {words(error)}", error
-        failures += filter(None, [control.broadcast_object(published, label="the end of a checkpoint")])
-    if failures:
-        told_so = f"the checkpoint {tag!r} was not written to {folder.path}: {'; '.join(failures)}"
-        raise CheckpointError(told_so) from cause
-    if control.rank == 0 and keep is not None:
-        _prune(folder, *keep)
+            self._mine = self._failure(error)
+        finally:
+            self._drop()
 
+    def exchange(self) -> None:
+        """All ranks tell what they have written."""
+        self._told = self._control.all_gather_object(self._mine, "what was written")
+        self._raise(f"rank {rank}: {one.failure}" for rank, one in enumerate(self._told) if one.failure)
 
-def _prune(folder: Folder, keep_last: int, keep_every: int | None) -> None:
-    """The new checkpoint is there, so what goes wrong here is no reason to stop."""
-    try:
-        folder.prune(keep_last, keep_every)
-    except (OSError, CheckpointError) as error:
-        warn(f"old checkpoints in {folder.path} were not removed: {words(error)}", rank=0)
+    def publish(self) -> None:
+        """Rank 0 puts the checkpoint where it is looked for."""
+        if self._partial is None:
+            return
+        try:
+            self._folder.publish(self._partial, _manifest(self._tag, self._step, self._stage, self._told))
+        except Exception as error:
+            self._published = self._failure(error)
+        else:
+            self.published = True
+            self._prune()
+
+    def end(self) -> None:
+        """All ranks know that it is there."""
+        failure = self._control.broadcast_object(self._published.failure, label="the end of a checkpoint")
+        self._raise([f"rank 0: {failure}"] if failure else ())
+
+    def stop(self) -> None:
+        """What is being written in another thread ends soon: nobody wants it."""
+        self._stopped.set()
+        self._drop()
+
+    def discard(self) -> None:
+        """Removes what has been written and is not published. No thread writes any more."""
+        if self._partial is not None:
+            self._partial.discard()
+
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Inside, whatever goes wrong leaves nothing."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
+
+    def _prepared(self, content: Callable[[], Content]) -> Content:
+        found, failure = Content((), (), {}), ""
+        try:
+            if not self._place.is_dir():
+                raise CheckpointError(
+                    f"there is no {self._place}, which rank 0 has made: checkpoints need a folder that all ranks share"
+                )
+            found = content()
+        except Exception as error:
+            failure = self._failure(error).failure
+        told = self._control.all_gather_object(failure, "the content of a checkpoint")
+        self._raise(f"rank {rank}: {theirs}" for rank, theirs in enumerate(told) if theirs)
+        return found
+
+    def _write(self) -> _Written:
+        name, mine = f"rank-{self._control.rank:05d}.safetensors", self._content
+        written = [part for part in mine.parts if part.numel]
+        with FileWriter(self._place / name, written) as file:
+            for tensor in mine.tensors:
+                file.write(tensor)
+                if self._stopped.is_set():
+                    return _Written()
+        begins = [(part, file.begins.get(part.name, 0)) for part in mine.parts]
+        return _Written(name=name, file=file.written, parts=begins, values=mine.values)
+
+    def _drop(self) -> None:
+        for snapshot in self.snapshots.values():
+            snapshot.drop()
+
+    def _failure(self, error: Exception) -> _Written:
+        self._cause = error
+        return _Written(words(error))
+
+    def _raise(self, failures: Iterable[str]) -> None:
+        """The end of it, where there are failures, which all ranks know."""
+        if not (told := "; ".join(failures)):
+            return
+        self.discard()
+        raise CheckpointError(
+            f"the checkpoint {self._tag!r} was not written to {self._folder.path}: {told}"
+        ) from self._cause
+
+    def _prune(self) -> None:
+        """The new checkpoint is there, so what goes wrong here is no reason to stop."""
+        if self._keep is None:
+            return
+        try:
+            self._folder.prune(*self._keep)
+        except (OSError, CheckpointError) as error:
+            warn(f"old checkpoints in {self._folder.path} were not removed: {words(error)}", rank=0)
 
 
 def _begin(folder: Folder, tag: str) -> tuple[Partial | None, str]:
@@ -99,21 +218,6 @@ def _begin(folder: Folder, tag: str) -> tuple[Partial | None, str]:
         return folder.begin(tag), ""
     except (OSError, CheckpointError) as error:
         return None, words(error)
-
-
-def _write(place: Path, content: Callable[[], Content], rank: int) -> _Written:
-    """This rank's file."""
-    name = f"rank-{rank:05d}.safetensors"
-    if not place.is_dir():
-        raise CheckpointError(
-            f"there is no {place}, which rank 0 has made: checkpoints need a folder that all ranks share"
-        )
-    mine = content()
-    with FileWriter(place / name, [part for part in mine.parts if part.numel]) as file:
-        for tensor in mine.tensors:
-            file.write(tensor)
-    begins = [(part, file.begins.get(part.name, 0)) for part in mine.parts]
-    return _Written(name=name, file=file.written, parts=begins, values=mine.values)
 
 
 def _manifest(tag: str, step: int, stage: int, told: Sequence[_Written]) -> Manifest:

@@ -252,19 +252,21 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
     updating = faults.before(scaler, "take", "update")
     step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
     values = Values(parts, window, scaler, shown)
-    checkpoints = Checkpoints(parts, window, step, values, signals, faults)
+    checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)
     if parts.optimizer is not None:
         served = StateDicts(parts.optimizer, parts.places.names, parts.transport, parts.control, checkpoints.alone)
         parts.ends.callback(served.close)
-    after_step: list[Callable[[Engine], None]] = []
     if settings.checkpoint.save_on_signal is not None:
         signals.listen()
         parts.ends.callback(signals.close)
-        after_step.append(lambda _: checkpoints.step_ended())
-    if samples is not None:
-        after_step.append(lambda engine: samples.step_ended(engine.global_steps, engine.stats))
+
+    def step_ended(engine: Engine) -> None:
+        checkpoints.step_ended()
+        if samples is not None:
+            samples.step_ended(engine.global_steps, engine.stats)
+
     calls = faults.before(calls, "session", "forward")
-    return Engine(parts, calls, scheduler, window, step, values, checkpoints, after_step)
+    return Engine(parts, calls, scheduler, window, step, values, checkpoints, step_ended)
 
 
 def _adaptive(parts: EngineParts) -> Adaptive | None:

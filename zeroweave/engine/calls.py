@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -150,3 +150,10 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
     if loss_fn is not None:
         return loss_fn(output, batch)
     return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def arguments_of(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    """What `Engine.train_step` calls the module with."""
+    if isinstance(batch, Mapping):
+        return (), batch
+    return (batch if isinstance(batch, tuple | list) else (batch,)), {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Unpack
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroweave.comm.ledger import Ledger
 from zeroweave.eager.hooks import own_outputs
-from zeroweave.engine.calls import Calls, loss_of
+from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Plan, Recording, Scheduler
@@ -45,7 +45,7 @@ class Engine:
         step: OptimizerStep,
         values: Values,
         checkpoints: Checkpoints,
-        after_step: Sequence[Callable[[Engine], None]],
+        step_ended: Callable[[Engine], None],
     ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
         self.rank, self.world = parts.control.rank, parts.control.world
@@ -55,7 +55,7 @@ class Engine:
         self._values = values  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
-        self._after_step = after_step  # what the config or the environment asks for after each optimizer step
+        self._step_ended = step_ended  # what there is to do after each optimizer step
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -106,10 +106,8 @@ class Engine:
         `batch` is a mapping (keyword arguments), a tuple or list (arguments) or one argument. The loss is
         `loss_fn(output, batch)`, else the output itself if it is a tensor, else its `.loss`.
         """
-        if isinstance(batch, Mapping):
-            output = self(**batch)
-        else:
-            output = self(*batch) if isinstance(batch, tuple | list) else self(batch)
+        args, kwargs = arguments_of(batch)
+        output = self(*args, **kwargs)
         with self._guard("loss_fn"):
             loss = loss_of(output, batch, loss_fn)
         self.backward(loss)
@@ -122,10 +120,7 @@ class Engine:
             self._window.backward(self._window.scale(loss, by_steps=scale_wrt_gas), retain_graph)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the loss scale, divided by the accumulated micro-steps: `engine.scale(loss).backward()`.
-
-        In float32 at least where there is a loss scale.
-        """
+        """`loss` times the loss scale, divided by the accumulated micro-steps; float32 at least where it is scaled."""
         return self._window.scale(loss)
 
     @property
@@ -174,8 +169,7 @@ class Engine:
             self._step.take(boundary)
             self._window.micro_step_ended(boundary)
         if boundary:
-            for asked in self._after_step:
-                asked(self)
+            self._step_ended(self)
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
@@ -278,14 +272,22 @@ class Engine:
         self._values.load_state_dict(state_dict)
 
     # ------------------------------------------------------------------ checkpoints
-    def save(self, path: StrPath, tag: str | None = None, client_state: Plain | None = None, data: Any = None) -> str:
+    def save(
+        self,
+        path: StrPath,
+        tag: str | None = None,
+        client_state: Plain | None = None,
+        data: Any = None,
+        asynchronous: bool = False,
+    ) -> str:
         """Writes a checkpoint of the whole run to the folder `path`, which all ranks share; returns its tag.
 
-        Each rank writes what it has. `tag`: by default "step-" and the optimizer steps. `client_state`: what plain
-        values the program wants back. `data`: a sampler or loader with a `state_dict`. Rank 0's tag and values count.
-        Between two windows. Collective. CheckpointError on all ranks where one cannot write; all is then as before.
+        `tag`: by default "step-" and the optimizer steps. `client_state`: what plain values the program wants back.
+        `data`: a sampler or loader with a `state_dict`. `asynchronous`: beside the next steps; the next save, `load`
+        and `destroy` wait for it. Rank 0's tag and values count. Between two windows. Collective. CheckpointError
+        on all ranks where one cannot write, from here or from `step`; all is then as before.
         """
-        return self._checkpoints.save(path, tag, client_state, data)
+        return self._checkpoints.save(path, tag, client_state, data, asynchronous)
 
     def load(
         self, path: StrPath, tag: str | None = None, strict: bool = True, data: Any = None, missing_ok: bool = False
@@ -382,11 +384,10 @@ class Engine:
         if self._guard.destroyed:
             return
         with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
+            self._checkpoints.finish()
             values, (states, lacking) = self._values.whole(optimizer_state)
         self._calls.remove()
-        self._parts.places.restore(values.__getitem__)
-        if self._parts.optimizer is not None:
-            self._parts.optimizer.destroy(states)
+        self._values.give_back(values, states)
         self._guard.close()
         self._parts.ends.close()
         if lacking is not None:  # last: a filter may make an exception of it

@@ -20,7 +20,7 @@ class ScheduleSettings:
     """What of the config decides schedules; see docs/schedule.md.
 
     `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, None for no limit
-    of its own.
+    of its own. `stage`: has anybody asked for asynchronous saves?
     """
 
     prefetch: int | Literal["auto"]
@@ -28,6 +28,7 @@ class ScheduleSettings:
     memory_budget: int | None
     fuse: bool
     depth: int
+    stage: bool = False
 
     def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
         """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
@@ -41,6 +42,7 @@ class ScheduleSettings:
             keep=self._kept(base),
             fuse=self.fuse,
             depth=self.depth,
+            stage=self.stage,
             memory=memory,
             costs=costs,
         )

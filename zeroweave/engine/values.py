@@ -18,7 +18,7 @@ from zeroweave.layout import Fragment
 from zeroweave.notices import warn
 from zeroweave.optim.room import Room
 from zeroweave.optim.scaler import Scaler
-from zeroweave.optim.states import Gathered
+from zeroweave.optim.states import Gathered, States
 from zeroweave.runtime.bucket import Bucket
 
 
@@ -33,6 +33,7 @@ class Values:
         self._parts, self._model, self._runtime = parts, parts.model, parts.runtime
         self._control, self._guard, self._optimizer = parts.control, parts.guard, parts.optimizer
         self._window, self._scaler, self.shown = window, scaler, shown
+        self._staging = parts.runtime.replay.executor.staging
 
     # ------------------------------------------------------------------ one parameter
     def full(self, parameter: nn.Parameter | str, what: str = "param") -> torch.Tensor | None:
@@ -147,6 +148,7 @@ class Values:
             self._scaler.write(bucket.id, slot, part)
         else:
             assert self._optimizer is not None
+            self._staging.arrive_all()
             self._optimizer.set_state(bucket.id, slot, what, part)
 
     # ------------------------------------------------------------------ all of them
@@ -160,6 +162,7 @@ class Values:
             self._guard.meet()
             self.shown.close()
             self.shown.open()
+            self._staging.arrive_all()
             before = written.versions(buckets)
         try:
             with self._runtime.writing():
@@ -229,6 +232,12 @@ class Values:
         room = Room.now(self._parts.device)  # beside the parameters
         return values, self._optimizer.gather(self._runtime.transport, self._control, room)
 
+    def give_back(self, values: Mapping[str, torch.Tensor], states: States) -> None:
+        """The model and the optimizer are ordinary ones again, with what `whole` has found."""
+        self._parts.places.restore(values.__getitem__)
+        if self._optimizer is not None:
+            self._optimizer.destroy(states)
+
     # ------------------------------------------------------------------ new values
     @contextmanager
     def rewriting(self, what: str) -> Iterator[None]:
@@ -237,6 +246,7 @@ class Values:
             raise EngineError(f"{what} while gradients wait: call it after step() or zero_grad()")
         with self.shown.closed():
             self._window.abort()  # nothing stays gathered with the old values
+            self._staging.arrive_all()
             yield
             self.rewrite_views()
 

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar, cast
 from zeroweave.errors import ConfigError
 
 VARIABLE: Final = "ZEROWEAVE_FAULT"
-PHASES: Final = ("forward", "backward", "update", "write", "publish")
+PHASES: Final = ("forward", "backward", "update", "stage", "write", "publish")
 _ACTIONS: Final = ("kill", "hang", "slow")
 _KEYS: Final = ("rank", "step", "phase", "seconds")
 _FORM: Final = f"{VARIABLE} must be like 'kill:rank=1,step=7,phase=backward'"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, cast
 
-from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Unshard, Update
+from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Stage, Unshard, Update
 
 _EVENTS: Final = (Run, End, Reduce, Update)
-_AT_ONCE: Final = (Unshard, Reshard, Reload)
+_AT_ONCE: Final = (Unshard, Reshard, Reload, Stage)
 """Instructions that wait for nothing."""
 
 

@@ -11,6 +11,7 @@ from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.bucket import Bucket, Lingering
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.timeline import Timeline
+from zeroweave.runtime.transfers import Snapshot
 from zeroweave.schedule.instructions import (
     Free,
     Fuse,
@@ -21,10 +22,44 @@ from zeroweave.schedule.instructions import (
     Reload,
     Reshard,
     Settle,
+    Stage,
     Unshard,
     Update,
     Wait,
 )
+
+
+class Staging:
+    """What a checkpoint that is being saved has to have of each bucket before it changes; empty most of the time."""
+
+    def __init__(self) -> None:
+        self._snapshots: Mapping[int, Snapshot] = {}
+
+    def begin(self, snapshots: Mapping[int, Snapshot]) -> None:
+        """Buckets change behind these snapshots only."""
+        self._snapshots = snapshots
+
+    def start(self, bucket: int) -> None:
+        """The bucket's snapshot begins, if it has not."""
+        if (snapshot := self._snapshots.get(bucket)) is not None:
+            snapshot.start()
+
+    def arrive(self, bucket: int) -> None:
+        """The bucket is about to change."""
+        if (snapshot := self._snapshots.get(bucket)) is not None:
+            snapshot.start()
+            snapshot.arrive()
+
+    def start_all(self) -> None:
+        """All snapshots begin: no window that would start them may come."""
+        for bucket in self._snapshots:
+            self.start(bucket)
+
+    def arrive_all(self) -> None:
+        """Any bucket may change from here on."""
+        self.start_all()
+        for bucket in self._snapshots:
+            self.arrive(bucket)
 
 
 class Executor:
@@ -45,6 +80,7 @@ class Executor:
         self._buckets, self._gradients = buckets, gradients
         self._together, self._free, self._offloading = together, free, offloading
         self.lingering = Lingering(buckets)
+        self.staging = Staging()
         self.holds: Counter[int] = Counter()
         self.executed: list[Instruction] = []
         """of this window, in order"""
@@ -75,7 +111,10 @@ class Executor:
                     self._gradients.reductions.settle(bucket)
                 case Update(bucket):
                     assert update is not None
+                    self.staging.arrive(bucket)
                     update(bucket)
+                case Stage(bucket):
+                    self.staging.start(bucket)
                 case Free():
                     assert self._free is not None
                     self._free()

@@ -2,6 +2,7 @@
 
     upload     host → device, on a stream of its own; whoever needs the copy waits for it on the device
     download   device → host, on another one, behind what the current stream has been given so far
+    snapshot   what tensors hold now, for another thread to read in host memory while they change
 
 No copy makes the host wait. A tensor in host memory (`HostTensor`) remembers the last copy from or to it, and the
 next one waits for that on its stream. Code of the host itself calls `finish` before it reads or writes one. Device
@@ -11,6 +12,7 @@ reads or writes them. So their memory is the computation's own, before and after
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -110,6 +112,94 @@ class Download(NamedTuple):
     start: int = 0
 
 
+class Snapshot:
+    """What tensors hold when this is made, for another thread, although they will change.
+
+    Whoever changes them calls `start` some time before, and then `arrive`. The other thread calls `read`, once. Device
+    tensors are copied beside the computation, between `start` and `arrive`. Host memory is read where it lies, and what
+    has not been read when it is about to change is copied then. Copies are let go of as they are read.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], copies: CopyStream) -> None:
+        self._tensors: list[torch.Tensor | None] = list(tensors)
+        self._copies = copies
+        self._originals = {index for index, tensor in enumerate(tensors) if tensor.device.type == "cpu"}
+        """those that are read where they lie"""
+        self._started = len(self._originals) == len(tensors)
+        self._mark: torch.cuda.Event | None = None
+        self._next = 0
+        """the first that nobody has read to its end"""
+        self._reading = self._dropped = False
+        self._changed = threading.Condition()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """The copies of what lies on the device begin; does nothing the second time."""
+        with self._changed:
+            if self._started:
+                return
+            away = {n: t for n, t in enumerate(self._tensors) if t is not None and n not in self._originals}
+            host = self._copies.empty(sum(_aligned(tensor.nbytes) for tensor in away.values()))
+            begin = 0
+            with self._copies.issue():
+                for index, tensor in away.items():
+                    copy = host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    self._copies.copy(copy, tensor)
+                    self._tensors[index] = copy
+                    begin += _aligned(tensor.nbytes)
+                self._mark = self._copies.mark()
+            self._started = True
+            self._changed.notify_all()
+
+    @torch.no_grad()
+    def arrive(self) -> None:
+        """The tensors may change from here on: by what the current stream is given, and by the host."""
+        self._copies.wait(self._mark)
+        with self._changed:
+            reading = self._next
+            for index in sorted(self._originals):
+                tensor = self._tensors[index]
+                if tensor is not None and not (self._reading and index == reading):
+                    self._tensors[index] = tensor.clone()
+                    self._originals.discard(index)
+            # At most one is left: the one that is being read, which does not take long.
+            self._changed.wait_for(lambda: self._dropped or not (self._reading and self._next in self._originals))
+
+    def read(self) -> Iterator[torch.Tensor]:
+        """The tensors, in host memory, each until the next one is asked for. Ends early where it is dropped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._started or self._dropped)
+        if self._mark is not None:
+            self._mark.synchronize()
+        try:
+            for index in range(len(self._tensors)):
+                with self._changed:
+                    if self._dropped:
+                        return
+                    tensor, self._reading = self._tensors[index], True
+                assert tensor is not None
+                yield tensor
+                del tensor
+                with self._changed:
+                    self._tensors[index], self._reading, self._next = None, False, index + 1
+                    self._changed.notify_all()
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Nobody wants it any more; in any thread."""
+        with self._changed:
+            self._dropped = self._started = True
+            self._tensors = []
+            self._originals.clear()
+            self._changed.notify_all()
+
+
+def _aligned(nbytes: int) -> int:
+    """So that a tensor of any dtype can begin behind it."""
+    return -(-nbytes // 16) * 16
+
+
 class _Leaving:
     """Device tensors that a download reads: the stream that they belong to has to wait before they are freed."""
 
@@ -151,7 +241,7 @@ class Transfers:
     def __init__(self, device: torch.device, issuing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self.device, self._issuing = device, issuing
         self.staged = Gauge()
-        self._up, self._down = CopyStream(device), CopyStream(device)
+        self._up, self._down, self._aside = CopyStream(device), CopyStream(device), CopyStream(device)
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
         self._together = False
@@ -192,6 +282,13 @@ class Transfers:
         self._leaving.append(_Leaving(current, mark, [tensor for tensor, _, _ in copies]))
         self._calls = 0
         self.retire(2)
+
+    def snapshot(self, tensors: Sequence[torch.Tensor]) -> Snapshot:
+        """What these tensors hold now. To be called when the host may read what lies in its memory (`finish`).
+
+        Its copies have a stream of their own, so that nothing else has to wait for them.
+        """
+        return Snapshot(tensors, self._aside)
 
     def retire(self, most: int) -> None:
         """Lets at most so many downloads keep their device tensors: the stream of the oldest waits for the others."""

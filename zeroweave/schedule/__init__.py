@@ -35,6 +35,7 @@ from zeroweave.schedule.instructions import Reload as Reload
 from zeroweave.schedule.instructions import Reshard as Reshard
 from zeroweave.schedule.instructions import Run as Run
 from zeroweave.schedule.instructions import Settle as Settle
+from zeroweave.schedule.instructions import Stage as Stage
 from zeroweave.schedule.instructions import Unshard as Unshard
 from zeroweave.schedule.instructions import Update as Update
 from zeroweave.schedule.instructions import Wait as Wait

@@ -267,6 +267,7 @@ class Schedule:
         words += [f"{sorted(facts.kept_by_stage)} {facts.depth} {facts.prefetch} {facts.update_by_bucket} {facts.free}"]
         words += [f"{facts.keep if facts.keep == 'auto' else sorted(facts.keep)} {facts.fuse} {facts.memory}"]
         words += ["activations are moved to host memory"] * facts.offload
+        words += ["buckets are staged for checkpoints"] * facts.stage
         return words
 
 

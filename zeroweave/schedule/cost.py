@@ -28,6 +28,7 @@ from zeroweave.schedule.instructions import (
     Reshard,
     Run,
     Settle,
+    Stage,
     Unshard,
     Update,
     Wait,
@@ -133,7 +134,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         return max(now, until)
 
     for index, instruction in enumerate(schedule.instructions):
-        if behind is not None and not isinstance(instruction, Unshard | Reshard | Fuse | Reload):
+        if behind is not None and not isinstance(instruction, Unshard | Reshard | Fuse | Reload | Stage):
             now, behind = compute(*behind), None
         if is_event(instruction):
             now = wait(index, copies.needed(event + 1))

@@ -121,6 +121,7 @@ class Facts:
     optimizer needs nothing global (no clipping, no overflow check).
     free: let go of unused activations before the optimizer (see passes/free.py).
     offload: keep activations in host memory until they are needed (see passes/offload.py).
+    stage: begin to copy each bucket for a checkpoint before it is updated (see passes/stage.py).
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     fuse: issue neighbouring gathers, or reductions, of small buckets in one launch (see passes/fuse.py).
@@ -136,6 +137,7 @@ class Facts:
     update_by_bucket: bool
     free: bool = False
     offload: bool = False
+    stage: bool = False
     keep: Annotated[frozenset[int] | Literal["auto"], Field(alias=IN_FILES["keep"])] = frozenset()
     fuse: bool = False
     memory: int | None = None

@@ -12,7 +12,8 @@ Instructions
     when the gradients of the last bucket are complete. ``Offload`` starts to copy what a forward call has saved into
     host memory, ``Release`` waits for that copy and gives the
     device memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the step's equal ones,
-    from 0.
+    from 0. ``Stage`` starts to copy what a checkpoint wants of a bucket into host memory, before an ``Update`` writes
+    it; while no checkpoint is being saved it does nothing.
 
 Ends of calls
     ``Run`` marks a call's start and, where nothing happens inside the call, also its end. ``End`` is there
@@ -113,8 +114,13 @@ class Reload:
     number: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    bucket: int
+
+
 Instruction: TypeAlias = (
-    Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Fuse | Offload | Release | Reload
+    Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Fuse | Offload | Release | Reload | Stage
 )
 
 

@@ -21,6 +21,7 @@ from zeroweave.schedule.instructions import (
     Reshard,
     Run,
     Settle,
+    Stage,
     Unshard,
     Update,
     Wait,
@@ -64,7 +65,8 @@ def verify(schedule: Listing) -> None:
     is gathered, run or reduced after that. Moved, where ``offload`` asks for it, after the call and once: out, gone,
     and on the way back before the last event in front of their need. A ``Fuse`` is followed by as many gathers as it
     says, or as many reductions of one backward; a bucket is reduced together with the same ones each time, so that a
-    rank that departs knows which. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are
+    rank that departs knows which. Checkpoints: where ``stage`` asks for it, every bucket is staged once, before the
+    first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are
     known.
     """
     state = _State(schedule)
@@ -107,6 +109,7 @@ class _State:
         self.reduced: set[int] = set()
         self.in_flight: set[int] = set()
         self.updated: set[int] = set()
+        self.staged: set[int] = set()
         self.freed = False
         self.moves = _Moves(schedule)
         self.boundaries = boundaries(schedule.record)
@@ -157,6 +160,12 @@ class _State:
                 self.in_flight.remove(bucket)
             case Update(bucket):
                 self._update(bucket)
+            case Stage(bucket):
+                if not self.facts.stage:
+                    raise ScheduleError("nothing asks for copies for checkpoints")
+                if bucket in self.staged:
+                    raise ScheduleError("staged twice")
+                self.staged.add(bucket)
             case Free():
                 if not self.facts.free:
                     raise ScheduleError("nothing asks for activations to be freed")
@@ -257,6 +266,8 @@ class _State:
                 raise ScheduleError(f"{bucket.name} was never reduced: its gradient is lost")
             if bucket.trainable and bucket.id not in self.updated:
                 raise ScheduleError(f"{bucket.name} was never updated")
+            if self.facts.stage and bucket.id not in self.staged:
+                raise ScheduleError(f"{bucket.name} is never staged")
             if bucket.id in self.facts.kept_by_stage and not self.gathers[bucket.id]:
                 raise ScheduleError(f"{bucket.name} is kept but was never gathered")
 

@@ -14,15 +14,17 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from zeroweave.checkpoint import random_numbers
+from zeroweave.checkpoint.background import Background
 from zeroweave.checkpoint.export import CONFIGS, cast, export
 from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.fitting import Fitting
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.reader import opened
-from zeroweave.checkpoint.writer import save, words
+from zeroweave.checkpoint.writer import Saving, words
 from zeroweave.engine.checkpoints.loaded import Loaded
 from zeroweave.engine.checkpoints.saved import Saved
 from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.state_dict import listed, stream
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
@@ -46,26 +48,33 @@ class Checkpoints:
         parts: EngineParts,
         window: Window,
         step: OptimizerStep,
+        scheduler: Scheduler,
         values: Values,
         signals: Signals,
         faults: Faults,
     ) -> None:
         self._parts, self._control, self._window = parts, parts.control, window
         self._values, self._signals, self._faults = values, signals, faults
+        self._scheduler, self._staging = scheduler, parts.runtime.replay.executor.staging
         self._saved, self._loaded = Saved(parts, window, step, faults), Loaded(parts, window, step)
+        self._background: Background | None = None
+        """the save that goes on while steps run"""
         self._client_state: Callable[[], Plain] = dict
         self._data: Any = None
         """both: what a checkpoint has that a signal asks for"""
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:
-        """Guards a call that all ranks make, between two windows."""
+        """Guards a call that all ranks make, between two windows. A save that still goes on is over then."""
         with self._parts.guard(call):
             self._refuse(f"{call}()")
             self._parts.guard.meet()
+            self.finish()
             yield
 
-    def save(self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any) -> str:
+    def save(
+        self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any, asynchronous: bool = False
+    ) -> str:
         client = dict(client_state or {})
         with self.alone("save"):
             step, folder = self._parts.progress.step, Folder(path)
@@ -73,15 +82,38 @@ class Checkpoints:
             tag = str(self._control.broadcast_object(tag, label="the tag of a checkpoint"))
             keeping, stage = self._parts.config.checkpoint, self._parts.config.stage
             keep = None if keeping.keep_last is None else (keeping.keep_last, keeping.keep_every)
-            content = self._saved.content(client, data)
+            content = self._saved.content(client, data, asynchronous)
             folder = self._faults.before(folder, "publish", "publish")
-            save(folder, tag, step, stage, content, self._control, keep)
+            saving = Saving(folder, tag, step, stage, content, self._control, keep)
+            if asynchronous:
+                if not self._scheduler.settings.stage:
+                    self._scheduler.reschedule({"stage": True})
+                self._background = Background(saving, self._staging, self._control, str(Path(path) / tag))
+            else:
+                saving.finish()
             return tag
+
+    def finish(self) -> None:
+        """Waits for a save that still goes on. Collective."""
+        if (background := self._background) is not None:
+            self._background = None
+            background.finish()
 
     def on_signal(self, client_state: Callable[[], Plain] | None, data: Any) -> None:
         self._client_state, self._data = client_state or dict, data
 
     def step_ended(self) -> None:
+        """What goes on beside the steps goes on, and signals are obeyed. Collective."""
+        if self._parts.transport.skips:
+            return
+        if (background := self._background) is not None:
+            with self._parts.guard("step"):
+                self._background = None
+                if not background.advance():
+                    self._background = background
+        self._obey()
+
+    def _obey(self) -> None:
         """Saves, and ends the job, where the ranks know of signals that ask for it. Collective."""
         folder, signals = self._parts.config.checkpoint.save_on_signal, self._signals.take()
         if not signals or folder is None:

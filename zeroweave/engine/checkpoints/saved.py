@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -21,6 +22,7 @@ from zeroweave.engine.written import digest
 from zeroweave.errors import EngineError
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.transfers import Snapshot
 
 _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Of an optimizer's groups: what they are of, and how they compute, which is this run's own affair."""
@@ -33,9 +35,12 @@ class Saved:
         self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
         self._window, self._step, self._faults = window, step, faults
 
-    def content(self, client: Mapping[str, Any], data: Any) -> Callable[[], Content]:
-        """What this rank has to write, once it is asked for. Collective."""
-        return partial(self._content, self._own_buffers(), self._position(data), client)
+    def content(self, client: Mapping[str, Any], data: Any, apart: bool) -> Callable[[], Content]:
+        """What this rank has to write, once it is asked for. Collective.
+
+        `apart`: in another thread, while the engine goes on.
+        """
+        return partial(self._content, self._own_buffers(), self._position(data), client, apart)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """Rank 0's, by name, and those of this rank that differ from them. Collective."""
@@ -57,7 +62,7 @@ class Saved:
         return {} if mine == first else {f"rank/{rank}/data": mine}
 
     def _content(
-        self, buffers: Mapping[str, torch.Tensor], data: Mapping[str, Any], client: Mapping[str, Any]
+        self, buffers: Mapping[str, torch.Tensor], data: Mapping[str, Any], client: Mapping[str, Any], apart: bool
     ) -> Content:
         """What this rank has to write."""
         self._runtime.transfers.finish()
@@ -68,7 +73,17 @@ class Saved:
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
         if rank == 0:
             values |= self._facts(client)
-        return Content(parts, self._faults.amid(self._tensors(buffers), "write"), values)
+        if not apart:
+            return Content(parts, self._faults.amid(self._tensors(buffers), "write"), values)
+        snapshots = {bucket.id: self._snapshot(bucket) for bucket in buckets}
+        copies = [value.to("cpu", copy=True) for value in buffers.values() if value.numel()]
+        tensors = chain(chain.from_iterable(snapshot.read() for snapshot in snapshots.values()), copies)
+        begun = {bucket: self._faults.before(snapshot, "start", "stage") for bucket, snapshot in snapshots.items()}
+        return Content(parts, self._faults.amid(tensors, "write"), values, begun)
+
+    def _snapshot(self, bucket: Bucket) -> Snapshot:
+        pieces = self._pieces(bucket, bucket.shard)
+        return self._runtime.transfers.snapshot([value.detach() for part, value in pieces if part.numel])
 
     def _tensors(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
         """What is written, in host memory, in the order of the parts."""

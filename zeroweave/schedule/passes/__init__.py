@@ -18,11 +18,12 @@ from zeroweave.schedule.passes.keep import keep
 from zeroweave.schedule.passes.offload import offload
 from zeroweave.schedule.passes.prefetch import prefetch
 from zeroweave.schedule.passes.settle import settle
+from zeroweave.schedule.passes.stage import stage
 
 Pass: TypeAlias = Callable[[Schedule], Schedule]
 
 # offload in front of what fills the memory that it frees; insert once more after prefetch, which may carry a
 # bucket's Unshard up to its own Reshard.
-PASSES: Final[tuple[Pass, ...]] = (insert, offload, keep, prefetch, insert, fuse, settle, free)
+PASSES: Final[tuple[Pass, ...]] = (insert, offload, keep, prefetch, insert, fuse, settle, free, stage)
 
-__all__ = ["PASSES", "Pass", "free", "fuse", "insert", "keep", "offload", "prefetch", "settle"]
+__all__ = ["PASSES", "Pass", "free", "fuse", "insert", "keep", "offload", "prefetch", "settle", "stage"]

@@ -1,0 +1,131 @@
+"""What tensors hold is read by another thread while they change, in host memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from zeroweave.runtime.executor import Staging
+from zeroweave.runtime.transfers import Snapshot, Transfers
+
+DELAYS = [0.0, 0.05]
+
+
+def taken(tensors: list[torch.Tensor]) -> Snapshot:
+    return Transfers(torch.device("cpu")).snapshot(tensors)
+
+
+class Reader(threading.Thread):
+    """Reads a snapshot, one tensor whenever it is told to, and looks at each only after `seconds`."""
+
+    def __init__(self, snapshot: Snapshot, seconds: float = 0.0) -> None:
+        super().__init__(daemon=True)
+        self.snapshot, self.seconds = snapshot, seconds
+        self.go, self.found = threading.Semaphore(0), []
+        self.holds = threading.Semaphore(0)
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.go.acquire()
+            for tensor in self.snapshot.read():
+                self.holds.release()
+                self.go.acquire()
+                time.sleep(self.seconds)
+                self.found.append(tensor.clone())
+        except BaseException as error:
+            self.failure = error
+
+    def read_all(self) -> list[float]:
+        for _ in range(10):
+            self.go.release()
+        self.join()
+        return [tensor[0].item() for tensor in self.found]
+
+
+def numbered() -> list[torch.Tensor]:
+    return [torch.full((4,), float(number)) for number in range(4)]
+
+
+def test_it_is_read_where_it_lies() -> None:
+    tensors = numbered()
+    assert [t.data_ptr() for t in taken(tensors).read()] == [t.data_ptr() for t in tensors]
+
+
+@pytest.mark.parametrize("seconds", DELAYS)
+@pytest.mark.parametrize("read", range(5))
+def test_what_it_held_is_read_whenever_it_changes(read: int, seconds: float) -> None:
+    """`read`: so many tensors have been asked for when all of them change."""
+    tensors = numbered()
+    snapshot = taken(tensors)
+    reader = Reader(snapshot, seconds)
+    for _ in range(read):
+        reader.go.release()
+        reader.holds.acquire()
+    snapshot.start()
+    if read:
+        reader.go.release()  # it reads this one while others change, and `arrive` waits for it
+    snapshot.arrive()
+    for tensor in tensors:
+        tensor.fill_(-1.0)
+    assert reader.read_all() == [0.0, 1.0, 2.0, 3.0]
+    assert reader.failure is None
+
+
+def test_it_arrives_a_second_time_and_behind_its_end() -> None:
+    tensors = numbered()
+    snapshot = taken(tensors)
+    snapshot.arrive()
+    snapshot.arrive()
+    copies = list(snapshot.read())
+    assert [t[0].item() for t in copies] == [0.0, 1.0, 2.0, 3.0]
+    snapshot.start()
+    snapshot.arrive()
+
+
+def test_what_is_dropped_holds_nobody_up() -> None:
+    snapshot = taken(numbered())
+    reader = Reader(snapshot)
+    reader.go.release()
+    reader.holds.acquire()
+    dropper = threading.Timer(0.05, snapshot.drop)
+    dropper.start()
+    snapshot.arrive()  # the reader has the first one, and does not come back
+    reader.read_all()
+    assert len(reader.found) == 1
+
+
+def test_staging_begins_and_ends_what_it_has() -> None:
+    staging, done = Staging(), list[str]()
+
+    class Noted(Snapshot):
+        def __init__(self, name: str) -> None:
+            super().__init__(numbered(), Transfers(torch.device("cpu")).snapshot([])._copies)
+            self.name = name
+
+        def start(self) -> None:
+            done.append(f"start {self.name}")
+
+        def arrive(self) -> None:
+            done.append(f"arrive {self.name}")
+
+    def calls(of: Callable[[], None]) -> Iterator[str]:
+        done.clear()
+        of()
+        yield from done
+
+    staging.start(0)
+    staging.arrive(0)
+    staging.begin({0: Noted("a"), 2: Noted("b")})
+    assert list(calls(lambda: staging.start(2))) == ["start b"]
+    assert list(calls(lambda: staging.start(1))) == []
+    assert list(calls(lambda: staging.arrive(0))) == ["start a", "arrive a"]
+    assert list(calls(staging.start_all)) == ["start a", "start b"]
+    assert list(calls(staging.arrive_all)) == ["start a", "start b", "start a", "arrive a", "start b", "arrive b"]
+    staging.begin({})
+    assert list(calls(staging.arrive_all)) == []

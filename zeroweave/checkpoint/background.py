@@ -1,0 +1,95 @@
+"""A checkpoint is written beside the steps: by a thread of each rank, while the next steps run."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+from zeroweave.checkpoint.writer import Saving
+from zeroweave.notices import warn
+from zeroweave.ranks.control import Control
+from zeroweave.runtime.executor import Staging
+
+_RUNS, _DONE, _FAILED = range(3)
+
+
+class Background:
+    """A `Saving` whose `write` and `publish` have a thread. It ends at `finish`, or at the end of some step.
+
+    A thread, and no process: it reads what lies in host memory where it lies, and ends with the program, whatever ends
+    that. It holds Python's lock only between two pieces of some MiB.
+    """
+
+    def __init__(self, saving: Saving, staging: Staging, control: Control, name: str) -> None:
+        """`staging`: how the steps begin copies in time. `name`: of the checkpoint, for who reads warnings."""
+        self._saving, self._staging, self._control = saving, staging, control
+        staging.begin(saving.snapshots)
+        self._phases: list[tuple[Callable[[], None], Callable[[], None]]] = [
+            (saving.write, saving.exchange),
+            (saving.publish, saving.end),
+        ]
+        """what is left: what the thread does, and what all ranks do together when all threads have done it"""
+        self._threads = [_started(saving.write)]
+        self._left = weakref.finalize(self, _leave, saving, self._threads, name, control.rank)
+
+    def advance(self) -> bool:
+        """Goes on as far as all ranks can without waiting for a thread. Is it over? Collective.
+
+        CheckpointError on all ranks as soon as one has failed. It is over then.
+        """
+        while self._phases:
+            states = {
+                theirs[0] for theirs in self._control.all_gather_bytes(bytes([self._state]), "the writers' state")
+            }
+            if _RUNS in states and _FAILED not in states:
+                return False
+            if _FAILED in states:
+                self._end()
+            self._staging.begin({})
+            _, together = self._phases.pop(0)
+            together()
+            if self._phases:
+                self._threads.append(_started(self._phases[0][0]))
+        self._end()
+        return True
+
+    def finish(self) -> None:
+        """Waits for the end of it. Collective; raises as `advance` does."""
+        self._staging.start_all()
+        over = False
+        while not over:
+            self._threads[-1].join()
+            over = self.advance()
+
+    @property
+    def _state(self) -> int:
+        if self._threads[-1].is_alive():
+            return _RUNS
+        return _FAILED if self._saving.failed else _DONE
+
+    def _end(self) -> None:
+        """No thread runs any more."""
+        self._left.detach()
+        _stop(self._saving, self._threads)
+
+
+def _started(job: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=job, name="zeroweave checkpoint", daemon=True)  # `_leave` ends it
+    thread.start()
+    return thread
+
+
+def _stop(saving: Saving, threads: Sequence[threading.Thread]) -> None:
+    saving.stop()
+    for thread in threads:
+        if thread is not threading.current_thread():  # which may collect the engine's garbage
+            thread.join()
+
+
+def _leave(saving: Saving, threads: Sequence[threading.Thread], name: str, rank: int) -> None:
+    """The program ends, or drops its engine, before the checkpoint is there."""
+    _stop(saving, threads)
+    if not saving.published:
+        saving.discard()
+        warn(f"the checkpoint {name} was not finished: engine.destroy() would have waited for it", rank)

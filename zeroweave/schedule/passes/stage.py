@@ -1,0 +1,30 @@
+"""Stage: what a checkpoint wants of a bucket leaves for host memory long before it is overwritten."""
+
+from __future__ import annotations
+
+from zeroweave.schedule.build import Schedule
+from zeroweave.schedule.instructions import Instruction, Run, Stage, Update
+
+
+def stage(schedule: Schedule) -> Schedule:
+    """Put a ``Stage`` of each bucket in front of the calls, where ``facts.stage`` asks for it.
+
+    Before:  Run 0 · Run 1 · Run 1 backward · Run 0 backward · Settle 1 · Update 1 · Settle 0 · Update 0
+    After:   Stage 1 · Run 0 · Stage 0 · Run 1 · Run 1 backward · Run 0 backward · Settle 1 · Update 1 …
+
+    The bucket that is updated first comes first. They are spread evenly over the first half of the step's calls: the
+    copies, which run beside the computation, are over before the first update then, and do not stand all at once in
+    the way of what else moves between the device and host memory.
+    """
+    staged = {i.bucket for i in schedule.instructions if isinstance(i, Stage)}
+    if not schedule.facts.stage or staged:
+        return schedule
+    updates = [i.bucket for i in schedule.instructions if isinstance(i, Update)]
+    order = list(dict.fromkeys([*updates, *schedule.facts.by_id]))
+    calls = [n for n, i in enumerate(schedule.instructions) if isinstance(i, Run)]
+    first_half = calls[: (len(calls) + 1) // 2]
+    moved: dict[int, list[Instruction]] = {}
+    for number, bucket in enumerate(order):
+        index = schedule.slot(first_half[number * len(first_half) // len(order)]) if first_half else 0
+        moved.setdefault(index, []).append(Stage(bucket))
+    return schedule.rearranged(moved)
