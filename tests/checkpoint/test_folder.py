@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.small import ended_in, is_whole, manifest_of, read, write
+from tests.checkpoint.small import ended_in, is_whole, lying, manifest_of, read, sealed, write
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.errors import CheckpointError
 
@@ -118,6 +119,58 @@ def test_what_is_no_checkpoint_is_not_removed(path: Path, tmp_path: Path) -> Non
     names = {p.name for p in path.iterdir()}
     assert names == {"two", "notes", "weights.safetensors", ".two.0.partial", "zero", "latest"}
     assert is_whole(elsewhere, "zero", 0)
+
+
+def change(path: Path, tag: str, how: Callable[[bytes], bytes]) -> None:
+    manifest = path / tag / "manifest.json"
+    manifest.write_bytes(how(manifest.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda content: content[:-9] + b"x" + content[-8:],
+        lambda content: content.replace(b'"step":4,', b'"step":9,', 1),
+        lambda content: content.replace(b'"step":4,', b'"step":1,', 1),
+        lambda content: content.replace(b'"tag":"d"', b'"tag":"e"', 1),
+        lambda content: content[:100],
+        lambda content: b"",
+    ],
+    ids=["at its end", "a later step", "an earlier step", "another tag", "short", "empty"],
+)
+def test_what_is_broken_stays_and_counts_for_nothing(tmp_path: Path, how: Callable[[bytes], bytes]) -> None:
+    for step, tag in enumerate("abcde", start=1):
+        write(tmp_path, tag, step, seed=step)
+    change(tmp_path, "d", how)
+    assert sorted(Folder(tmp_path).prune(2)) == ["a", "b"]
+    assert Folder(tmp_path).tags() == ["c", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"step": -1}, {"files": {}}, {"world": 0}, {"version": 2}, {"tag": "other"}],
+    ids=str,
+)
+def test_what_contradicts_itself_stays(tmp_path: Path, changes: dict[str, object]) -> None:
+    for step, tag in enumerate("abc", start=1):
+        write(tmp_path, tag, step, seed=step)
+    lie = lying(Folder(tmp_path).manifest("a"), changes)
+    for content in (lie, sealed(lie[45:].replace(b", ", b",").replace(b": ", b":"))):
+        change(tmp_path, "a", lambda _, content=content: content)
+        assert Folder(tmp_path).prune(2) == []
+    change(tmp_path, "b", lambda content: sealed(content[45:-1] + b',"step":7}'))  # JSON's last one counts
+    assert Folder(tmp_path).prune(1) == []
+
+
+def test_a_manifest_that_another_program_has_written(tmp_path: Path) -> None:
+    for step, tag in enumerate("abc", start=1):
+        write(tmp_path, tag, step, seed=step)
+        fields = Folder(tmp_path).manifest(tag).model_dump(mode="json", exclude={"checksum"})
+        text = json.dumps({key: fields[key] for key in sorted(fields)})
+        change(tmp_path, tag, lambda _, text=text: sealed(b'",' + text.encode()[1:]))
+    latest = {"tag": "c", "manifest": Folder(tmp_path).manifest("c").checksum}
+    (tmp_path / "latest").write_text(json.dumps(latest))
+    assert Folder(tmp_path).prune(2) == ["a"] and Folder(tmp_path).tags() == ["b", "c"]
 
 
 def test_two_savers_of_one_tag(path: Path) -> None:

@@ -85,13 +85,17 @@ class Folder:
     def prune(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Removes all checkpoints but the last ones and those of each `keep_every`-th step; returns their tags.
 
-        The latest stays. One that cannot be read is not touched, nor is what is being written.
+        The latest stays. One that cannot be read is not touched, nor is what is being written. To read a large manifest
+        takes long. So the steps are taken from where manifests begin, what counts among the last has the bytes that were
+        written, and only what is removed is read as a whole.
         """
-        known = sorted(((m.step, tag) for tag in self.tags() if (m := self._readable(tag)) is not None), reverse=True)
-        stay = {tag for _, tag in known[:keep_last]} | {self.latest()[0]}
-        if keep_every is not None:
-            stay |= {tag for step, tag in known if step % keep_every == 0}
-        gone = [tag for _, tag in known if tag not in stay]
+        known = sorted(((step, tag) for tag in self.tags() if (step := self._step(tag)) is not None), reverse=True)
+        latest, left, gone = self.latest()[0], keep_last, []
+        for step, tag in known:
+            if left:
+                left -= self._is_intact(tag)
+            elif tag != latest and (keep_every is None or step % keep_every) and self._is_of(tag, step):
+                gone.append(tag)
         for tag in gone:
             remove(self.path / tag, known_as=self.path / tag)
         return gone
@@ -140,22 +144,44 @@ class Folder:
             tag, checksum = self.latest()
         check_tag(tag)
         which = f"the checkpoint {tag!r} in {self.path}{which}"
-        place = self.path / tag
-        if place.is_symlink():
-            raise CheckpointError(f"{place} is a symbolic link")
         try:
-            found = manifests.parse(_read(place / manifests.NAME, manifests.LARGEST))
+            found = manifests.parse(self._manifest_bytes(tag))
         except CheckpointError as error:
             raise CheckpointError(f"{which}: {error}; {self.choices(tag)}") from None
         if found.tag != tag or (checksum is not None and found.checksum != checksum):
             raise CheckpointError(f"{which}: {manifests.NAME} is that of another one; {self.choices(tag)}")
         return found
 
-    def _readable(self, tag: str) -> Manifest | None:
+    def _step(self, tag: str) -> int | None:
+        """The step of a checkpoint, unchecked; None where it cannot be read, or is another one."""
         try:
-            return self.manifest(tag)
+            told = manifests.step_in(self._manifest_bytes(tag, manifests.HEAD))
+            found, step = told or (tag, self.manifest(tag).step)
         except CheckpointError:
             return None
+        return step if found == tag else None
+
+    def _is_intact(self, tag: str) -> bool:
+        """Has its manifest the bytes that were written?"""
+        try:
+            manifests.check_bytes(self._manifest_bytes(tag))
+        except CheckpointError:
+            return False
+        return True
+
+    def _is_of(self, tag: str, step: int) -> bool:
+        """Can it be read, and is it of this step?"""
+        try:
+            return self.manifest(tag).step == step
+        except CheckpointError:
+            return False
+
+    def _manifest_bytes(self, tag: str, first: int | None = None) -> bytes:
+        """What a manifest's file holds, or its first bytes."""
+        place = self.path / tag
+        if place.is_symlink():
+            raise CheckpointError(f"{place} is a symbolic link")
+        return _read(place / manifests.NAME, manifests.LARGEST, first)
 
     def choices(self, beside: str = "") -> str:
         """What else could be loaded, in words."""
@@ -165,13 +191,14 @@ class Folder:
         return f"load one of these by its tag: {', '.join(others[-8:])}"
 
 
-def _read(path: Path, limit: int) -> bytes:
+def _read(path: Path, limit: int, first: int | None = None) -> bytes:
+    """All of a file, or its first bytes."""
     fd, nbytes = open_file(path, str(path))
     with open(fd, "rb") as file:
         if nbytes > limit:
             raise CheckpointError(f"{path} has {nbytes} bytes, and {limit} at most can be read")
         try:
-            return file.read(nbytes)
+            return file.read(nbytes if first is None else first)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 

@@ -7,6 +7,7 @@ It is one line of JSON. `checksum` comes first, and is the xxh3-128 of the manif
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from typing import Annotated, Any, Final, Literal
 
@@ -23,6 +24,12 @@ LARGEST: Final = 1 << 30
 
 _BEGIN: Final = b'{"checksum":"'
 _ZEROS: Final = b"0" * 32
+_HEAD: Final = re.compile(
+    rb'\{"checksum":"[0-9a-f]{32}","format":"zeroweave checkpoint","version":1,"tag":"(?P<tag>[A-Za-z0-9._-]{1,128})",'
+    rb'"step":(?P<step>[0-9]{1,19}),'
+)
+HEAD: Final = 512
+"""Bytes in which a manifest tells its tag and step."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "F64": torch.float64,
@@ -116,14 +123,29 @@ class Manifest(Strict):
         return content.replace(_ZEROS, xxhash.xxh3_128_hexdigest(content).encode(), 1)
 
 
-def parse(content: bytes) -> Manifest:
-    """The manifest in a file's content. CheckpointError where it is not what was written, or contradicts itself."""
+def step_in(head: bytes) -> tuple[str, int] | None:
+    """Tag and step, as the first `HEAD` bytes of a manifest tell them, unchecked; None where they do not.
+
+    Ours do. One that another program has written may have them elsewhere.
+    """
+    found = _HEAD.match(head)
+    return None if found is None else (found["tag"].decode(), int(found["step"]))
+
+
+def check_bytes(content: bytes) -> bytes:
+    """The checksum of a file's content. CheckpointError where it is not what was written."""
     checksum = content[len(_BEGIN) : len(_BEGIN) + 32]
     if not content.startswith(_BEGIN):
         raise CheckpointError(f"{NAME} is no manifest of a checkpoint")
     found = xxhash.xxh3_128_hexdigest(_BEGIN + _ZEROS + content[len(_BEGIN) + 32 :]).encode()
     if found != checksum:
         raise CheckpointError(f"{NAME} is damaged: its checksum is not that of its content")
+    return checksum
+
+
+def parse(content: bytes) -> Manifest:
+    """The manifest in a file's content. CheckpointError where it is not what was written, or contradicts itself."""
+    checksum = check_bytes(content)
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
