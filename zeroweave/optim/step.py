@@ -16,7 +16,7 @@ from torch import nn
 
 from zeroweave._torch.optimizers import has_step_hooks, is_step_replaced
 from zeroweave.comm.transport import Transport
-from zeroweave.errors import EngineError, ParameterError
+from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.room import Room
@@ -81,36 +81,21 @@ class ShardedOptimizer:
         listened_to = has_step_hooks(optimizer) or is_step_replaced(optimizer)
         return type(optimizer) in ELEMENT_WISE and not listened_to
 
-    def update(self, bucket: int, gradient: torch.Tensor, absent: Set[int] = frozenset()) -> None:
-        """Updates one bucket's shard by `gradient` [shard_numel], any floating dtype.
-
-        `absent`: slots without a gradient on any rank; the optimizer skips them, as it does for a `.grad`
-        of None. EngineError where the optimizer only steps as a whole; ParameterError if its groups changed.
-        """
-        if not self.by_bucket:
-            raise EngineError(f"{type(self.optimizer).__name__} is stepped as a whole, by update_all()")
-        self._step({bucket: gradient}, {bucket: absent}, self._parts.get(bucket))
-
-    def update_all(self, gradients: Mapping[int, torch.Tensor], absent: Mapping[int, Set[int]]) -> None:
-        """Updates all buckets; those without an entry in `gradients` have no gradient. Else as `update`."""
-        if self.by_bucket:
-            for bucket, gradient in gradients.items():
-                self.update(bucket, gradient, absent.get(bucket, frozenset()))
-        else:
-            self._step(gradients, absent, self._whole)
-
     def in_turn(
         self, take: Callable[[int], torch.Tensor | None], absent: Mapping[int, Set[int]], order: Sequence[int]
     ) -> Callable[[int], None]:
         """The function that a step calls with each bucket of `absent` in its turn; it updates by `take(bucket)`.
 
-        `order`: that of the turns. An optimizer that only steps as a whole updates all of them in the turn of the last.
+        That is the gradient [shard_numel], any floating dtype, or None. `absent`: of each bucket, the slots without a
+        gradient on any rank; the optimizer skips them, as it does for a `.grad` of None. `order`: that of the turns. An
+        optimizer that only steps as a whole updates all of them in the turn of the last. ParameterError from the
+        function if the optimizer's groups have changed.
         """
         self.offload.expect([bucket for bucket in order if bucket in self._parts])
 
         def update(bucket: int) -> None:
             if (gradient := take(bucket)) is not None:
-                self.update(bucket, gradient, absent[bucket])
+                self._step({bucket: gradient}, absent, self._parts.get(bucket))
             else:
                 self.offload.abort(bucket)
 
@@ -120,7 +105,7 @@ class ShardedOptimizer:
             waiting.discard(bucket)
             if not waiting:
                 taken = {b: gradient for b in sorted(absent) if (gradient := take(b)) is not None}
-                self.update_all(taken, absent)
+                self._step(taken, absent, self._whole)
 
         return update if self.by_bucket else update_when_all_came
 
@@ -252,7 +237,7 @@ class ShardedOptimizer:
         with self._holding(groups), self.offload.on_device(moved):
             try:
                 for one, bucket in fragments:
-                    one.set_gradients(gradients[bucket], absent.get(bucket, frozenset()))
+                    one.set_gradients(gradients[bucket], absent[bucket])
                 self.optimizer.step()
             finally:
                 for one, _ in fragments:
