@@ -281,16 +281,15 @@ class Runtime:
         if not announced:
             return
         self.note_backward()
-        complete = self.gradients.deliver(announced, parts)
-        if not self.replay.reducing:
-            self.gradients.fold(complete)
-        elif complete:
-            self.replay.reduce_due()
+        self._reduce(self.gradients.deliver(announced, parts))
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the eager autograd engine."""
         self.note_backward()
-        complete = self.gradients.deliver_eager(bucket_id, slot, gradient)
+        self._reduce(self.gradients.deliver_eager(bucket_id, slot, gradient))
+
+    def _reduce(self, complete: list[int]) -> None:
+        """Has these buckets reduced in their turn, or added up where this backward does not reduce."""
         if not self.replay.reducing:
             self.gradients.fold(complete)
         elif complete:
@@ -306,12 +305,7 @@ class Runtime:
 
     def remember(self) -> Callable[[], None]:
         """What brings the counters back to what they are now."""
-        calls = self.compiled_calls, self.eager_calls
-
-        def back() -> None:
-            self.compiled_calls, self.eager_calls = calls
-
-        return back
+        return partial(vars(self).update, compiled_calls=self.compiled_calls, eager_calls=self.eager_calls)
 
     # ------------------------------------------------------------------ backward
     def note_backward(self, trains: bool = False) -> None:

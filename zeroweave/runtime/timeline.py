@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 from zeroweave.comm.clock import Clock, Mark
@@ -97,27 +98,11 @@ class Timeline:
 
     def step(self, schedule: Schedule) -> Step:
         """The step in seconds. Waits for the device. ScheduleError if it did not follow `schedule` to the end."""
-        clock = self._clock
-        clock.finish()
-        start = self._marked[0].before if self._marked else None
-        moments = [
-            Moment(
-                each.instruction, clock.seconds(start, each.before), clock.seconds(start, each.after), each.allocated
-            )
-            for each in self._marked
-        ]
-        collectives = [
-            (each.kind, each.bucket, clock.seconds(start, each.issued), clock.seconds(start, each.over))
-            for each in self.collectives
-        ]
-        copies = [
-            (
-                schedule.instructions.index(each.instruction),
-                each.nbytes,
-                clock.seconds(start, each.before),
-                clock.seconds(start, each.after),
-            )
-            for each in self._copied
-            if each.instruction in schedule.instructions
-        ]
+        self._clock.finish()
+        at = partial(self._clock.seconds, self._marked[0].before if self._marked else None)
+        moments = [Moment(m.instruction, at(m.before), at(m.after), m.allocated) for m in self._marked]
+        collectives = [(each.kind, each.bucket, at(each.issued), at(each.over)) for each in self.collectives]
+        index = schedule.instructions.index
+        copied = [each for each in self._copied if each.instruction in schedule.instructions]
+        copies = [(index(each.instruction), each.nbytes, at(each.before), at(each.after)) for each in copied]
         return Step.of(schedule, moments, collectives, copies)

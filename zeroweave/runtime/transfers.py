@@ -200,13 +200,12 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 
 
-class _Leaving:
+class _Leaving(NamedTuple):
     """Device tensors that a download reads: the stream that they belong to has to wait before they are freed."""
 
-    __slots__ = ("event", "stream", "tensors")
-
-    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event, tensors: list[torch.Tensor]) -> None:
-        self.stream, self.event, self.tensors = stream, event, tensors
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+    tensors: list[torch.Tensor]
 
 
 class _Gathering:

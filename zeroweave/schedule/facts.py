@@ -71,8 +71,7 @@ class Costs:
     @classmethod
     def merge(cls, ranks: Sequence[Costs]) -> Costs:
         """What all ranks decide by: the longest time and the most memory of any."""
-        first = ranks[0]
-        if any(len(other.compute) != len(first.compute) for other in ranks):
+        if len({len(rank.compute) for rank in ranks}) != 1:
             raise ScheduleError("costs of different records cannot be merged")
 
         def most(parts: Sequence[dict[int, float]]) -> dict[int, float]:
@@ -82,13 +81,13 @@ class Costs:
             return Line(max(one.alpha for one in lines), max(one.beta for one in lines))
 
         return cls(
-            compute=tuple(map(max, *(r.compute for r in ranks))) if len(ranks) > 1 else first.compute,
+            compute=tuple(map(max, zip(*(r.compute for r in ranks), strict=True))),
             update=most([r.update for r in ranks]),
             gathers=most([r.gathers for r in ranks]),
             reductions=most([r.reductions for r in ranks]),
             gather=line([r.gather for r in ranks]),
             reduce=line([r.reduce for r in ranks]),
-            activations=tuple(map(max, *(r.activations for r in ranks))) if len(ranks) > 1 else first.activations,
+            activations=tuple(map(max, zip(*(r.activations for r in ranks), strict=True))),
             peak=max(r.peak for r in ranks),
             copy=line([r.copy for r in ranks]),
         )
