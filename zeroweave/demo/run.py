@@ -79,10 +79,7 @@ class Demo:
 
     def step(self, engine: zw.Engine, k: int) -> Tensor:
         """One training step; the loss of this rank's part of the batch, detached."""
-        loss = engine(**self.text.step(k)).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
+        return engine.train_step(self.text.step(k))
 
     def short_run(self, stage: int) -> list[dict[str, Tensor | None]]:
         """The gradients of each of the first steps, and last the parameters after them."""
