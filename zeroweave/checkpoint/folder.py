@@ -86,8 +86,8 @@ class Folder:
         """Removes all checkpoints but the last ones and those of each `keep_every`-th step; returns their tags.
 
         The latest stays. One that cannot be read is not touched, nor is what is being written. To read a large manifest
-        takes long. So the steps are taken from where manifests begin, what counts among the last has the bytes that were
-        written, and only what is removed is read as a whole.
+        takes long. So the steps are taken from where manifests begin, of what counts among the last the bytes are
+        compared with their checksum, and only what is removed is parsed.
         """
         known = sorted(((step, tag) for tag in self.tags() if (step := self._step(tag)) is not None), reverse=True)
         latest, left, gone = self.latest()[0], keep_last, []
