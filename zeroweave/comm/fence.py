@@ -60,10 +60,5 @@ class Fenced(Around):
 
 def fenced(transport: Transport, device: torch.device, switches: DebugConfig) -> Transport:
     """`transport`, with fences if any of the switches asks for them."""
-    wanted = (
-        switches.sync_before_reduce,
-        switches.sync_after_reduce,
-        switches.sync_before_allgather,
-        switches.sync_after_allgather,
-    )
-    return Fenced(transport, device, switches) if any(wanted) else transport
+    wanted = any(on for name, on in switches if name.startswith("sync_"))
+    return Fenced(transport, device, switches) if wanted else transport

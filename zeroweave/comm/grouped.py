@@ -7,24 +7,22 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from zeroweave.comm.around import Around
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
 
-class Grouped:
+class Grouped(Around):
     """Hands each collective to the transport of its layout's sharding group, in the order in which they are asked for.
 
     `transports`: by the group's name; that of "world" has all ranks, and whatever belongs to no group.
     """
 
     def __init__(self, transports: Mapping[str, Transport]) -> None:
-        self._transports, self._all = transports, transports[WORLD]
-        self.rank, self.world = self._all.rank, self._all.world
+        super().__init__(transports[WORLD])
+        self._transports = transports
         self._scope: ExitStack | None = None
         self._launching: str | None = None
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._all.empty(numel, dtype)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -56,6 +54,3 @@ class Grouped:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._transports[group].broadcast(tensor, source)
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        self._all.all_reduce_sum(tensor)
