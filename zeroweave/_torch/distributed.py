@@ -16,24 +16,15 @@ _public_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather
 _public_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor [numel] that other GPUs of the node can read after `symmetric_rendezvous`.
+def symmetric_buffer(nbytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+    """A uint8 [nbytes] that other GPUs of the node can read, and the handle (`get_buffer`, `barrier`). Collective.
 
     Why: the module is private although torch's own features are built on it.
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    return symmetric.empty(numel, dtype=dtype, device=device)
-
-
-def symmetric_rendezvous(tensor: torch.Tensor, group: Any) -> Any:
-    """The handle through which ranks reach each other's `tensor` (`get_buffer`, `barrier`). Collective.
-
-    Why: as `symmetric_empty`.
-    """
-    import torch.distributed._symmetric_memory as symmetric
-
-    return symmetric.rendezvous(tensor, group=group)
+    buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+    return buffer, symmetric.rendezvous(buffer, group=group)
 
 
 def new_process_group(

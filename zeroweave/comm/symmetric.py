@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch.distributed import symmetric_empty, symmetric_rendezvous
+from zeroweave._torch.distributed import symmetric_buffer
 from zeroweave.comm.around import Around
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.ledger import Ledger
@@ -80,8 +80,7 @@ class SymmetricGathers(Around):
         torch.cuda.synchronize(self._device)  # peers may still read the smaller one
         dist.barrier(self._group)
         self.close()
-        self._buffer = symmetric_empty(nbytes, torch.uint8, self._device)
-        self._handle = symmetric_rendezvous(self._buffer, self._group)
+        self._buffer, self._handle = symmetric_buffer(nbytes, self._device, self._group)
         self._gauge.add(nbytes)
 
     def close(self) -> None:
