@@ -68,11 +68,11 @@ def step_seconds(step: Callable[[int], object], device: torch.device) -> tuple[f
     return statistics.median(times[1:]), len(times)
 
 
-def profiled(step: Callable[[], object], itemsize: int = 4) -> dict[str, Count]:
+def profiled(step: Callable[[], object]) -> dict[str, Count]:
     """Runs `step` once and counts the collectives that PyTorch's profiler saw on this process.
 
-    `itemsize`: bytes of an element of what is gathered and reduced. The profiler gives no sizes for
-    all-reduces and broadcasts; their payload is 0.
+    What is gathered and reduced is float32. The profiler gives no sizes for all-reduces and broadcasts; their payload
+    is 0.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
@@ -81,7 +81,7 @@ def profiled(step: Callable[[], object], itemsize: int = 4) -> dict[str, Count]:
     for event in seen.events() or ():
         if event.name in PROFILED:
             sizes = (torch.Size(shape).numel() for shape in event.input_shapes if shape)  # of the flat and a shard
-            found.append((PROFILED[event.name], itemsize * max(sizes, default=0)))
+            found.append((PROFILED[event.name], 4 * max(sizes, default=0)))
     return total(found)
 
 

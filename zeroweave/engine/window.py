@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Final, Literal
 
 import torch
@@ -55,12 +56,7 @@ class Window(Observer):
 
     def remember(self) -> Callable[[], None]:
         """What brings back, of all that steps change, what `abort` leaves."""
-        now = self.micro_steps, self._boundary
-
-        def back() -> None:
-            self.micro_steps, self._boundary = now
-
-        return back
+        return partial(vars(self).update, micro_steps=self.micro_steps, _boundary=self._boundary)
 
     def resume(self, micro_steps: int) -> None:
         """Goes on behind that many micro-steps, with a new window."""

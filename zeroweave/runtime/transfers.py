@@ -328,17 +328,14 @@ class Transfers:
 
         The copy on the device goes when the gather has been waited for.
         """
-        event = None
+        stream = None if self._together else self._up.stream
         with self._issuing():
             upload = self.upload([shard])
-            if (stream := self._up.stream) is None or self._together:
+            # The collective waits for the stream of the upload, and the computation does not.
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
                 (staged,) = upload.wait()
                 pending = transport.all_gather(flat, staged, layout)
-            else:
-                with torch.cuda.stream(stream):  # which the collective waits for, and the computation does not
-                    (staged,) = upload.wait()
-                    pending = transport.all_gather(flat, staged, layout)
-                    event = self._up.mark()
+                event = None if stream is None else self._up.mark()
         self.staged.add(staged.nbytes)
         return _Gathering(pending, event, staged, self.staged.add)
 
