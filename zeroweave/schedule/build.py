@@ -40,6 +40,7 @@ from zeroweave.schedule.instructions import (
     Update,
     Wait,
     ends,
+    needs,
     project,
 )
 from zeroweave.schedule.save import read, write
@@ -110,6 +111,29 @@ class Schedule:
                     if not holds[bucket]:
                         last.add(index)
         return frozenset(first), frozenset(last)
+
+    @cached_property
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        """After each instruction, bytes of flats and gradient flats, and of activations in host memory only."""
+        sizes, moved = self.facts.sizes, needs(self.record)
+        flats = away = 0
+        found: list[tuple[int, int]] = []
+        for index, instruction in enumerate(self.instructions):
+            match instruction:
+                case Unshard(bucket) if index in self.gathers:
+                    flats += sizes[bucket]
+                case Reshard(bucket) if index in self.drops:
+                    flats -= sizes[bucket]
+                case Reduce(bucket):
+                    flats += sizes[bucket]
+                case Settle(bucket):
+                    flats -= sizes[bucket]
+                case Release(call, number):
+                    away += moved[call, number][1]
+                case Reload(call, number):
+                    away -= moved[call, number][1]
+            found.append((flats, away))
+        return tuple(found)
 
     def rearranged(self, moved: Mapping[int, Iterable[Instruction]], taken: Collection[int] = ()) -> Schedule:
         """With ``moved[i]`` in front of index i, and without the instructions at the indices ``taken``."""

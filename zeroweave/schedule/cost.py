@@ -111,7 +111,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     due: list[tuple[int, int]] = []  # reductions that wait for the last of their Fuse: index, bucket
     arrives: dict[int, float] = {}
     flying: dict[int, deque[float]] = {}
-    flats = held = 0
     waits: dict[int, float] = {}
     memory: list[int] = []
     starts: list[float] = []
@@ -145,10 +144,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                     free = send("all_gather", index, bucket, costs.gather.alpha * (together > 0 and launched))
                     launched = True
                     arrives[bucket] = free
-                    flats += sizes[bucket]
                 together = max(0, together - 1)
-            case Reshard(bucket) if index in schedule.drops:
-                flats -= sizes[bucket]
             case Wait(bucket):
                 now = wait(index, arrives.get(bucket, 0.0))
             case Fuse(count):
@@ -156,7 +152,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
             case Run() | End() | Reduce():
                 if isinstance(instruction, Reduce):
                     due.append((index, instruction.bucket))
-                    held += sizes[instruction.bucket]
                     together = max(0, together - 1)
                     for number, (at, bucket) in enumerate(due if not together else ()):
                         free = send("reduce_scatter", at, bucket, costs.reduce.alpha * (number > 0))
@@ -169,25 +164,21 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                     behind = index, costs.compute[event]
             case Settle(bucket):
                 now = wait(index, flying[bucket].popleft())
-                held -= sizes[bucket]
-            case Offload(call, number):
+            case Offload(call, number) | Reload(call, number):
                 spans.append(copies.start(index, (call, number), now))
             case Release(call, number):
                 now = wait(index, copies.over[call, number])
-                copies.away += copies.nbytes(call, number)
-            case Reload(call, number):
-                spans.append(copies.start(index, (call, number), now))
-                copies.away -= copies.nbytes(call, number)
             case Update(bucket):
                 now = compute(index, costs.update.get(bucket, 0.0))
-        memory.append(flats + held + (max(0, costs.activations[event] - copies.away) if event >= 0 else 0))
+        flats, away = schedule.memory[index]
+        memory.append(flats + (max(0, costs.activations[event] - away) if event >= 0 else 0))
     if behind is not None:
         now = compute(*behind)
     return Prediction(max(now, free), tuple(starts), waits, tuple(memory), tuple(spans))
 
 
 class _Copies:
-    """Moves of activations. over: when each call's last copy is done. away: bytes that are in host memory only."""
+    """Moves of activations. over: when each call's last copy is done."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         self._needs, self._line = needs(schedule.record), costs.copy
@@ -196,10 +187,6 @@ class _Copies:
             self._calls.setdefault(event, []).append(call)
         self._free = 0.0
         self.over: dict[tuple[Call, int], float] = {}
-        self.away = 0
-
-    def nbytes(self, call: Call, number: int) -> int:
-        return self._needs[call, number][1]
 
     def start(self, index: int, call: tuple[Call, int], now: float) -> Span:
         """A copy is issued."""

@@ -17,13 +17,10 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Reduce,
     Release,
-    Reload,
-    Reshard,
     Settle,
     Unshard,
     Update,
     Wait,
-    needs,
 )
 
 
@@ -260,27 +257,10 @@ def _activations(step: Step) -> list[int]:
 
     What was away in host memory counts as if it had not been.
     """
-    schedule = step.schedule
-    needed = needs(schedule.record)
-    sizes = schedule.facts.sizes
-    flats = 0
     base: int | None = None
     memory: list[int] = []
-    for index, moment in enumerate(step.moments):
-        match moment.instruction:
-            case Unshard(bucket) if index in schedule.gathers:
-                flats += sizes[bucket]
-            case Reshard(bucket) if index in schedule.drops:
-                flats -= sizes[bucket]
-            case Reduce(bucket):
-                flats += sizes[bucket]
-            case Settle(bucket):
-                flats -= sizes[bucket]
-            case Release(call, number):
-                flats -= needed[call, number][1]
-            case Reload(call, number):
-                flats += needed[call, number][1]
-        beside = moment.allocated - flats
+    for moment, (flats, away) in zip(step.moments, step.schedule.memory, strict=True):
+        beside = moment.allocated + away - flats
         base = beside if base is None else base
         memory.append(max(0, beside - base) if moment.allocated else 0)
-    return most_by_event(schedule, memory)
+    return most_by_event(step.schedule, memory)
