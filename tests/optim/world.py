@@ -13,6 +13,7 @@ from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
 from zeroweave.optim.states import describe, take
 from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.shard import Shard
 from zeroweave.runtime.transfers import Transfers
 
@@ -26,10 +27,8 @@ class View:
     layout: BucketLayout
     rank: int
     home: Shard
-
-    @property
-    def shard(self) -> torch.Tensor:
-        return self.home.master
+    shard = Bucket.shard
+    views, slice, fragment = Bucket.views, Bucket.slice, Bucket.fragment
 
 
 class Net(nn.Module):

@@ -151,22 +151,19 @@ def take(
         theirs = told[source]
         assert theirs is not None
         found = [theirs.states.get(slot.name, {}) for slot in layout.slots]
-        places = [layout.fragment(slot, bucket.rank) for slot in range(len(layout.slots))]
         cut: dict[tuple[int, str], torch.Tensor] = {}
         every = (one.states.get(slot.name, {}) for one in told if one is not None for slot in layout.slots)
         for key, dtype, mine in _kinds(every, found, bucket.shard.dtype):
             flat = torch.zeros(layout.numel, dtype=dtype, device=device)
-            for slot in (layout.slots[i] for i in mine) if transport.rank == source else ():
-                view = flat.narrow(0, slot.offset, slot.numel).view(slot.shape)
-                view.copy_(held[named[slot.name]][key])
+            views = bucket.views(flat)
+            for i in mine if transport.rank == source else ():
+                views[i].copy_(held[named[layout.slots[i].name]][key])
             transport.broadcast(flat.view(torch.uint8), group=layout.group)  # gloo does not know all dtypes
-            start, stop = layout.shard_range(bucket.rank)
-            shard = flat[start:stop].to(home(layout.id), copy=True)
-            for i in mine:
-                cut[i, key] = shard.narrow(0, places[i].start, places[i].numel)
-            del flat, shard  # before the next ones are made
+            shard = bucket.slice(flat).to(home(layout.id), copy=True)
+            cut.update(((i, key), bucket.fragment(shard, i)) for i in mine)
+            del flat, views, shard  # before the next ones are made
         for i, state in enumerate(found):
-            if state and places[i].numel:
+            if state and layout.fragment(i, bucket.rank).numel:
                 own = held.get(named[layout.slots[i].name], {})
                 states[layout.id, i] = _taken(state, {key: cut.get((i, key)) for key in state}, own, device)
     return states
@@ -234,14 +231,12 @@ def gather(
             shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
             for i in slots:
                 if (value := held.get((id, i), {}).get(key)) is not None:
-                    place = layout.fragment(i, bucket.rank)
-                    shard.narrow(0, place.start, place.numel).copy_(value)
+                    bucket.fragment(shard, i).copy_(value)
             flat = torch.empty(layout.numel, dtype=dtype, device=device)
             transport.all_gather(flat, shard, layout).wait()
-            for i in slots if wanted else ():
-                slot = layout.slots[i]
-                whole[i, key] = flat.narrow(0, slot.offset, slot.numel).view(slot.shape).to(home, copy=True)
-            del shard, flat  # before the next ones are made
+            views = bucket.views(flat)
+            whole.update(((i, key), views[i].to(home, copy=True)) for i in (slots if wanted else ()))
+            del shard, flat, views  # before the next ones are made
         for i, state in enumerate(found if wanted else ()):
             if state:
                 gathered = {key: whole.get((i, key)) for key in state}
