@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 from pydantic import Field, ValidationError
 
 from zeroweave.checkpoint import plain
-from zeroweave.checkpoint.manifest import NAME, Count, Manifest, Strict
+from zeroweave.checkpoint.manifest import NAME, Count, Manifest, Positive, Strict
 from zeroweave.errors import CheckpointError
 
 _OWN_BUFFER: Final = re.compile(r"rank/\d+/buffer/(.*)")
+_GRADIENT: Final = re.compile(r"(?:rank/([0-9]{1,9})/)?grad/(.*)")
 _OWN_DATA: Final = re.compile(r"rank/\d+/data")
 _SHOWN: Final = 20
 """Names that an error tells of each kind."""
@@ -22,6 +23,23 @@ _SHOWN: Final = 20
 class Run(Strict):
     micro_steps: Count
     skipped_steps: Count
+
+
+class Accumulation(Strict):
+    """Of an open window."""
+
+    steps: Positive
+    """micro-steps so far"""
+    of: Positive
+    """those that it is to have, unless the program says otherwise: what each loss was divided by"""
+    boundary: bool | None
+    """what the program has said of that"""
+    coalesced: bool
+    """does the next micro-step end it, because a coalesced block has reduced?"""
+    unreduced: bool
+    """are the gradients that ranks have of their own sums, which no reduction has had?"""
+    gradients: list[str]
+    """NAMEs of the parameters that have had one on any rank"""
 
 
 class LossScale(Strict):
@@ -56,6 +74,7 @@ class Facts(Strict):
     run: Run
     loss_scale: LossScale
     client: dict[Any, Any]
+    accumulation: Accumulation | None = None
     optimizer: Optimizer | None = None
     lr_scheduler: Scheduler | None = None
 
@@ -65,16 +84,22 @@ class Wanted:
     """What an engine has: the shapes of its parameters and of its buffers, by NAME, and its optimizer, if any.
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
+    `trained`: the NAMEs of what is not frozen. `micro_steps`: of a window.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
     buffers: Mapping[str, tuple[int, ...]]
-    optimizer: tuple[str, Sequence[Sequence[str]]] | None
-    lr_scheduler: str | None
+    optimizer: tuple[str, Sequence[Sequence[str]]] | None = None
+    lr_scheduler: str | None = None
+    trained: Set[str] = frozenset()
+    micro_steps: int = 1
 
 
 class Fitting:
-    """What of a checkpoint is an engine's. `cut`, `scalars`: of the optimizer's state, by NAME of `engine.checkpoints`.
+    """What of a checkpoint is an engine's.
+
+    `cut`, `scalars`: of the optimizer's state, by NAME of `engine.checkpoints`. `unreduced`: by NAME the tensors of
+    gradients that ranks have each for themselves, in the order of the ranks.
 
     Not `strict`: what is missing stays as it is, and what is left over stays unread. CheckpointError where the
     manifest has values that no engine has written.
@@ -97,15 +122,21 @@ class Fitting:
         for of, key, name in _of_parameters("scalar", self.values):
             self.scalars.setdefault(of, {})[key] = self.values[name]
 
+        self._gradients = [match for match in map(_GRADIENT.fullmatch, manifest.tensors) if match]
+        self.unreduced: dict[str, list[str]] = {}
+        for match in sorted((match for match in self._gradients if match[1]), key=lambda match: int(match[1])):
+            self.unreduced.setdefault(match[2], []).append(match[0])
+
     def check(self) -> None:
         """CheckpointError where the checkpoint is of another model, optimizer or scheduler."""
-        found = self._manifest.tensors
+        found, trained = self._manifest.tensors, self._wanted.trained
         wanted = {f"param/{name}": shape for name, shape in self._wanted.parameters.items()}
         wanted |= {f"buffer/{name}": shape for name, shape in self._wanted.buffers.items()}
         known = self.cut.keys() & self._wanted.parameters.keys()
         cut = {f"state/{name}/{key}": self._wanted.parameters[name] for name in known for key in self.cut[name]}
         owned = [match for match in map(_OWN_BUFFER.fullmatch, found) if match and match[1] in self._wanted.buffers]
         own = {match[0]: self._wanted.buffers[match[1]] for match in owned}
+        own |= {match[0]: self._wanted.parameters[match[2]] for match in self._gradients if match[2] in trained}
         wrong = [
             f"{name}: {list(found[name].shape)} instead of {list(shape)}"
             for name, shape in (wanted | cut | own).items()
@@ -117,7 +148,7 @@ class Fitting:
             problems |= {"missing": sorted(wanted.keys() - present), "unexpected": sorted(present - wanted.keys())}
         told = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
         if self._wanted.optimizer is not None:
-            told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler()]
+            told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler(), *self._window()]
         if told:
             raise CheckpointError(
                 f"the checkpoint {self._manifest.tag!r} does not fit the engine, nothing was loaded: {'; '.join(told)}"
@@ -145,6 +176,17 @@ class Fitting:
         kind = None if saved is None else saved.kind
         if self._strict and kind != wanted:
             yield f"its lr_scheduler is {kind or 'none'}, not {wanted or 'none'}"
+
+    def _window(self) -> Iterator[str]:
+        frozen = sorted({match[2] for match in self._gradients} & self._wanted.parameters.keys() - self._wanted.trained)
+        if self._strict and frozen:
+            yield f"it was saved in the middle of a window, with gradients of what is frozen: {_some(frozen)}"
+        saved, mine = self.facts.accumulation, self._wanted.micro_steps
+        if saved is not None and saved.steps * mine % saved.of:
+            yield (
+                f"it was saved behind {saved.steps} of {saved.of} micro-steps of a window, which is no whole number of "
+                f"{mine}: set gradient_accumulation_steps to {saved.of}"
+            )
 
     def data(self, rank: int, world: int) -> Any:
         """The position of that rank's loader. CheckpointError where there is none."""

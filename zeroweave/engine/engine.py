@@ -284,7 +284,7 @@ class Engine:
 
         `tag`: by default "step-" and the optimizer steps. `client_state`: what plain values the program wants back.
         `data`: a sampler or loader with a `state_dict`. `asynchronous`: beside the next steps; the next save, `load`
-        and `destroy` wait for it. Rank 0's tag and values count. Between two windows. Collective. CheckpointError
+        and `destroy` wait for it. Rank 0's tag and values count. Behind any `step()`. Collective. CheckpointError
         on all ranks where one cannot write, from here or from `step`; all is then as before.
         """
         return self._checkpoints.save(path, tag, client_state, data, asynchronous)

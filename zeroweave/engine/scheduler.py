@@ -76,6 +76,7 @@ class Scheduler:
     def __init__(self, parts: EngineParts, base: Facts) -> None:
         self._runtime, self._transport = parts.runtime, parts.transport
         self._agreements, self._guard, self._base = parts.agreements, parts.guard, base
+        self._stubs = parts.stubs
         self._settle_on(settings_of(parts.config))
         self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
         self._record_steps = parts.config.compile.record_steps
@@ -232,7 +233,8 @@ class Scheduler:
         `measured`: the schedule whose costs it was made from. One that is made without costs, by settings that would
         decide by them, is followed until they have been measured.
         """
-        if self._runtime.in_session or self._runtime.in_backward or self._runtime.replay.record:
+        computing = self._runtime.in_session or self._runtime.in_backward
+        if computing or self._runtime.replay.record or self._stubs.gradients_pending:
             raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
         self._agreements.schedule(schedule)
         self._settle_on(settings)

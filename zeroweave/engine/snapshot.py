@@ -94,7 +94,8 @@ def tried_out(parts: EngineParts, window: Window, step: OptimizerStep, values: V
     with parts.guard("profiling"):
         window.refuse_inside("profiling()")
         window.refuse_coalescing("profiling()")
-        if runtime.in_session or runtime.in_backward or runtime.replay.record:
+        window_is_open = runtime.replay.record or parts.stubs.gradients_pending
+        if runtime.in_session or runtime.in_backward or window_is_open:
             raise EngineError("profiling() in the middle of a window: enter it after step() or zero_grad()")
         was_open = shown.is_open
         shown.close()

@@ -242,8 +242,7 @@ class Values:
     @contextmanager
     def rewriting(self, what: str) -> Iterator[None]:
         """Inside, the values of parameters change: between two windows, with nothing gathered."""
-        if self._parts.stubs.gradients_pending:
-            raise EngineError(f"{what} while gradients wait: call it after step() or zero_grad()")
+        self._window.refuse_waiting(what)
         with self.shown.closed():
             self._window.abort()  # nothing stays gathered with the old values
             self._staging.arrive_all()

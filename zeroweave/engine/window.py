@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -61,6 +61,25 @@ class Window(Observer):
     def resume(self, micro_steps: int) -> None:
         """Goes on behind that many micro-steps, with a new window."""
         self.micro_steps = micro_steps
+
+    # ------------------------------------------------------------------ in the middle
+    def settle(self) -> dict[str, Any] | None:
+        """What `reopen` goes on with, once all that was reduced is settled; None between two windows."""
+        if not self._steps:
+            return None
+        self._runtime.gradients.reductions.settle_all()
+        self._scaler.settle_clipping()
+        return {
+            "steps": self._steps,
+            "of": self._config.gradient_accumulation_steps,
+            "boundary": self._boundary,
+            "coalesced": self._coalesced,
+        }
+
+    def reopen(self, steps: int, boundary: bool | None, coalesced: bool) -> None:
+        """That many micro-steps have been, and the runtime has their gradients. Else see the constructor."""
+        self._steps, self._boundary, self._coalesced = steps, boundary, coalesced
+        self._parts.stubs.gradients_wait()
 
     # ------------------------------------------------------------------ backwards
     def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
@@ -173,12 +192,11 @@ class Window(Observer):
         self.refuse_computing("step()", "call it after them")
         if self._backwards == 0:
             raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
-        boundary = self.is_boundary()
-        self._coalesced, self._backwards = False, 0
-        return boundary
+        return self.is_boundary()
 
     def micro_step_ended(self, boundary: bool) -> None:
         """All of `step()` is done."""
+        self._coalesced, self._backwards = False, 0
         self.micro_steps += 1
         self._steps = 0 if boundary else self._steps + 1
 
@@ -217,6 +235,16 @@ class Window(Observer):
             self._runtime.note_backward()  # one that did not finish says so
         if self._runtime.in_session or self._runtime.in_backward:
             raise EngineError(f"{what} inside a forward or backward: {instead}")
+
+    def refuse_waiting(self, what: str) -> None:
+        """While gradients wait."""
+        if self._parts.stubs.gradients_pending:
+            raise EngineError(f"{what} while gradients wait: call it after step() or zero_grad()")
+
+    def refuse_unstepped(self, what: str) -> None:
+        """While gradients wait that `micro_steps` does not count yet."""
+        if self._backwards:
+            raise EngineError(f"{what} between a backward and its step(): call it after step() or zero_grad()")
 
     def _refuse_block(self) -> None:
         self.refuse_coalescing("coalesce_grad_reduction()")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
 import torch
 
 from zeroweave._torch.foreach import foreach_add_
@@ -10,6 +13,18 @@ from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.errors import EngineError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """What an account holds between two backwards, once all reductions are settled."""
+
+    shard: torch.Tensor | None
+    """[numel / world] what was reduced"""
+    unreduced: Mapping[int, torch.Tensor]
+    """slot -> what was not, on this rank"""
+    had_gradient: Set[int]
+    """slots"""
 
 
 class Account:
@@ -128,6 +143,21 @@ class Account:
         self._announced.clear()
         self._expected.clear()
         self.issued = self.reported = self._armed = False
+
+    # ------------------------------------------------------------------ between two backwards
+    def balance(self) -> Balance:
+        """What another run goes on with. It shares the tensors."""
+        local = self.local is not None
+        unreduced = {slot: self._sums[slot] for slot in sorted(self.had_gradient)} if local else dict(self.parts)
+        return Balance(self.shard, unreduced, frozenset(self.had_gradient))
+
+    def resume(self, balance: Balance, folded: bool) -> None:
+        """Goes on with that, as a new account. `folded`: what was not reduced is a local sum."""
+        self._keep(None if balance.shard is None else balance.shard.to(self.dtype))
+        self.had_gradient = set(balance.had_gradient)
+        self.parts = dict(balance.unreduced)
+        if folded:
+            self.add_up()
 
     # ------------------------------------------------------------------ the settled gradient
     def take(self) -> torch.Tensor | None:

@@ -14,7 +14,7 @@ import torch
 
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import ReduceOp, Transport
-from zeroweave.runtime.account import Account
+from zeroweave.runtime.account import Account, Balance
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.reductions import Reductions
 
@@ -166,10 +166,15 @@ class Gradients:
         for account in self._accounts.values():
             account.end_backward()
 
-    @property
-    def pending(self) -> bool:
-        """Does the window hold gradients?"""
-        return any(a.had_gradient or a.shard is not None for a in self._accounts.values())
+    def balance(self, bucket_id: int) -> Balance:
+        """What a bucket's account holds between two backwards. All reductions are settled."""
+        return self._accounts[bucket_id].balance()
+
+    def resume(self, bucket_id: int, balance: Balance, unreduced: bool) -> None:
+        """A new window goes on with what another run had of a bucket; `unreduced`, of all buckets, as it was there."""
+        self.unreduced = unreduced
+        self._accounts[bucket_id].resume(balance, folded=unreduced)
+        self.local_peak = max(self.local_peak, self._local_bytes())
 
     def shard(self, bucket_id: int) -> torch.Tensor | None:
         """The settled gradient [numel / world] of the window; None where nothing was reduced."""

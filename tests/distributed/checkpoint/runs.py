@@ -184,6 +184,21 @@ def differing(a: Any, b: Any, where: str = "") -> list[str]:
     return [] if a == b and type(a) is type(b) else [f"{where}: {a} and {b}"]
 
 
+def distant(expected: Facts, found: Facts, bound: float) -> list[str]:
+    """The tensors that are farther from what is expected than `bound` times its largest element."""
+    assert expected.keys() == found.keys()
+    told = []
+    for name, wanted in expected.items():
+        mine = found[name]
+        if wanted is None or mine is None:
+            told += [] if wanted is mine else [f"{name}: only in one"]
+        elif wanted.numel() and float((wanted.double() - mine.double()).abs().max()) > bound * float(
+            wanted.double().abs().max()
+        ):
+            told.append(f"{name}: {wanted} and {mine}")
+    return told
+
+
 def everything(engine: zw.Engine) -> Facts:
     return {"values": values(engine), "own": own(engine)}
 

@@ -112,14 +112,14 @@ def between_windows(folder: Path) -> None:
         }
         loss = engine(batch(engine, 0)).square().mean()
         for call in calls.values():
-            with pytest.raises(zw.EngineError, match=r"inside a forward or backward|while gradients wait"):
+            with pytest.raises(zw.EngineError, match=r"inside a forward or backward"):
                 inside(engine, call)
         engine.backward(loss)
         for name, call in calls.items():
-            with pytest.raises(zw.EngineError, match=rf"{name}\(\) while gradients wait"):
+            with pytest.raises(zw.EngineError, match=rf"{name}\(\) (while gradients wait|between a backward and its)"):
                 call()
         engine.step()
-        for call in calls.values():
+        for call in (calls["load"], calls["export"]):  # `save` is not refused: see test_accumulation
             with pytest.raises(zw.EngineError, match="while gradients wait"):
                 call()
         engine.zero_grad()
@@ -139,7 +139,7 @@ def between_windows(folder: Path) -> None:
         with engine.no_sync():
             engine.backward(engine(batch(engine, 0)).square().mean())
             for call in calls.values():
-                with pytest.raises(zw.EngineError, match="while gradients wait"):
+                with pytest.raises(zw.EngineError, match=r"while gradients wait|between a backward and its step"):
                     call()
         engine.zero_grad()
         assert sorted(p.name for p in folder.iterdir()) == ["first", "latest"]

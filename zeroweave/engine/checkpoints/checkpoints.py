@@ -29,7 +29,7 @@ from zeroweave.engine.state_dict import listed, stream
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
-from zeroweave.errors import CheckpointError, EngineError
+from zeroweave.errors import CheckpointError
 from zeroweave.ranks.faults import Faults
 from zeroweave.ranks.signals import Signals
 
@@ -64,10 +64,13 @@ class Checkpoints:
         """both: what a checkpoint has that a signal asks for"""
 
     @contextmanager
-    def alone(self, call: str) -> Iterator[None]:
-        """Guards a call that all ranks make, between two windows. A save that still goes on is over then."""
+    def alone(self, call: str, in_window: bool = False) -> Iterator[None]:
+        """Guards a call that all ranks make, between two windows; or `in_window`, between two micro-steps.
+
+        A save that still goes on is over then.
+        """
         with self._parts.guard(call):
-            self._refuse(f"{call}()")
+            self._refuse(f"{call}()", in_window)
             self._parts.guard.meet()
             self.finish()
             yield
@@ -76,7 +79,7 @@ class Checkpoints:
         self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any, asynchronous: bool = False
     ) -> str:
         client = dict(client_state or {})
-        with self.alone("save"):
+        with self.alone("save", in_window=True):
             step, folder = self._parts.progress.step, Folder(path)
             tag = folder.free(f"step-{step:08d}") if tag is None else tag
             tag = str(self._control.broadcast_object(tag, label="the tag of a checkpoint"))
@@ -86,7 +89,7 @@ class Checkpoints:
             folder = self._faults.before(folder, "publish", "publish")
             saving = Saving(folder, tag, step, stage, content, self._control, keep)
             if asynchronous:
-                if not self._scheduler.settings.stage:
+                if not (self._scheduler.settings.stage or self._parts.stubs.gradients_pending):
                     self._scheduler.reschedule({"stage": True})
                 self._background = Background(saving, self._staging, self._control, str(Path(path) / tag))
             else:
@@ -169,9 +172,9 @@ class Checkpoints:
                 except Exception as error:  # whatever it is, the other ranks wait to be told
                     raise CheckpointError(f"{type(config).__name__}.save_pretrained: {words(error)}") from error
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str, in_window: bool) -> None:
         self._window.refuse_inside(what)
         self._window.refuse_coalescing(what)
         self._window.refuse_computing(what, "call it between them")
-        if self._parts.stubs.gradients_pending:
-            raise EngineError(f"{what} while gradients wait: call it after step() or zero_grad()")
+        refuse = self._window.refuse_unstepped if in_window else self._window.refuse_waiting
+        refuse(what)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Final
 
 import torch
@@ -20,6 +20,7 @@ from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.engine.written import digest
 from zeroweave.errors import EngineError
+from zeroweave.layout import Fragment
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Snapshot
@@ -40,7 +41,8 @@ class Saved:
 
         `apart`: in another thread, while the engine goes on.
         """
-        return partial(self._content, self._own_buffers(), self._position(data), client, apart)
+        told = {**self._position(data), **self._accumulation()}
+        return partial(self._content, self._own_buffers(), told, client, apart)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
         """Rank 0's, by name, and those of this rank that differ from them. Collective."""
@@ -61,22 +63,43 @@ class Saved:
             return {"data": mine}
         return {} if mine == first else {f"rank/{rank}/data": mine}
 
+    def _accumulation(self) -> dict[str, Any]:
+        """How far an open window is, and which parameters have had a gradient: by rank 0. Collective."""
+        if (window := self._window.settle()) is None:
+            return {}
+        gradients = self._runtime.gradients
+        had = self._parts.agreements.union("which gradients exist", gradients.had_gradient())
+        if self._control.rank:
+            return {}
+        names = [
+            layout.keys(slot.name)[number]
+            for layout in (bucket.layout for bucket in self._trained())
+            for number in range(layout.groups)
+            for slot in layout.slots
+        ]
+        return {"accumulation": {**window, "unreduced": gradients.unreduced, "gradients": list(compress(names, had))}}
+
+    def _trained(self) -> Iterator[Bucket]:
+        return (bucket for _, bucket in sorted(self._runtime.buckets.items()) if bucket.layout.trainable)
+
     def _content(
-        self, buffers: Mapping[str, torch.Tensor], data: Mapping[str, Any], client: Mapping[str, Any], apart: bool
+        self, buffers: Mapping[str, torch.Tensor], told: Mapping[str, Any], client: Mapping[str, Any], apart: bool
     ) -> Content:
-        """What this rank has to write."""
+        """What this rank has to write; of its values, those in `told` are known."""
         self._runtime.transfers.finish()
         rank, buckets = self._control.rank, self._runtime.buckets.values()
         parts = [part for bucket in buckets for part, _ in self._pieces(bucket, bucket.shard)]
-        parts += [Part.of(name, value) for name, value in buffers.items()]
-        values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **data}
+        others = [(Part.of(name, value), value) for name, value in buffers.items()]
+        others += [pair for bucket in self._trained() for pair in self._gradients(bucket)]
+        parts += [part for part, _ in others]
+        values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **told}
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
         if rank == 0:
             values |= self._facts(client)
         if not apart:
-            return Content(parts, self._faults.amid(self._tensors(buffers), "write"), values)
+            return Content(parts, self._faults.amid(self._tensors(others), "write"), values)
         snapshots = {bucket.id: self._snapshot(bucket) for bucket in buckets}
-        copies = [value.to("cpu", copy=True) for value in buffers.values() if value.numel()]
+        copies = [value.to("cpu", copy=True) for part, value in others if part.numel]  # they change before an `Update`
         tensors = chain(chain.from_iterable(snapshot.read() for snapshot in snapshots.values()), copies)
         begun = {bucket: self._faults.before(snapshot, "start", "stage") for bucket, snapshot in snapshots.items()}
         return Content(parts, self._faults.amid(tensors, "write"), values, begun)
@@ -85,28 +108,32 @@ class Saved:
         pieces = self._pieces(bucket, bucket.shard)
         return self._runtime.transfers.snapshot([value.detach() for part, value in pieces if part.numel])
 
-    def _tensors(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """What is written, in host memory, in the order of the parts."""
-        for bucket in self._runtime.buckets.values():
-            for part, value in self._pieces(bucket, bucket.shard.cpu()):
-                if part.numel:
-                    yield value.cpu()
-        for value in buffers.values():
-            if value.numel():
+    def _tensors(self, others: Sequence[tuple[Part, torch.Tensor]]) -> Iterator[torch.Tensor]:
+        """What is written, in host memory, in the order of the parts; `others`: beside buckets."""
+        pieces = (self._pieces(bucket, bucket.shard.cpu()) for bucket in self._runtime.buckets.values())
+        for part, value in chain(chain.from_iterable(pieces), others):
+            if part.numel:
                 yield value.cpu()
 
     def _pieces(self, bucket: Bucket, shard: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
         """What this rank has of a bucket's parameters, in its `shard`, and of what the optimizer keeps of them."""
-        layout = bucket.layout
-        for index, slot in enumerate(layout.slots):
-            place, name = layout.fragment(index, bucket.rank), layout.keys(slot.name)[bucket.number]
-            if not place.numel and (slot.numel or bucket.rank):
-                continue  # of a parameter without elements the first rank of its group tells
-            mine = bucket.fragment(shard, index)
-            yield Part(f"param/{name}", slot.shape, mine.dtype, place.offset, place.numel), mine
+        for index, name, place in _fragments(bucket):
+            shape, mine = bucket.layout.slots[index].shape, bucket.fragment(shard, index)
+            yield Part(f"param/{name}", shape, mine.dtype, place.offset, place.numel), mine
             for key, value in self._state(bucket, index).items():
                 if _is_cut(value, place.numel):
-                    yield Part(f"state/{name}/{key}", slot.shape, value.dtype, place.offset, place.numel), value
+                    yield Part(f"state/{name}/{key}", shape, value.dtype, place.offset, place.numel), value
+
+    def _gradients(self, bucket: Bucket) -> Iterator[tuple[Part, torch.Tensor]]:
+        """What this rank has of the gradients of an open window: of those reduced its part, of its own all."""
+        layout, balance = bucket.layout, self._runtime.gradients.balance(bucket.id)
+        if balance.shard is not None:
+            for index, name, place in _fragments(bucket):
+                mine = bucket.fragment(balance.shard, index)
+                yield Part(f"grad/{name}", layout.slots[index].shape, mine.dtype, place.offset, place.numel), mine
+        for index, value in balance.unreduced.items():
+            name = layout.keys(layout.slots[index].name)[bucket.number]
+            yield Part.of(f"rank/{self._control.rank}/grad/{name}", value), value
 
     def _scalars(self, bucket: Bucket) -> Iterator[tuple[str, Any]]:
         """What the optimizer keeps of whole parameters, encoded: told by the first rank that has something of one."""
@@ -169,6 +196,15 @@ class Saved:
             }
             for index, group in enumerate(optimizer.param_groups)
         ]
+
+
+def _fragments(bucket: Bucket) -> Iterator[tuple[int, str, Fragment]]:
+    """The slots of which this rank has something, with their NAME; one without elements is the first rank's."""
+    layout = bucket.layout
+    for index, slot in enumerate(layout.slots):
+        place = layout.fragment(index, bucket.rank)
+        if place.numel or not (slot.numel or bucket.rank):
+            yield index, layout.keys(slot.name)[bucket.number], place
 
 
 def _is_cut(value: Any, numel: int) -> bool:
