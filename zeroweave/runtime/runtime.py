@@ -281,15 +281,16 @@ class Runtime:
         if not announced:
             return
         self.note_backward()
-        self._reduce(self.gradients.deliver(announced, parts))
+        complete = self.gradients.deliver(announced, parts)
+        if not self.replay.reducing:
+            self.gradients.fold(complete)
+        elif complete:
+            self.replay.reduce_due()
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the eager autograd engine."""
         self.note_backward()
-        self._reduce(self.gradients.deliver_eager(bucket_id, slot, gradient))
-
-    def _reduce(self, complete: list[int]) -> None:
-        """Has these buckets reduced in their turn, or added up where this backward does not reduce."""
+        complete = self.gradients.deliver_eager(bucket_id, slot, gradient)
         if not self.replay.reducing:
             self.gradients.fold(complete)
         elif complete:
