@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -38,13 +39,7 @@ class _Work:
         # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
         if self._work is None:
             raise RuntimeError("a collective was waited for twice")
-        self._ledger.waits(self._count)
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _broken(self._ledger.text_at(self._count), error) from None
-        if self._on_host:
-            self._ledger.came()
+        _await(self._work.wait, self._ledger, self._count, self._on_host)
         self._work, self._alive = None, ()
         if self._waited is not None:
             self._waited()
@@ -61,9 +56,16 @@ class _Work:
             self._waited = stamp
 
 
-def _broken(what: str, error: RuntimeError) -> RankFailure:
-    """The error of a backend in place of a collective's result."""
-    return RankFailure(f"'{what}' did not come to its end: {str(error).strip().splitlines()[0]}")
+def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool) -> None:
+    """Waits for collective number `count`. RankFailure for an error of the backend in place of its result."""
+    ledger.waits(count)
+    try:
+        wait()
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RankFailure(f"'{ledger.text_at(count)}' did not come to its end: {reason}") from None
+    if on_host:
+        ledger.came()
 
 
 class _Launch:
@@ -207,25 +209,15 @@ class ProcessGroupTransport:
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._count("broadcast", tensor, -1)
-        with self._waiting():
-            dist.broadcast(lent(tensor), group_src=source, group=self.group)
+        self._wait_for(partial(dist.broadcast, lent(tensor), group_src=source, group=self.group))
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._count("all_reduce", tensor, -1)
-        with self._waiting():
-            dist.all_reduce(lent(tensor), group=self.group)
+        self._wait_for(partial(dist.all_reduce, lent(tensor), group=self.group))
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Around a collective that waits for itself."""
-        count = self.ledger.count
-        self.ledger.waits(count)
-        try:
-            yield
-        except RuntimeError as error:
-            raise _broken(self.ledger.text_at(count), error) from None
-        if self.device.type == "cpu":
-            self.ledger.came()
+    def _wait_for(self, collective: Callable[[], object]) -> None:
+        """The latest collective waits for itself."""
+        _await(collective, self.ledger, self.ledger.count, self._on_host)
 
 
 class LocalTransport:
