@@ -4,6 +4,7 @@
 #   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu, on two GPUs
 #   benchmarks/gpu.sh bench [benchmarks.lm arguments]    the benchmark of benchmarks/README.md, on all GPUs
 #   benchmarks/gpu.sh coalesce [its arguments]           benchmarks.coalesce, on two GPUs
+#   benchmarks/gpu.sh saving [its arguments]             benchmarks.saving: what checkpoints cost, on all GPUs
 #   benchmarks/gpu.sh endurance [its arguments]          benchmarks.endurance: hundreds of steps, on all GPUs
 #   benchmarks/gpu.sh doctor                             versions and devices, only
 #
@@ -11,7 +12,7 @@
 # (default: ./out), LIMIT the seconds after which a run is ended (default: 540).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-what=${1:?tests, bench, coalesce, endurance or doctor}
+what=${1:?tests, bench, coalesce, saving, endurance or doctor}
 shift
 python=${PYTHON:-python3}
 export OUT=${OUT:-$PWD/out} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -36,6 +37,7 @@ case $what in
 tests) run() { bounded "$python" -m pytest tests/gpu -v --durations=0 "$@"; } ;;
 bench) run() { bounded "$python" -m benchmarks.lm --out "$OUT" "$@"; } ;;
 coalesce) run() { bounded "$python" -m benchmarks.coalesce --out "$OUT" "$@"; } ;;
+saving) run() { bounded "$python" -m benchmarks.saving --out "$OUT" "$@"; } ;;
 endurance) run() { bounded "$python" -m benchmarks.endurance --out "$OUT/runs" "$@"; } ;;
 doctor) run() { :; } ;;
 *) echo "unknown: $what" >&2; exit 2 ;;
