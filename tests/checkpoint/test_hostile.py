@@ -273,6 +273,17 @@ def lies() -> Iterator[dict[str, Any]]:
         yield {**RUN, "run": {"micro_steps": micro_steps, "skipped_steps": 0}}
     for scale in (0.0, -1.0, "1", None, {"~float": "nan"}):
         yield {**RUN, "loss_scale": {"value": scale, "good_steps": 0, "patience": 1}}
+    window = {"steps": 1, "of": 2, "boundary": None, "coalesced": False, "unreduced": True, "gradients": ["w"]}
+    for key, value in (
+        ("steps", 0),
+        ("of", 0),
+        ("of", 2**63),
+        ("boundary", 1),
+        ("unreduced", None),
+        ("gradients", [1]),
+    ):
+        yield {**RUN, "accumulation": {**window, key: value}}
+    yield {**RUN, "accumulation": window}
     for groups in (None, [3], [{}], [{"params": "w", "options": {}}], [{"params": [3], "options": {}}]):
         yield {**RUN, "optimizer": {"kind": "SGD", "groups": groups}}
     yield {**RUN, "optimizer": {"kind": "SGD", "groups": [{"params": ["other"], "options": {}}]}}
@@ -285,7 +296,7 @@ def test_values_that_no_engine_has_written(path: Path) -> None:
     def fit(values: dict[str, Any]) -> None:
         republished(path, lambda fields: fields.update(values=values, tensors={}))
         with opened(Folder(path), None, ALONE) as reader:
-            Fitting(reader.manifest, wanted, True).check()
+            Fitting(reader.manifest, wanted, True).check(ALONE)
 
     fit(RUN)
     for values in lies():

@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError
 from zeroweave.checkpoint import plain
 from zeroweave.checkpoint.manifest import NAME, Count, Manifest, Positive, Strict
 from zeroweave.errors import CheckpointError
+from zeroweave.ranks.control import Control
 
 _OWN_BUFFER: Final = re.compile(r"rank/\d+/buffer/(.*)")
 _GRADIENT: Final = re.compile(r"(?:rank/([0-9]{1,9})/)?grad/(.*)")
@@ -121,39 +122,68 @@ class Fitting:
         self.scalars: dict[str, dict[str, Any]] = {}
         for of, key, name in _of_parameters("scalar", self.values):
             self.scalars.setdefault(of, {})[key] = self.values[name]
-
         self._gradients = [match for match in map(_GRADIENT.fullmatch, manifest.tensors) if match]
         self.unreduced: dict[str, list[str]] = {}
         for match in sorted((match for match in self._gradients if match[1]), key=lambda match: int(match[1])):
             self.unreduced.setdefault(match[2], []).append(match[0])
 
-    def check(self) -> None:
-        """CheckpointError where the checkpoint is of another model, optimizer or scheduler."""
+    def check(self, control: Control) -> None:
+        """CheckpointError on all ranks where the checkpoint is of another model, optimizer or scheduler. Collective."""
+        firm, lax = self._firm(control), self._lax(control.rank)
+        ranks = control.all_gather_object((firm, lax), "what does not fit")
+        told = [_told([theirs[kind] for theirs in ranks]) for kind in (0, 1)]
+        if any(told):
+            raise CheckpointError(
+                f"the checkpoint {self._manifest.tag!r} does not fit the engine, nothing was loaded: "
+                + "; ".join([*told[0], *told[1]])
+                + ("" if told[0] or not self._strict else " (strict=False takes what there is)")
+            )
+
+    def buffer(self, name: str, rank: int) -> str:
+        """The tensor that is a buffer of that rank, if there is one."""
+        own = f"rank/{rank}/buffer/{name}"
+        return own if own in self._manifest.tensors else f"buffer/{name}"
+
+    def _firm(self, control: Control) -> list[str]:
+        """What does not fit in any case."""
         found, trained = self._manifest.tensors, self._wanted.trained
         wanted = {f"param/{name}": shape for name, shape in self._wanted.parameters.items()}
-        wanted |= {f"buffer/{name}": shape for name, shape in self._wanted.buffers.items()}
+        wanted |= {self.buffer(name, control.rank): shape for name, shape in self._wanted.buffers.items()}
         known = self.cut.keys() & self._wanted.parameters.keys()
-        cut = {f"state/{name}/{key}": self._wanted.parameters[name] for name in known for key in self.cut[name]}
-        owned = [match for match in map(_OWN_BUFFER.fullmatch, found) if match and match[1] in self._wanted.buffers]
-        own = {match[0]: self._wanted.buffers[match[1]] for match in owned}
-        own |= {match[0]: self._wanted.parameters[match[2]] for match in self._gradients if match[2] in trained}
+        wanted |= {f"state/{name}/{key}": self._wanted.parameters[name] for name in known for key in self.cut[name]}
+        wanted |= {match[0]: self._wanted.parameters[match[2]] for match in self._gradients if match[2] in trained}
         wrong = [
             f"{name}: {list(found[name].shape)} instead of {list(shape)}"
-            for name, shape in (wanted | cut | own).items()
+            for name, shape in wanted.items()
             if name in found and found[name].shape != shape
         ]
-        problems = {"of another shape": wrong}
+        problems = [f"of another shape: {_some(wrong)}"] if wrong else []
+        if control.world != self._manifest.world:
+            problems += self._of_ranks()
+        return problems if self._wanted.optimizer is None else [*problems, *self._window()]
+
+    def _of_ranks(self) -> Iterator[str]:
+        found = self._manifest.tensors
+        owned = [match for match in map(_OWN_BUFFER.fullmatch, found) if match and match[1] in self._wanted.buffers]
+        first = {name: found.get(f"buffer/{name}") for name in self._wanted.buffers}
+        others = {match[1] for match in owned if (of := first[match[1]]) and found[match[0]].shape != of.shape}
+        if differ := sorted(others):
+            ranks = f"{self._manifest.world} ranks"
+            yield f"buffers of another shape on each rank, which only {ranks} can load: {_some(differ)}"
+
+    def _lax(self, rank: int) -> list[str]:
+        """What does not fit unless what is missing, or left over, may be."""
+        told: list[str] = []
         if self._strict:
+            found, parameters = self._manifest.tensors, {f"param/{name}" for name in self._wanted.parameters}
+            wanted = parameters | {self.buffer(name, rank) for name in self._wanted.buffers}
+            known = parameters | {f"buffer/{name}" for name in self._wanted.buffers}
             present = {name for name in found if name.startswith(("param/", "buffer/"))}
-            problems |= {"missing": sorted(wanted.keys() - present), "unexpected": sorted(present - wanted.keys())}
-        told = [f"{what}: {_some(names)}" for what, names in problems.items() if names]
+            problems = {"missing": sorted(wanted - found.keys()), "unexpected": sorted(present - known)}
+            told += [f"{what}: {_some(names)}" for what, names in problems.items() if names]
         if self._wanted.optimizer is not None:
-            told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler(), *self._window()]
-        if told:
-            raise CheckpointError(
-                f"the checkpoint {self._manifest.tag!r} does not fit the engine, nothing was loaded: {'; '.join(told)}"
-                + ("" if wrong or not self._strict else " (strict=False takes what there is)")
-            )
+            told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler(), *self._frozen()]
+        return told
 
     def _optimizer(self, kind: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
         if (saved := self.facts.optimizer) is None:
@@ -177,10 +207,12 @@ class Fitting:
         if self._strict and kind != wanted:
             yield f"its lr_scheduler is {kind or 'none'}, not {wanted or 'none'}"
 
-    def _window(self) -> Iterator[str]:
+    def _frozen(self) -> Iterator[str]:
         frozen = sorted({match[2] for match in self._gradients} & self._wanted.parameters.keys() - self._wanted.trained)
         if self._strict and frozen:
             yield f"it was saved in the middle of a window, with gradients of what is frozen: {_some(frozen)}"
+
+    def _window(self) -> Iterator[str]:
         saved, mine = self.facts.accumulation, self._wanted.micro_steps
         if saved is not None and saved.steps * mine % saved.of:
             yield (
@@ -208,6 +240,15 @@ def _of_parameters(kind: str, names: Iterable[str]) -> Iterator[tuple[str, str, 
         if first == kind:
             of, _, key = rest.rpartition("/")
             yield of, key, name
+
+
+def _told(ranks: Sequence[Sequence[str]]) -> list[str]:
+    """What ranks tell, each once, with those that tell it where it is not all."""
+    told = []
+    for line in dict.fromkeys(line for theirs in ranks for line in theirs):
+        of = [rank for rank, theirs in enumerate(ranks) if line in theirs]
+        told.append(line if len(of) == len(ranks) else f"{line} (rank {', '.join(map(str, of))})")
+    return told
 
 
 def _some(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeroweave as zw
@@ -100,6 +101,49 @@ def not_strict(folder: Path) -> None:
 
 def test_what_is_missing_stays_where_that_is_allowed(pools: Pools, tmp_path: Path) -> None:
     pools(2).run(not_strict, tmp_path)
+
+
+class Seen(nn.Module):
+    """A buffer that grows, on each rank by as much as it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 6)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x[: 1 + dist.get_rank(), 0].detach()])
+        return self.up(x)
+
+
+MODELS["seen"] = Seen
+
+
+def grown(folder: Path) -> None:
+    with make("seen", "adamw", 3, "eager", 0) as engine:
+        train(engine, 2)
+        engine.save(folder)
+        saved = everything(engine)
+    with make("seen", "adamw", 1, "eager", 1) as engine:
+        first, second = (rf"{name}/seen: \[\d\] instead of \[0\]" for name in ("buffer", "rank/1/buffer"))
+        with refused(engine, rf"of another shape: {first} \(rank 0\); of another shape: {second} \(rank 1\)$"):
+            engine.load(folder, strict=False)
+        engine.module.seen = torch.zeros(2 + 2 * engine.rank)
+        engine.load(folder)
+        assert differing(saved, everything(engine)) == []
+
+
+def on_other_ranks(folder: Path) -> None:
+    with make("seen", "adamw", 1, "eager", 1) as engine:
+        engine.module.seen = torch.zeros(2)
+        with refused(engine, "buffers of another shape on each rank, which only 2 ranks can load: seen"):
+            engine.load(folder)
+
+
+def test_buffers_of_another_shape_on_each_rank(pools: Pools, tmp_path: Path) -> None:
+    """The same ranks load them, once the program has made room for them."""
+    pools(2).run(grown, tmp_path)
+    pools(3).run(on_other_ranks, tmp_path)
 
 
 def between_windows(folder: Path) -> None:

@@ -135,7 +135,7 @@ class Checkpoints:
                 return {}
             with opened(folder, tag, self._control) as reader:
                 fitting = Fitting(reader.manifest, self._loaded.wanted(), strict)
-                fitting.check()
+                fitting.check(self._control)
                 if data is not None:  # first: it may refuse, and then nothing has changed
                     data.load_state_dict(fitting.data(self._control.rank, self._control.world))
                 if (numbers := fitting.values.get(f"rank/{self._control.rank}/random")) is not None:

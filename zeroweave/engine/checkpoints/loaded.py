@@ -50,7 +50,7 @@ class Loaded:
             self._load_parameters(bucket, reader)
             if bucket.layout.trainable and optimizer is not None and saved is not None:
                 optimizer.replace(bucket.id, self._states(bucket, reader, fitting, optimizer))
-        self._load_buffers(reader)
+        self._load_buffers(reader, fitting)
         if optimizer is not None and saved is not None:
             for group, mine in zip(saved.groups, optimizer.optimizer.param_groups, strict=True):
                 _set_options(mine, group.options)
@@ -126,12 +126,11 @@ class Loaded:
         unreduced = {index: value.to(bucket.device) for index, value in own if value is not None}
         return Balance(shard, unreduced, {index for index, name in enumerate(names) if name in had_gradient})
 
-    def _load_buffers(self, reader: Reader) -> None:
+    def _load_buffers(self, reader: Reader, fitting: Fitting) -> None:
         for name, buffer in persistent_buffers(self._parts.model):
-            own = f"rank/{self._control.rank}/buffer/{name}"
-            known = own if own in reader.manifest.tensors else f"buffer/{name}"
-            if known in reader.manifest.tensors:
-                buffer.copy_(reader.whole(known))
+            saved = fitting.buffer(name, self._control.rank)
+            if saved in reader.manifest.tensors:
+                buffer.copy_(reader.whole(saved))
 
 
 class _Gradients:
