@@ -32,9 +32,14 @@ def test_a_bucket_is_staged_before_it_is_updated_and_the_first_update_comes_firs
     ]
 
 
-def test_many_buckets_share_the_calls_and_few_are_spread_over_the_first_half() -> None:
-    lines = [i for i in of(1, calls=4).instructions if isinstance(i, Stage | Run)]
-    assert lines.index(Stage(0)) == 0
+def test_few_buckets_are_spread_over_the_first_forward() -> None:
+    record = stack(2, 3, 4)
+    schedule = compile_schedule(record, replace(stack_facts(2, 1), stage=True))
+    lines = [i for i in schedule.instructions if isinstance(i, Stage | Run)]
+    assert [n for n, i in enumerate(lines) if isinstance(i, Stage)] == [0, 5]
+
+
+def test_many_buckets_share_the_calls() -> None:
     facts = replace(stack_facts(6, 1), stage=True)
     record = tuple(e for e in stack(6, 1, 1) if getattr(e, "call", Call("layers.0.0", "forward")).name == "layers.0.0")
     schedule = compile_schedule(record, facts)

@@ -260,9 +260,9 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
         signals.listen()
         parts.ends.callback(signals.close)
 
-    def step_ended(engine: Engine) -> None:
-        checkpoints.step_ended()
-        if samples is not None:
+    def step_ended(engine: Engine, boundary: bool) -> None:
+        checkpoints.step_ended(boundary)
+        if boundary and samples is not None:
             samples.step_ended(engine.global_steps, engine.stats)
 
     calls = faults.before(calls, "session", "forward")

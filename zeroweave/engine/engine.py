@@ -45,7 +45,7 @@ class Engine:
         step: OptimizerStep,
         values: Values,
         checkpoints: Checkpoints,
-        step_ended: Callable[[Engine], None],
+        step_ended: Callable[[Engine, bool], None],
     ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
         self.rank, self.world = parts.control.rank, parts.control.world
@@ -55,7 +55,7 @@ class Engine:
         self._values = values  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
-        self._step_ended = step_ended  # what there is to do after each optimizer step
+        self._step_ended = step_ended  # what there is to do after each `step()`, at a boundary or not
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -168,8 +168,7 @@ class Engine:
             boundary = self._window.ends()
             self._step.take(boundary)
             self._window.micro_step_ended(boundary)
-        if boundary:
-            self._step_ended(self)
+        self._step_ended(self, boundary)
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""

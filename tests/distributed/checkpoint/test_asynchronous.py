@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import zeroweave as zw
-from tests.distributed.checkpoint.runs import differing, everything, gone_on, make, saved_and_gone_on, train
+from tests.distributed.checkpoint.runs import batch, differing, everything, gone_on, make, saved_and_gone_on, train
 from tests.distributed.checkpoint.test_failing import files_end_at
 from tests.distributed.checkpoint.test_resume import AFTER, BEFORE, KINDS
 from tests.distributed.checkpoint.test_resume import STAGES as STAGES_OF
@@ -211,6 +211,27 @@ def full(folder: Path, stage: int, rank: int, nbytes: int, how: str) -> list[str
 )
 def test_a_disk_that_is_full(pools: Pools, tmp_path: Path, stage: int, rank: int, nbytes: int, how: str) -> None:
     assert pools(2).run(full, tmp_path, stage, rank, nbytes, how) == [[], []]
+
+
+def within_a_window(folder: Path) -> None:
+    """The `step()` of a micro-step tells of a failure, too, and the window goes on."""
+    with make("plain", "adamw", 3, "eager", 0, gradient_accumulation_steps=400) as engine:
+        with files_end_at(100 if engine.rank == 1 else None):
+            engine.save(folder, "a", asynchronous=True)
+            engine.backward(engine(batch(engine, 0)).square().mean())
+            with pytest.raises(zw.CheckpointError, match="rank 1: File too large"):
+                while not engine.is_gradient_accumulation_boundary():
+                    engine.step()
+                    engine.backward(engine(batch(engine, 0)).square().mean())
+        assert engine.global_steps == 0
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(batch(engine, 1)).square().mean())
+        engine.step()
+        assert engine.global_steps == 1
+
+
+def test_a_window_is_told_of_a_failure_before_its_end(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(within_a_window, tmp_path)
 
 
 def cannot_be_held(folder: Path) -> None:

@@ -89,12 +89,19 @@ class Checkpoints:
             folder = self._faults.before(folder, "publish", "publish")
             saving = Saving(folder, tag, step, stage, content, self._control, keep)
             if asynchronous:
-                if not (self._scheduler.settings.stage or self._parts.stubs.gradients_pending):
-                    self._scheduler.reschedule({"stage": True})
-                self._background = Background(saving, self._staging, self._control, str(Path(path) / tag))
+                self._begin(saving, str(Path(path) / tag))
             else:
                 saving.finish()
             return tag
+
+    def _begin(self, saving: Saving, name: str) -> None:
+        """The save goes on beside the steps."""
+        inside = self._parts.stubs.gradients_pending
+        if not (inside or self._scheduler.settings.stage):
+            self._scheduler.reschedule({"stage": True})
+        self._background = Background(saving, self._staging, self._control, name)
+        if inside or self._scheduler.schedule is None:  # nothing else would begin copies before the updates
+            self._staging.start_all()
 
     def finish(self) -> None:
         """Waits for a save that still goes on. Collective."""
@@ -105,8 +112,8 @@ class Checkpoints:
     def on_signal(self, client_state: Callable[[], Plain] | None, data: Any) -> None:
         self._client_state, self._data = client_state or dict, data
 
-    def step_ended(self) -> None:
-        """What goes on beside the steps goes on, and signals are obeyed. Collective."""
+    def step_ended(self, boundary: bool) -> None:
+        """What goes on beside the steps goes on; at the boundary, signals are obeyed. Collective."""
         if self._parts.transport.skips:
             return
         if (background := self._background) is not None:
@@ -114,7 +121,8 @@ class Checkpoints:
                 self._background = None
                 if not background.advance():
                     self._background = background
-        self._obey()
+        if boundary:
+            self._obey()
 
     def _obey(self) -> None:
         """Saves, and ends the job, where the ranks know of signals that ask for it. Collective."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import Instruction, Run, Stage, Update
 
 
 def stage(schedule: Schedule) -> Schedule:
-    """Put a ``Stage`` of each bucket in front of the calls, where ``facts.stage`` asks for it.
+    """Put a ``Stage`` of each bucket in front of calls, where ``facts.stage`` asks for it.
 
     Before:  Run 0 · Run 1 · Run 1 backward · Run 0 backward · Settle 1 · Update 1 · Settle 0 · Update 0
     After:   Stage 1 · Run 0 · Stage 0 · Run 1 · Run 1 backward · Run 0 backward · Settle 1 · Update 1 …
 
-    The bucket that is updated first comes first. They are spread evenly over the first half of the step's calls: the
+    The bucket that is updated first comes first. They are spread evenly over the calls of the first forward: the
     copies, which run beside the computation, are over before the first update then, and do not stand all at once in
     the way of what else moves between the device and host memory.
     """
@@ -21,10 +23,10 @@ def stage(schedule: Schedule) -> Schedule:
         return schedule
     updates = [i.bucket for i in schedule.instructions if isinstance(i, Update)]
     order = list(dict.fromkeys([*updates, *schedule.facts.by_id]))
-    calls = [n for n, i in enumerate(schedule.instructions) if isinstance(i, Run)]
-    first_half = calls[: (len(calls) + 1) // 2]
+    runs = [(n, i.call.phase) for n, i in enumerate(schedule.instructions) if isinstance(i, Run)]
+    calls = [index for index, _ in takewhile(lambda run: run[1] == "forward", runs)]
     moved: dict[int, list[Instruction]] = {}
     for number, bucket in enumerate(order):
-        index = schedule.slot(first_half[number * len(first_half) // len(order)]) if first_half else 0
+        index = schedule.slot(calls[number * len(calls) // len(order)]) if calls else 0
         moved.setdefault(index, []).append(Stage(bucket))
     return schedule.rearranged(moved)
