@@ -38,9 +38,6 @@ class Traffic:
     payload: int = 0
     wire: int = 0
 
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.calls + other.calls, self.payload + other.payload, self.wire + other.wire)
-
     def __sub__(self, other: Traffic) -> Traffic:
         return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
 

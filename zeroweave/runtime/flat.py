@@ -51,10 +51,6 @@ class Flat:
         return self.storage.nbytes() > 0
 
     @property
-    def usable(self) -> bool:
-        return self.resident and self._pending is None
-
-    @property
     def viewed(self) -> bool:
         """Does some tensor other than its own view the flat?"""
         return self._views() > 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 from zeroweave.runtime.activation_offload import Offloading
@@ -81,12 +82,7 @@ class Replay:
 
     def remember(self) -> Callable[[], None]:
         """What brings the counters back to what they are now."""
-        counters = self.departures, self.on_demand
-
-        def back() -> None:
-            self.departures, self.on_demand = counters
-
-        return back
+        return partial(vars(self).update, departures=self.departures, on_demand=self.on_demand)
 
     def _begin(self) -> None:
         self.record.clear()
