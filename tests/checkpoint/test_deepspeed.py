@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import types
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 import zeroweave as zw
+from tests.support.marks import daily
 from zeroweave.checkpoint.pickled import convert
 
 STEPS = 3.0
@@ -33,17 +33,11 @@ class LossScaler:
         self.cur_scale = 8.0
 
 
-@dataclasses.dataclass
-class fragment_address:
-    numel: int
-    start: int
-
-
 @pytest.fixture(autouse=True)
 def deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """While files are written there are its classes; while they are read there are none."""
     module = types.ModuleType("deepspeed_as_it_writes")
-    for kind in (ZeroStageEnum, LossScaler, fragment_address):
+    for kind in (ZeroStageEnum, LossScaler):
         monkeypatch.setattr(kind, "__module__", module.__name__)
         setattr(module, kind.__name__, kind)
     sys.modules[module.__name__] = module
@@ -79,16 +73,24 @@ def values_of(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def write(folder: Path, model: nn.Module, stage: int, world: int) -> None:
-    """As `save_checkpoint` does."""
+def write(folder: Path, model: nn.Module, stage: int, world: int, kind: str = "") -> None:
+    """As `save_checkpoint` does.
+
+    `kind`: "bf16", which the files' names tell; "BF16_Optimizer", which is another layout; "aligned", with gaps between
+    parameters; "FusedAdam", an optimizer of DeepSpeed's own.
+    """
     values, groups, state = values_of(model), groups_of(model), model.state_dict()
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3")
-    options = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}, {"lr": 0.2, "betas": (0.9, 0.99), "params": [1]}]
+    options: list[dict[str, Any]] = [{"lr": lr, "betas": (0.9, 0.99), "params": [n]} for n, lr in enumerate((0.1, 0.2))]
+    step: Any = torch.tensor(STEPS)
+    if kind == "FusedAdam":
+        step, options = int(STEPS), [{**group, "step": 0, "bias_correction": True} for group in options]
+    gaps = [[-p.numel() % 4 if kind == "aligned" else 0 for p in group.values()] for group in groups]
+    prefix = "bf16_" if kind.lower().startswith("bf16") else ""
     for rank in range(world):
         flats: list[dict[str, torch.Tensor]] = []
-        mappings: list[dict[str, fragment_address]] = []
-        for group in groups:
+        for group, after in zip(groups, gaps, strict=True):
             if stage == 3:
                 cut = {name: -(-p.numel() // world) for name, p in group.items()}
                 pieces = {
@@ -96,33 +98,29 @@ def write(folder: Path, model: nn.Module, stage: int, world: int) -> None:
                 }
                 flats.append({key: torch.cat(each) for key, each in pieces.items()})
                 continue
-            whole = sum(p.numel() for p in group.values())
+            sizes = [p.numel() + gap for p, gap in zip(group.values(), after, strict=True)]
+            whole = sum(sizes)
             size = -(-whole // (2 * world)) * 2
-            first, last, start = rank * size, min(whole, rank * size + size), 0
-            joined = {key: torch.cat([values[n][key].flatten() for n in group]) for key in KEYS}
-            flats.append({key: padded(each, size * world)[first:][:size] for key, each in joined.items()})
-            flats[-1]["fp32"] = flats[-1]["fp32"][: max(0, last - first)]
-            mapping = {}
-            for name, p in group.items():
-                begin, end = max(first, start), min(last, start + p.numel())
-                if begin < end:
-                    mapping[name] = fragment_address(end - begin, begin - first)
-                start += p.numel()
-            mappings.append(mapping)
-        held = {
-            index: {"step": torch.tensor(STEPS), **{key: flat[key] for key in KEYS[1:]}}
-            for index, flat in enumerate(flats)
-        }
+            joined = {
+                key: torch.cat([padded(values[n][key], numel) for n, numel in zip(group, sizes, strict=True)])
+                for key in KEYS
+            }
+            flats.append({key: padded(each, size * world)[rank * size :][:size] for key, each in joined.items()})
+            if kind != "BF16_Optimizer":
+                flats[-1]["fp32"] = flats[-1]["fp32"][: max(0, whole - rank * size)]
+        held = {index: {"step": step, **{key: flat[key] for key in KEYS[1:]}} for index, flat in enumerate(flats)}
         base = {"state": held, "param_groups": options}
         masters = [flat["fp32"] for flat in flats]
-        own: dict[str, Any] = {"loss_scaler": LossScaler()}
+        own: dict[str, Any] = {"loss_scaler": LossScaler(), "zero_stage": ZeroStageEnum(stage)}
         if stage == 3:
             own |= {"optimizer_state_dict": base, "fp32_flat_groups": masters}
+        elif kind == "BF16_Optimizer":
+            own = {"base_optimizer_state": base, "single_partition_of_fp32_groups": masters}
         else:
             own |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": masters}
-            own |= {"zero_stage": ZeroStageEnum(stage), "param_slice_mappings": mappings}
+            own |= {"param_alignment_paddings": gaps}
         name = f"zero_pp_rank_{rank}_mp_rank_00"
-        torch.save({"optimizer_state_dict": own}, folder / "global_step3" / f"{name}_optim_states.pt")
+        torch.save({"optimizer_state_dict": own}, folder / "global_step3" / f"{prefix}{name}_optim_states.pt")
         each_has = -(-3 // world)
         frozen = padded(model.get_parameter("frozen"), each_has * world)
         told = {
@@ -153,13 +151,17 @@ def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers())
 
 
-@pytest.mark.parametrize(("stage", "world"), [(1, 2), (2, 3), (3, 2), (3, 4), (2, 1)])
-def test_an_engine_goes_on_where_deepspeed_stopped(tmp_path: Path, stage: int, world: int) -> None:
+@daily(
+    ("stage", "world", "kind"),
+    [(1, 2, ""), (2, 3, "aligned"), (3, 2, "bf16"), (3, 4, ""), (1, 2, "BF16_Optimizer"), (2, 1, "FusedAdam")],
+    [(1, 1, "aligned"), (2, 3, ""), (2, 2, "bf16"), (3, 3, "FusedAdam"), (1, 5, "BF16_Optimizer"), (1, 8, "")],
+)
+def test_an_engine_goes_on_where_deepspeed_stopped(tmp_path: Path, stage: int, world: int, kind: str) -> None:
     torch.manual_seed(0)
     model = Net()
     expected, frozen = values_of(model), model.frozen.detach().clone()
     model.norm.running_mean.fill_(3.0)
-    write(tmp_path / "ds", model, stage, world)
+    write(tmp_path / "ds", model, stage, world, kind)
     del sys.modules["deepspeed_as_it_writes"]
     told = convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)
     assert told.endswith("without args, lr_scheduler")
@@ -176,7 +178,11 @@ def test_an_engine_goes_on_where_deepspeed_stopped(tmp_path: Path, stage: int, w
             step = engine.full(name, "step")
             assert step is not None and step.item() == STEPS
         assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
-    assert torch.equal(other.frozen, frozen) and (other.norm.running_mean == 3.0).all()
+        assert not {"step", "bias_correction"} & optimizer.param_groups[0].keys()
+        assert engine.loss_scale == 1.0 and (other.norm.running_mean == 3.0).all()
+        engine.train_step(torch.ones(3, 7), lambda output, _: output.square().mean())
+        assert torch.equal(engine.full("a.weight", "step"), torch.tensor(STEPS + 1))
+    assert torch.equal(other.frozen, frozen)
 
 
 def spoilt(folder: Path, how: str) -> None:
@@ -191,8 +197,14 @@ def spoilt(folder: Path, how: str) -> None:
             (files / "zero_pp_rank_1_mp_rank_00_optim_states.pt").rename(
                 files / "zero_pp_rank_2_mp_rank_00_optim_states.pt"
             )
-        case "another optimizer":
-            first.rename(files / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        case "another parallelism":
+            first.rename(files / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
+        case "two":
+            torch.save(content, files / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        case "without correction":
+            base = own.get("base_optimizer_state", own.get("optimizer_state_dict"))
+            base["param_groups"][1]["bias_correction"] = False
+            torch.save(content, first)
         case "elements":
             key = "fp32_flat_groups" if "fp32_flat_groups" in own else "single_partition_of_fp32_groups"
             own[key][0] = own[key][0][:-4]
@@ -208,7 +220,9 @@ def spoilt(folder: Path, how: str) -> None:
     [
         ("a rank", "files of 1 ranks, and 2 wrote it"),
         ("a gap", r"files of the ranks \[0, 2\]"),
-        ("another optimizer", "parallelism, or of DeepSpeed's BF16_Optimizer"),
+        ("another parallelism", "of tensor, pipeline or expert parallelism"),
+        ("two", "files of two checkpoints: .*zero_pp_rank_0_mp_rank_00"),
+        ("without correction", "without bias_correction, which AdamW cannot"),
         ("elements", "elements"),
         ("a key", "unknown way: KeyError: 'loss_scaler'"),
     ],
@@ -219,3 +233,14 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, stage: int, how: str, word
     with pytest.raises(zw.CheckpointError, match=words):
         convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_what_has_no_options_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "ds", Net(), 2, 1)
+    file = tmp_path / "ds" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = torch.load(file, weights_only=False)
+    own = content["optimizer_state_dict"]
+    own["base_optimizer_state"] = list(own["base_optimizer_state"]["state"].values())
+    torch.save(content, file)
+    with pytest.raises(zw.CheckpointError, match="elastic_checkpoint"):
+        convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)

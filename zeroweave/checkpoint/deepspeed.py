@@ -2,11 +2,13 @@
 
     DIR/latest                                            the tag
     DIR/TAG/mp_rank_00_model_states.pt                    buffers, names and shapes; at stage 3 zero_pp_rank_R_…
-    DIR/TAG/zero_pp_rank_R_mp_rank_00_optim_states.pt     rank R's masters and optimizer states, flat, for each group
+    DIR/TAG/zero_pp_rank_R_mp_rank_00_optim_states.pt     rank R's masters and optimizer states, flat, for each group;
+                                                          of a run in bfloat16 bf16_zero_pp_rank_R_…
 
-At stages 1 and 2 a group's parameters lie one behind the other, and each rank has a range of that, of which
-`param_slice_mappings` says what is whose. At stage 3 each rank has a piece of each parameter, all of one length, the
-last one padded.
+At stages 1 and 2, and in its `BF16_Optimizer`, a group's parameters lie one behind the other in the order of
+`param_shapes`, and each rank has an equal range of that, the last ones padded. (`param_slice_mappings` tells another
+order where `round_robin_gradients` is on, and is wrong there.) At stage 3 each rank has a piece of each parameter, all
+of one length, the last one padded.
 """
 
 from __future__ import annotations
@@ -26,13 +28,17 @@ from zeroweave.checkpoint.manifest import NAMES
 from zeroweave.checkpoint.writer import Content
 from zeroweave.errors import CheckpointError, EngineError
 
-_OPTIMIZER: Final = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _OWN: Final = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config "
     "ds_version checkpoint_parallel_dimensions sparse_tensor_module_names autotp_uc_info torch_rng_state".split()
 )
 """What DeepSpeed itself writes beside what a program hands in."""
+
+
+_NOT_OF_TORCH: Final = frozenset({"params", "step", "bias_correction"})
+"""In groups of DeepSpeed's `FusedAdam` and `DeepSpeedCPUAdam`, whose states are those of `Adam` and `AdamW`."""
 
 
 class Imported(NamedTuple):
@@ -64,7 +70,7 @@ def read(path: Path, kind: str) -> Imported:
     """
     try:
         return _read(path, kind)
-    except (AttributeError, KeyError, TypeError, IndexError, RuntimeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         if isinstance(error, EngineError):
             raise
         raise CheckpointError(f"{path} is laid out in an unknown way: {type(error).__name__}: {error}") from None
@@ -98,13 +104,15 @@ def _read(path: Path, kind: str) -> Imported:
         if any(start + count > tensor.numel() for tensor, start, count in source.ranges):
             raise CheckpointError(f"{path} has fewer elements of {name} than it says")
     values, left_out = _values(model, states[0], kind, shapes, groups)
+    if hasattr(torch.optim, kind):
+        scalars = {name: _as_of_torch(value) for name, value in scalars.items()}
     values |= {name: plain.encode(value, name) for name, value in scalars.items()}
     parts = [
         Part(name, source.shape, source.ranges[0][0].dtype, 0, torch.Size(source.shape).numel())
         for name, source in sources.items()
     ]
     tensors = (source.whole() for source in sources.values() if torch.Size(source.shape).numel())
-    stage = 3 if sharded else states[0]["zero_stage"].arguments[0]
+    stage = 3 if sharded else states[0]["zero_stage"].arguments[0] if "zero_stage" in states[0] else 1
     return Imported(path.name, model["global_steps"], stage, Content(parts, tensors, values), left_out)
 
 
@@ -114,13 +122,13 @@ def _of(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> _Source:
 
 def _ranks(path: Path) -> list[Path]:
     """The files of the optimizer, by rank."""
-    found = {}
+    found: dict[int, Path] = {}
     for file in path.glob("*optim_states.pt"):
         if (match := _OPTIMIZER.fullmatch(file.name)) is None:
-            raise CheckpointError(
-                f"{file} is of tensor, pipeline or expert parallelism, or of DeepSpeed's BF16_Optimizer"
-            )
-        found[int(match[1])] = file
+            raise CheckpointError(f"{file} is of tensor, pipeline or expert parallelism")
+        if (rank := int(match[1])) in found:
+            raise CheckpointError(f"{path} has the files of two checkpoints: {found[rank].name} and {file.name}")
+        found[rank] = file
     if not found or sorted(found) != list(range(len(found))):
         raise CheckpointError(
             f"{path} is no whole checkpoint of DeepSpeed's ZeRO: it has files of the ranks {sorted(found)}"
@@ -135,18 +143,37 @@ _Found = tuple[dict[str, _Source], dict[str, Any], Sequence[Mapping[str, Any]]]
 def _stage_2(states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> _Found:
     sources: dict[str, _Source] = {}
     scalars: dict[str, Any] = {}
-    for group, names in enumerate(shapes):
-        for rank in states:
-            held = rank["base_optimizer_state"]["state"].get(group, {})
-            flats, single = _split(held, rank["single_partition_of_fp32_groups"][group])
-            for name, place in rank["param_slice_mappings"][group].items():
+    options = states[0]["base_optimizer_state"]
+    if isinstance(options, list):
+        raise CheckpointError("it was written with elastic_checkpoint, and has no options of the optimizer")
+    for group, named in enumerate(shapes):
+        masters = [rank["single_partition_of_fp32_groups"][group] for rank in states]
+        held = [rank["base_optimizer_state"]["state"].get(group, {}) for rank in states]
+        ranks = [_split(*each) for each in zip(held, masters, strict=True)]
+        gaps = states[0].get("param_alignment_paddings")
+        start = 0
+        for (name, shape), gap in zip(named.items(), gaps[group] if gaps else [0] * len(named), strict=True):
+            numel = torch.Size(shape).numel()
+            for rank, first, count in _cut(start, numel, masters[0].numel(), len(states)):
+                flats, single = ranks[rank]
                 for key, flat in flats.items():
-                    source = sources.setdefault(key.format(name), _Source(names[name], []))
-                    source.ranges.append((flat, place.start, place.numel))
+                    sources.setdefault(key.format(name), _Source(shape, [])).ranges.append((flat, first, count))
                 scalars.update({f"scalar/{name}/{key}": value for key, value in single.items()})
-        if missing := [name for name in names if f"param/{name}" not in sources]:
-            raise CheckpointError(f"no rank has anything of {', '.join(missing)}")
-    return sources, scalars, states[0]["base_optimizer_state"]["param_groups"]
+            start += numel + gap
+    return sources, scalars, options["param_groups"]
+
+
+def _cut(start: int, numel: int, size: int, world: int) -> Iterator[tuple[int, int, int]]:
+    """Elements `start` to `start + numel` of ranges of `size` each: which rank has how many, and from where in its own.
+
+    The last rank's range ends with what it has.
+    """
+    end = start + numel
+    while start < end:
+        rank = min(start // size, world - 1) if size else world - 1
+        count = end - start if rank == world - 1 else min(end, (rank + 1) * size) - start
+        yield rank, start - rank * size, count
+        start += count
 
 
 def _stage_3(states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> _Found:
@@ -199,6 +226,11 @@ def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, to
     return flats, single
 
 
+def _as_of_torch(value: Any) -> Any:
+    """DeepSpeed's optimizers count in Python. PyTorch's own count in tensors, and would not go on with a number."""
+    return torch.tensor(float(value)) if isinstance(value, int) else value
+
+
 def _values(
     model: Mapping[str, Any],
     state: Mapping[str, Any],
@@ -218,8 +250,11 @@ def _values(
     dtypes = {name: NAMES[model["module"][name].dtype] for group in shapes for name in group}
     told = Model(dtypes=dtypes, aliases=dict(model["shared_params"]), configs={})
     names = [list(group) for group in shapes]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    scale = float(state["loss_scaler"].cur_scale)
+    dropped = _NOT_OF_TORCH if hasattr(torch.optim, kind) else {"params"}
+    options = [{key: value for key, value in group.items() if key not in dropped} for group in groups]
+    if dropped is _NOT_OF_TORCH and not all(group.get("bias_correction", True) for group in groups):
+        raise CheckpointError(f"its optimizer does without bias_correction, which {kind} cannot")
+    scale = float(state["loss_scaler"].cur_scale) if "zero_stage" in state else 1.0  # BF16_Optimizer has neither
     values = {
         "run": {"micro_steps": model["global_steps"] * steps, "skipped_steps": model["skipped_steps"]},
         "client": client,
