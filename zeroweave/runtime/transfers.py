@@ -127,6 +127,8 @@ class Snapshot:
         """those that are read where they lie"""
         self._started = len(self._originals) == len(tensors)
         self._mark: torch.cuda.Event | None = None
+        self._leaving: list[torch.Tensor] = []
+        """what is being copied, which nobody may free until then"""
         self._next = 0
         """the first that nobody has read to its end"""
         self._reading = self._dropped = False
@@ -148,7 +150,7 @@ class Snapshot:
                     self._tensors[index] = copy
                     begin += _aligned(tensor.nbytes)
                 self._mark = self._copies.mark()
-            self._started = True
+            self._leaving, self._started = list(away.values()), True
             self._changed.notify_all()
 
     @torch.no_grad()
@@ -171,6 +173,7 @@ class Snapshot:
             self._changed.wait_for(lambda: self._started or self._dropped)
         if self._mark is not None:
             self._mark.synchronize()
+        self._leaving = []
         try:
             for index in range(len(self._tensors)):
                 with self._changed:
