@@ -30,22 +30,16 @@ def check_symmetric_memory(control: Control, device: torch.device) -> None:
     mine = (socket.gethostname(), device.type, device.index)
     ranks = control.all_gather_object(mine)
     for rank, (host, kind, index) in enumerate(ranks):
-        if kind != "cuda":
-            raise ConfigError(
-                f"symmetric_memory: rank {rank} computes on {kind}; it needs CUDA GPUs that reach each other's memory. "
-                "Set symmetric_memory to false"
-            )
-        if host != ranks[0][0]:
-            raise ConfigError(
-                f"symmetric_memory: rank {rank} is on {host}, rank 0 on {ranks[0][0]}; it works inside one node. "
-                "Set symmetric_memory to false"
-            )
         others = {at for _, _, at in ranks} - {index}
-        if blind := [at for at in others if kind == device.type and not _reaches(index, at)]:
-            raise ConfigError(
-                f"symmetric_memory: GPU {index} of rank {rank} cannot reach the memory of GPU {min(blind)}. "
-                "Set symmetric_memory to false"
-            )
+        if kind != "cuda":
+            why = f"rank {rank} computes on {kind}; it needs CUDA GPUs that reach each other's memory"
+        elif host != ranks[0][0]:
+            why = f"rank {rank} is on {host}, rank 0 on {ranks[0][0]}; it works inside one node"
+        elif blind := [at for at in others if kind == device.type and not _reaches(index, at)]:
+            why = f"GPU {index} of rank {rank} cannot reach the memory of GPU {min(blind)}"
+        else:
+            continue
+        raise ConfigError(f"symmetric_memory: {why}. Set symmetric_memory to false")
 
 
 def _reaches(one: int, other: int) -> bool:

@@ -85,21 +85,20 @@ def _problem(key: str, value: Any) -> str | None:
     if value == "auto" and key not in _AUTO_IS_DEFAULT:
         return f"{key} is 'auto', which an integration fills in: write the value"
     if key in ("communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"):
-        if value is not None and str(value).removeprefix("torch.") not in _DTYPES:
-            return f"{key} is {value!r}: one of {', '.join(_DTYPES)}"
+        fits = value is None or str(value).removeprefix("torch.") in _DTYPES
+        allowed = f"one of {', '.join(_DTYPES)}"
     elif key.endswith(".device"):
-        if value not in _DEVICES:
-            return f"{key} is {value!r}: 'cpu' or 'none'"
+        fits, allowed = value in _DEVICES, "'cpu' or 'none'"
     elif key in _SWITCHES:
-        if not isinstance(value, bool):
-            return f"{key} is {value!r}: true or false"
+        fits, allowed = isinstance(value, bool), "true or false"
     elif key == "compile.backend":
-        if value not in ("inductor", "aot_eager"):
-            return f"{key} is {value!r}: 'inductor' or 'aot_eager'"
+        fits, allowed = value in ("inductor", "aot_eager"), "'inductor' or 'aot_eager'"
     elif key.endswith(_WHOLE) and value not in (None, "auto"):
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
-            return f"{key} is {value!r}: a whole number"
-    return None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits, allowed = number and value >= 0 and value == int(value), "a whole number"
+    else:
+        return None
+    return None if fits else f"{key} is {value!r}: {allowed}"
 
 
 def _asks_nothing(value: Any, off: tuple[Any, ...]) -> bool:
