@@ -2,5 +2,6 @@
 
 `transport` is the interface, `process_group` and `symmetric` communicate, `grouped` hands each sharding group's
 collectives to its own. `wire` is what an engine issues them through: it puts `timed` and `skip` around the transport
-while they are on. `fence` and `paired` stay around it where they are asked for. `ledger` counts what was issued.
+while they are on. `fence` and `paired` stay around it where they are asked for. What wrappers have in common is in
+`around`, streams beside the computation in `pending`. `ledger` counts what was issued.
 """
