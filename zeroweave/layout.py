@@ -87,7 +87,10 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements `start` to `start + numel` of slot `slot`'s own flat lie at `offset` of a flat."""
+    """Elements `start` to `start + numel` of slot `slot`'s own flat lie at `offset` of a flat.
+
+    `slot` -1: they belong to no slot, and are always zero.
+    """
 
     slot: int
     start: int
@@ -163,21 +166,20 @@ class BucketLayout:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What lies where in the flat: every slot in one piece."""
-        return tuple(Piece(index, 0, slot.numel, slot.offset) for index, slot in enumerate(self.slots) if slot.numel)
-
-    @cached_property
-    def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges `[start, stop)` of the flat that belong to no slot, in order. They are always zero."""
-        return find_gaps(self.pieces, self.numel)
+        """What lies where in the flat, from end to end: every slot in one piece, and the gaps between them."""
+        slots = (Piece(index, 0, slot.numel, slot.offset) for index, slot in enumerate(self.slots) if slot.numel)
+        return with_gaps(slots, self.numel)
 
 
-def find_gaps(pieces: Iterable[Piece], numel: int) -> tuple[tuple[int, int], ...]:
-    """The ranges `[start, stop)` of a flat of `numel` elements that no piece covers; `pieces` in order of offset."""
-    edges = [(0, 0), *((piece.offset, piece.offset + piece.numel) for piece in pieces)]
-    starts = [stop for _, stop in edges]
-    stops = [start for start, _ in edges[1:]] + [numel]
-    return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
+def with_gaps(pieces: Iterable[Piece], numel: int) -> tuple[Piece, ...]:
+    """`pieces`, in order of offset, and those of no slot that fill a flat [numel] with them."""
+    filled, end = [], 0
+    for piece in pieces:
+        if end < piece.offset:
+            filled.append(Piece(-1, 0, piece.offset - end, end))
+        filled.append(piece)
+        end = piece.offset + piece.numel
+    return (*filled, Piece(-1, 0, numel - end, end)) if end < numel else tuple(filled)
 
 
 def build_layout(

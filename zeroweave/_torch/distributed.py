@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -71,9 +72,14 @@ def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGrou
     """
     if group in c10d._world.pg_coalesce_state:
         return _public_all_gather(output, mine, group=group, async_op=True)
+    return group._allgather_base(output, mine, _all_gather_options())
+
+
+@cache
+def _all_gather_options() -> AllgatherOptions:
     options = AllgatherOptions()
     options.asyncOp = True
-    return group._allgather_base(output, mine, options)
+    return options
 
 
 def reduce_scatter(
@@ -82,6 +88,11 @@ def reduce_scatter(
     """Starts to reduce the ranks' flats, of which `output` becomes this rank's part; its work. Why: as `all_gather`."""
     if group in c10d._world.pg_coalesce_state:
         return _public_reduce_scatter(output, flat, op=op, group=group, async_op=True)
+    return group._reduce_scatter_base(output, flat, _reduce_scatter_options(op))
+
+
+@cache
+def _reduce_scatter_options(op: dist.ReduceOp.RedOpType) -> ReduceScatterOptions:
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
-    return group._reduce_scatter_base(output, flat, options)
+    return options

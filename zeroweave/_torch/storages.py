@@ -17,13 +17,13 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 def lent(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor under a storage object of its own, which does not own it.
+    """The memory of a contiguous tensor, 1-D, under a storage object of its own, which does not own it.
 
     Whoever lends must keep `tensor` until the memory is not used any more. Why: backends keep what they are handed for
     as long as their threads please. The storage that counts its users is not among it.
     """
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
-    return tensor.new_empty(0).set_(cast(Any, storage), 0, tensor.shape, tensor.stride())
+    return tensor.new_empty(0).set_(cast(Any, storage))
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -71,8 +71,9 @@ class Ledger:
         self._at_begin: dict[str, Traffic] = {}
         self._gauges: dict[str, Gauge] = {}
         self._count = 0
-        self._hash = xxhash.xxh3_64()
-        self._marks: deque[_Mark] = deque([_Mark(0, self._hash.intdigest(), "", -1, "", 0, "", "")], maxlen=_REMEMBERED)
+        self._hash = 0
+        """of all collectives so far: that of the last one, seeded with the hash of those before it"""
+        self._marks: deque[_Mark] = deque([_Mark(0, self._hash, "", -1, "", 0, "", "")], maxlen=_REMEMBERED)
         self.call = ""
         """where this rank is, for people: "in forward", "after step"; the guard says so"""
         self.module = ""
@@ -102,9 +103,8 @@ class Ledger:
         moved[1] += payload
         moved[2] += _TRIPS[kind] * payload * (world - 1) // world
         self._count += 1
-        self._hash.update(f"{kind} {bucket} {dtype} {payload} {group}\n".encode())
-        digest = self._hash.intdigest()
-        self._marks.append(_Mark(self._count, digest, kind, bucket, dtype, payload, self.call, self.module))
+        self._hash = xxhash.xxh3_64_intdigest(f"{kind} {bucket} {dtype} {payload} {group}".encode(), self._hash)
+        self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))
 
     def entering(self, module: str, back: bool = False) -> None:
         """The module of this name is entered; what is issued from now on may be for it.
@@ -127,7 +127,9 @@ class Ledger:
 
     def name_of(self, bucket: int) -> str:
         """What people call the bucket; "" for a tensor that is in none."""
-        return self.names.get(bucket, "" if bucket < 0 else f"bucket {bucket}")
+        if bucket in self.names:
+            return self.names[bucket]
+        return "" if bucket < 0 else f"bucket {bucket}"
 
     def gauge(self, name: str) -> Gauge:
         """The memory account of this name; made when it is first asked for."""
@@ -141,7 +143,7 @@ class Ledger:
     @property
     def hash(self) -> int:
         """A 64-bit hash of all collectives issued, in order."""
-        return int(self._hash.intdigest())
+        return self._hash
 
     @property
     def mark(self) -> tuple[int, int]:

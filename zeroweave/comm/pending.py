@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from zeroweave.comm.clock import Clock, Mark
 
 
-@contextmanager
-def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
     """On `stream`, after everything that the current one was given so far; None: on the CPU, which has one order."""
-    if stream is None:
-        yield
-        return
+    return nullcontext() if stream is None else _behind(stream)
+
+
+@contextmanager
+def _behind(stream: torch.cuda.Stream) -> Iterator[None]:
     stream.wait_stream(torch.cuda.current_stream(stream.device))
     with torch.cuda.stream(stream):
         yield

@@ -90,8 +90,8 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
         return
     views: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
-    for piece in layout.pieces:
-        view = flat.narrow(0, piece.offset, piece.numel)
+    pieces = layout.pieces
+    for piece, view in zip(pieces, flat.split_with_sizes([piece.numel for piece in pieces]), strict=True):
         if (part := parts.get(piece.slot)) is None:
             view.zero_()
         elif part.numel() == piece.numel:
@@ -102,8 +102,6 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
             tensors.append(part.reshape(-1).narrow(0, piece.start, piece.numel))
     if views:
         foreach_copy_(views, tensors)
-    for start, stop in layout.gaps:
-        flat.narrow(0, start, stop - start).zero_()
 
 
 def _tensors(parts: Parts) -> Iterable[torch.Tensor]:

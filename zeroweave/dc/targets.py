@@ -13,7 +13,7 @@ import torch
 
 from zeroweave.comm.gauge import Gauge
 from zeroweave.errors import ParameterError
-from zeroweave.layout import ALIGN_BYTES, WORLD, Piece, find_gaps, round_up
+from zeroweave.layout import ALIGN_BYTES, WORLD, Piece, round_up, with_gaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,7 @@ class SharesLayout:
                     self._places[-1][slot] = offset
                     offset += round_up(share.numel, align)
             begin += size
-        self.pieces: tuple[Piece, ...] = tuple(pieces)
-        self.gaps = find_gaps(pieces, self.numel)
-        """the ranges of the flat that hold nothing; see `BucketLayout.gaps`"""
+        self.pieces = with_gaps(pieces, self.numel)
 
     def place(self, rank: int) -> int:
         """Of all ranks."""
