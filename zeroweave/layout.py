@@ -159,7 +159,7 @@ class BucketLayout:
             return Fragment(0, 0, 0)
         return Fragment(first - start, first - slot.offset, last - first)
 
-    @property
+    @cached_property
     def chunks(self) -> tuple[int, ...]:
         """Elements that each rank gets of a reduction."""
         return (self.shard_numel,) * self.world

@@ -86,7 +86,7 @@ class Player:
                     runtime.gradients.end_backward()
                     reduces = False
         replay.finish(self._update, frozenset())
-        followed = schedule is not None and not replay.departed
+        followed = replay.following
         return timeline.step(schedule) if schedule is not None and followed else None
 
     def deliver(self, bucket: int) -> None:

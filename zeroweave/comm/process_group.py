@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from zeroweave._torch.autograd import recording_nothing
 from zeroweave._torch.distributed import all_gather, coalescing, new_process_group, reduce_scatter
 from zeroweave._torch.foreach import foreach_copy_
 from zeroweave._torch.storages import lent
@@ -95,7 +96,7 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
         if (part := parts.get(piece.slot)) is None:
             view.zero_()
         elif part.numel() == piece.numel:
-            views.append(view.view(part.shape))
+            views.append(view if part.dim() == 1 else view.view(part.shape))
             tensors.append(part)
         else:
             views.append(view)
@@ -112,7 +113,7 @@ class ProcessGroupTransport:
     """Collectives of one process group, that of the sharding group `name`, counted in a ledger.
 
     What the backend is handed is lent: its threads hold tensors for longer than a collective takes, and nobody who
-    counts the users of a storage may see them.
+    counts the users of a storage may see them. Shards are not: nobody counts those, and most stay for good.
 
     Reductions divide by `divisor` (None: the ranks of the group).
 
@@ -162,7 +163,7 @@ class ProcessGroupTransport:
         self._count("all_gather", flat, layout.id)
         target = lent(flat)
         if shard.dtype == flat.dtype:
-            work = all_gather(target, lent(shard), self.group)
+            work = all_gather(target, shard, self.group)
         else:
             with beside(self._stream):
                 start, stop = layout.shard_range(self.rank)
@@ -178,9 +179,8 @@ class ProcessGroupTransport:
         flat.div_(self._divisor)
         return dist.ReduceOp.SUM
 
-    @torch.no_grad()
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with beside(self._stream):
+        with recording_nothing(), beside(self._stream):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
             else:
@@ -196,9 +196,8 @@ class ProcessGroupTransport:
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
         return _Work(self._launch or work, self.ledger, self._on_host, flat, out, *_tensors(parts))
 
-    @torch.no_grad()
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with beside(self._stream):
+        with recording_nothing(), beside(self._stream):
             lay_out(out, parts, layout)
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)

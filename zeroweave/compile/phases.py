@@ -19,10 +19,7 @@ class Phases:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(NAMES, 0.0)
-
-    @property
-    def total(self) -> float:
-        return sum(self.seconds.values())
+        self.total = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -35,3 +32,4 @@ class Phases:
 
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self.total += seconds

@@ -126,8 +126,8 @@ class Templates:
                 ) from error
             finally:
                 self._running.pop()
-                if seconds := sum(dynamo_frame_seconds()[frames:]):
-                    self.phases.add("dynamo", seconds - (self.phases.total - backends))
+                if compiled_now := dynamo_frame_seconds()[frames:]:
+                    self.phases.add("dynamo", sum(compiled_now) - (self.phases.total - backends))
                 if before is not None:
                     after = dynamo_graph_breaks()
                     self._breaks[key] = [reason for reason, n in after.items() if n > before.get(reason, 0)]

@@ -48,11 +48,11 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        place, frame = self._runtime.find(tensor), self._runtime.frame
-        if place is None or frame is None:
+        place = self._runtime.find(tensor)
+        if place is None or (frame := self._runtime.frame) is None:
             # Detached, or a node that saves its own output would keep itself alive, and a view what it views. The
             # version is kept because autograd checks for later writes only where there are no hooks.
-            attached = tensor.grad_fn is not None or view_base(tensor) is not None
+            attached = not tensor.is_leaf or view_base(tensor) is not None
             own = tensor.detach() if attached else tensor
             return self._runtime.activations.save(own, version(tensor))
         bucket, slot = self._runtime.buckets[place[0]], place[1]

@@ -198,7 +198,7 @@ class Scheduler:
         """The step that has just been timed; None if there is none, or it did not follow its schedule."""
         replay = self._runtime.replay
         timeline, schedule = self._timeline, replay.schedule
-        if timeline is None or schedule is None or replay.departed:
+        if timeline is None or schedule is None or not replay.following:
             return None
         try:
             step = timeline.step(schedule)

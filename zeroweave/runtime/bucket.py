@@ -182,14 +182,14 @@ class Directory:
         """a parameter's name -> (bucket id, slot index)"""
         self._bucket: dict[int, Bucket] = {}
         self._slot: dict[tuple[int, int], int] = {}
-        self._real: dict[int, tuple[list[nn.Parameter], tuple[int, int]]] = {}
+        self._real: dict[int, tuple[list[nn.Parameter], int, tuple[int, int]]] = {}
         """what a real parameter's `id` was at first: a hint, because most tensors that are looked for are real ones"""
         for bucket in buckets:
             self._bucket[storage_key(bucket.flat)] = bucket
             for index, slot in enumerate(bucket.layout.slots):
                 place = self.places[slot.name] = bucket.id, index
                 self._slot[bucket.id, slot.offset] = index
-                self._real[id(bucket.real[index])] = bucket.real, place
+                self._real[id(bucket.real[index])] = bucket.real, index, place
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket whose flat `tensor` views; None for every other tensor, and for those without storage."""
@@ -206,11 +206,10 @@ class Directory:
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
         if (hint := self._real.get(id(tensor))) is not None:
-            real, place = hint
-            if real[place[1]] is tensor:
+            real, index, place = hint
+            if real[index] is tensor:
                 return place
-        bucket = self.bucket(tensor)
-        if bucket is None:
+        if (bucket := self._bucket.get(storage_key(tensor))) is None:
             return None
         slot = self._slot.get((bucket.id, int(tensor.storage_offset())), -1)
         if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():

@@ -21,6 +21,7 @@ from zeroweave.schedule.instructions import (
     Release,
     Reload,
     Reshard,
+    Run,
     Settle,
     Stage,
     Unshard,
@@ -97,6 +98,8 @@ class Executor:
             self.executed.append(instruction)
             before = None if timeline is None else timeline.mark()
             match instruction:
+                case Run():
+                    pass  # the program does that itself
                 case Unshard(bucket):
                     self._buckets[bucket].unshard()
                     self.holds[bucket] += 1

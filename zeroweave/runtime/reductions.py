@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     key: int
     pending: Pending
     out: torch.Tensor

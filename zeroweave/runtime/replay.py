@@ -86,7 +86,8 @@ class Replay:
 
     def _begin(self) -> None:
         self.record.clear()
-        self.departed = False
+        self.following = self.schedule is not None
+        """does the window follow the schedule? It does not any more once it has departed"""
         self.reducing = False
         """does a backward run whose gradients are reduced?"""
         self._cursor.restart()
@@ -261,10 +262,6 @@ class Replay:
         self._begin()
 
     # ------------------------------------------------------------------ following the schedule
-    @property
-    def following(self) -> bool:
-        return self.schedule is not None and not self.departed
-
     def _next_reductions(self) -> tuple[int, ...]:
         """The buckets of the schedule's next event, if that is a reduction whose turn has come, and of its launch."""
         due = self._cursor.reductions
@@ -297,13 +294,13 @@ class Replay:
 
     def _comes_next(self, event: Instruction) -> bool:
         """Is it the schedule's next event?"""
-        return self._cursor.event == event and self.following and not self._outlasted
+        return self.following and not self._outlasted and self._cursor.event == event
 
     def _depart(self) -> None:
         """Leaves the schedule for the rest of the window; drops what it gathered ahead."""
         if not self.following:
             return
-        self.departed = True
+        self.following = False
         self.departures += 1
         if self._offloading is not None:
             self._offloading.settle()
@@ -386,7 +383,7 @@ class Replay:
 
     def abort(self) -> None:
         """Drops every hold, whatever was going on: after an exception."""
-        self.departed = True
+        self.following = False
         self._open.clear()
         self._outlasted = 0
         self.executor.drop_holds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from zeroweave._torch.autograd import checkpoint_segment
 from zeroweave.runtime.replay import Replay
@@ -87,8 +88,7 @@ class Frame:
         return self.over == self.parts
 
 
-@dataclass(frozen=True, slots=True)
-class StepBack:
+class StepBack(NamedTuple):
     """A step of the way back: the backward of `frame` begins, or ends.
 
     `over`: the buckets that no call further back has used, so that no gradient of theirs is to come.

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.pending import beside
@@ -337,7 +338,7 @@ class Transfers:
             # The collective waits for the stream of the upload, and the computation does not.
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 (staged,) = upload.wait()
-                pending = transport.all_gather(flat, staged, layout)
+                pending = transport.all_gather(flat, lent(staged), layout)
                 event = None if stream is None else self._up.mark()
         self.staged.add(staged.nbytes)
         return _Gathering(pending, event, staged, self.staged.add)
