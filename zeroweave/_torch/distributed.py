@@ -77,6 +77,7 @@ def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGrou
 
 @cache
 def _all_gather_options() -> AllgatherOptions:
+    """Those of every gather. Why: to make them takes longer than to ask for them again."""
     options = AllgatherOptions()
     options.asyncOp = True
     return options
@@ -93,6 +94,7 @@ def reduce_scatter(
 
 @cache
 def _reduce_scatter_options(op: dist.ReduceOp.RedOpType) -> ReduceScatterOptions:
+    """Those of every reduction by `op`. Why: as `_all_gather_options`."""
     options = ReduceScatterOptions()
     options.reduceOp, options.asyncOp = dist.ReduceOp(op), True
     return options
