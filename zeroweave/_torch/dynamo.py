@@ -64,21 +64,14 @@ def dynamo_example(placeholder: torch.fx.Node) -> Any:
     return None if argument is None else argument.example
 
 
-def dynamo_backend_error() -> type[RuntimeError]:
-    """What Dynamo wraps a backend's exceptions in (`inner_exception`).
+def dynamo_errors() -> tuple[type[RuntimeError], type[RuntimeError]]:
+    """What Dynamo wraps a backend's exceptions in (`inner_exception`); what says that it cannot capture `torch.cond`.
 
-    Why: ours must reach the user as such.
+    Why: ours must reach the user as such, and one cause of the others lies in our flats.
     """
-    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._dynamo.exc import BackendCompilerFailed, UncapturedHigherOrderOpError
 
-    return BackendCompilerFailed
-
-
-def dynamo_operator_error() -> type[RuntimeError]:
-    """What Dynamo raises where it cannot capture `torch.cond` and the like. Why: one cause lies in our flats."""
-    from torch._dynamo.exc import UncapturedHigherOrderOpError
-
-    return UncapturedHigherOrderOpError
+    return BackendCompilerFailed, UncapturedHigherOrderOpError
 
 
 def dynamo_entries(code: types.CodeType) -> int:

@@ -18,10 +18,9 @@ from torch import fx, nn
 from zeroweave._torch.aot import aot_metadata, dynamo_backend
 from zeroweave._torch.dynamo import (
     compile_with_limit,
-    dynamo_backend_error,
+    dynamo_errors,
     dynamo_frame_seconds,
     dynamo_graph_breaks,
-    dynamo_operator_error,
     module_runner,
 )
 from zeroweave._torch.inductor import inductor_cache_hits
@@ -97,7 +96,7 @@ class Templates:
         return self._compiled[key]
 
     def _guarded(self, key: Hashable, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        backend_error, operator_error = dynamo_backend_error(), dynamo_operator_error()
+        backend_error, operator_error = dynamo_errors()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._own:

@@ -100,7 +100,7 @@ class OptimizerStep:
         if applies:
             self._update(absent)
         else:
-            self._runtime.replay.finish(self._runtime.gradients.drop, frozenset(absent))
+            self._runtime.replay.finish(self._runtime.gradients.take, frozenset(absent))
         self.executed = tuple(self._runtime.replay.executed)
         self._begin_next(candidate, found, applies)
         self.applied = applies

@@ -91,7 +91,7 @@ class Executor:
         """Notes the times of instructions there from now on."""
         self._timeline = timeline
 
-    def execute(self, instructions: Iterator[Instruction], update: Callable[[int], None] | None = None) -> None:
+    def execute(self, instructions: Iterator[Instruction], update: Callable[[int], object] | None = None) -> None:
         """Executes them in order; what a `Fuse` counts, in one launch. `update(bucket id)` is what `Update` does."""
         timeline = self._timeline
         for instruction in instructions:

@@ -188,10 +188,6 @@ class Gradients:
         """Hands the settled gradient over and forgets it, so that its memory goes with the caller's use."""
         return self._accounts[bucket_id].take()
 
-    def drop(self, bucket_id: int) -> None:
-        """Forgets the settled gradient."""
-        self._accounts[bucket_id].take()
-
     @torch.no_grad()
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiplies all settled gradients by a 0-dim tensor, in the accumulation dtype."""

@@ -234,7 +234,7 @@ class Replay:
         pending = self._gradients.reductions.in_flight
         return *sorted(updates - set(pending)), *dict.fromkeys(pending)
 
-    def finish(self, update: Callable[[int], None], updates: frozenset[int]) -> None:
+    def finish(self, update: Callable[[int], object], updates: frozenset[int]) -> None:
         """The optimizer step: settles, updates (`update(bucket id)`), and drops the kept buckets."""
         if self.arrive():
             self.executor.execute(self._cursor.rest(), update)
