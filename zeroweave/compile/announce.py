@@ -67,13 +67,10 @@ class Announcer:
 
         began = time.perf_counter()
 
-        def text() -> Text:
-            return Text(f"zeroweave: compiling {what}, {time.perf_counter() - began:.0f} s")
-
         self._inside = True
         try:
             with Live(
-                get_renderable=text,
+                get_renderable=lambda: Text(f"zeroweave: compiling {what}, {time.perf_counter() - began:.0f} s"),
                 console=Plain(stderr=True),
                 refresh_per_second=1,
                 redirect_stdout=False,

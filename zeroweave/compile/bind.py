@@ -130,9 +130,6 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
     """
     tensors = tensor_arguments(graph)
 
-    def bind(run: Boxed) -> Boxed:
-        return mark_boxed(partial(forward, run))
-
     def forward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
         region, held = caller.region()
@@ -151,7 +148,7 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
                 host.saved(flats, split.reads or len(flats) > len(split.shared))  # others are views
         return outputs
 
-    return bind
+    return lambda run: mark_boxed(partial(forward, run))
 
 
 def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles) -> Callable[[Boxed], Boxed]:
@@ -161,9 +158,6 @@ def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles)
     gradients = tuple((output, arguments[position]) for output, position, _ in gradients_of(graph, roles))
     reads = tuple(i for i in tensor_arguments(graph, with_users=True) if i not in split.fresh)
     bound = tuple(dict.fromkeys(shared + reads))
-
-    def bind(run: Boxed) -> Boxed:
-        return mark_boxed(partial(backward, run))
 
     def backward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
@@ -184,7 +178,7 @@ def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles)
             host.deliver([part[:2] for part in parts], parts)
         return outputs
 
-    return bind
+    return lambda run: mark_boxed(partial(backward, run))
 
 
 def _hold(host: TemplateHost, region: str, phase: Phase, uses: set[int], run: Boxed, args: list[Any]) -> Any:

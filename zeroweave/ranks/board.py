@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -56,11 +57,7 @@ class Board:
         dist.all_gather_object(told, mine, group=process_group)
         _, address, port, name = told[0]
         host = "127.0.0.1" if len({where for where, *_ in told}) == 1 else address
-
-        def reach() -> Store:
-            return _tcp_store(host, port, timeout)
-
-        return cls(rank, world, reach, server, name)
+        return cls(rank, world, partial(_tcp_store, host, port, timeout), server, name)
 
     def connect(self) -> Board:
         """The same board over a connection of its own."""

@@ -367,10 +367,9 @@ class Replay:
                 return
 
     def _issue(self, launch: tuple[int, ...]) -> None:
-        def full(flying: tuple[int, ...]) -> bool:
-            return len(flying) + len(launch) > self._depth or not set(launch).isdisjoint(flying)
-
-        while (flying := self._gradients.reductions.in_flight) and full(flying):
+        while flying := self._gradients.reductions.in_flight:
+            if len(flying) + len(launch) <= self._depth and set(launch).isdisjoint(flying):
+                break
             self._execute(Settle(flying[0]))
         self._launch(list(map(Reduce, launch)))
 
