@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -69,18 +69,11 @@ def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool
         ledger.came()
 
 
-class _Launch:
-    """Collectives of one kind that are issued together, when the scope in which they were asked for ends."""
-
-    def __init__(self) -> None:
-        self._works: Sequence[dist.Work] = ()
-
-    def issued(self, works: Sequence[dist.Work]) -> None:
-        """These are they."""
-        self._works = works
+class _Launch(list[dist.Work]):
+    """Collectives of one kind that are issued together; empty until the scope ends in which they were asked for."""
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self:
             work.wait()
 
 
@@ -151,7 +144,7 @@ class ProcessGroupTransport:
         try:
             with beside(self._stream), coalescing(self.group, self.device) as together:
                 yield
-            launch.issued(tuple(together.works))
+            launch.extend(together.works)
         finally:
             self._launch = None
 
@@ -168,7 +161,7 @@ class ProcessGroupTransport:
             with beside(self._stream):
                 start, stop = layout.shard_range(self.rank)
                 work = all_gather(target, target[start:stop].copy_(shard), self.group)
-        return _Work(self._launch or work, self.ledger, self._on_host, flat, shard)
+        return _Work(work if self._launch is None else self._launch, self.ledger, self._on_host, flat, shard)
 
     def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
         """Makes a flat ready for a reduction; returns what the collective has to do."""
@@ -194,7 +187,9 @@ class ProcessGroupTransport:
             else:
                 inputs = list(lent(flat).split(list(chunks)))
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
-        return _Work(self._launch or work, self.ledger, self._on_host, flat, out, *_tensors(parts))
+        return _Work(
+            work if self._launch is None else self._launch, self.ledger, self._on_host, flat, out, *_tensors(parts)
+        )
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         with recording_nothing(), beside(self._stream):
