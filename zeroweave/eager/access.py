@@ -90,14 +90,12 @@ class Access:
     def watch(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Watches these modules (None: all), whose plain dictionaries hold the real parameters now."""
         for module in self._plain if modules is None else modules:
-            if (plain := self._plain.get(module)) is not None:
-                watched = self._watched.get(module)
-                if watched is None:
-                    watched = self._watched[module] = _Watched(plain, self._read)
-                module.__dict__["_parameters"] = watched
+            watched = self._watched.get(module)
+            if watched is None:
+                watched = self._watched[module] = _Watched(self._plain[module], self._read)
+            module.__dict__["_parameters"] = watched
 
     def unwatch(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Gives these modules (None: all) their plain dictionaries back."""
         for module in self._plain if modules is None else modules:
-            if (plain := self._plain.get(module)) is not None:
-                module.__dict__["_parameters"] = plain
+            module.__dict__["_parameters"] = self._plain[module]
