@@ -80,6 +80,9 @@ def write(folder: Path, model: nn.Module, stage: int, world: int, kind: str = ""
     parameters; "FusedAdam", an optimizer of DeepSpeed's own.
     """
     values, groups, state = values_of(model), groups_of(model), model.state_dict()
+    with torch.no_grad():
+        for name, value in values.items():
+            state[name].copy_(value["fp32"])
     (folder / "global_step3").mkdir(parents=True)
     (folder / "latest").write_text("global_step3")
     options: list[dict[str, Any]] = [{"lr": lr, "betas": (0.9, 0.99), "params": [n]} for n, lr in enumerate((0.1, 0.2))]
@@ -233,6 +236,17 @@ def test_what_is_not_whole_is_refused(tmp_path: Path, stage: int, how: str, word
     with pytest.raises(zw.CheckpointError, match=words):
         convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)
     assert not list(tmp_path.glob("out/*"))
+
+
+def test_masters_that_are_not_where_they_are_looked_for_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "ds", Net(), 2, 2)
+    file = tmp_path / "ds" / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = torch.load(file, weights_only=False)
+    own = content["optimizer_state_dict"]
+    own["single_partition_of_fp32_groups"][1] = own["single_partition_of_fp32_groups"][1].roll(1)
+    torch.save(content, file)
+    with pytest.raises(zw.CheckpointError, match=r"the master of a\.bias is not that of the model's weight"):
+        convert(tmp_path / "ds", tmp_path / "out", "", "AdamW", 1)
 
 
 def test_what_has_no_options_is_refused(tmp_path: Path) -> None:

@@ -103,6 +103,8 @@ def _read(path: Path, kind: str) -> Imported:
             raise CheckpointError(f"{path} has {have} elements of {name}, which has {need}")
         if any(start + count > tensor.numel() for tensor, start, count in source.ranges):
             raise CheckpointError(f"{path} has fewer elements of {name} than it says")
+    if not sharded:
+        _check_masters(sources, {name: model["module"][name] for name in trained})
     values, left_out = _values(model, states[0], kind, shapes, groups)
     if hasattr(torch.optim, kind):
         scalars = {name: _as_of_torch(value) for name, value in scalars.items()}
@@ -114,6 +116,14 @@ def _read(path: Path, kind: str) -> Imported:
     tensors = (source.whole() for source in sources.values() if torch.Size(source.shape).numel())
     stage = 3 if sharded else states[0]["zero_stage"].arguments[0] if "zero_stage" in states[0] else 1
     return Imported(path.name, model["global_steps"], stage, Content(parts, tensors, values), left_out)
+
+
+def _check_masters(sources: Mapping[str, _Source], weights: Mapping[str, torch.Tensor]) -> None:
+    """The model's own weights are the masters in its dtype. CheckpointError where other elements have been found."""
+    for name, weight in weights.items():
+        found = sources[f"param/{name}"].whole().to(weight.dtype)
+        if not torch.equal(found.nan_to_num(), weight.nan_to_num()):
+            raise CheckpointError(f"the master of {name} is not that of the model's weight")
 
 
 def _of(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> _Source:
