@@ -123,9 +123,26 @@ def all_fail_alike_slowly(seconds: float) -> list[object]:
 
 @pytest.mark.matrix
 def test_how_fast_ranks_fail_alike_does_not_matter(pools: Pools) -> None:
-    outcomes = pools(2).outcomes(all_fail_alike_slowly, 6.0)
+    outcomes = pools(2).outcomes(all_fail_alike_slowly, watcher.ALIKE_SECONDS + 3.0)
     assert [outcome.value for outcome in outcomes] == [[True, None]] * 2
     assert "zeroweave" not in "".join(outcome.stderr for outcome in outcomes)
+
+
+def one_fails_and_the_other_waits_elsewhere() -> tuple[bool, float]:
+    with engine() as made:
+        made.collective()
+        begin = time.time()
+        if made.rank == 0:
+            dist.all_reduce(torch.ones(4))  # of the program's own
+        return raised(made, "forward", "bad batch"), begin
+
+
+@pytest.mark.matrix
+def test_a_rank_that_waits_in_a_collective_of_the_programs_own_is_ended(disposable: Pools) -> None:
+    first, second = disposable(2).outcomes(one_fails_and_the_other_waits_elsewhere)
+    shared, begin = second.value
+    assert not shared and first.exit_code == 1 and "rank 1 failed in forward at step 0" in first.stderr
+    assert first.ended - begin < patient(watcher.ALIKE_SECONDS + 1.5)
 
 
 def alarms(world: int) -> list[tuple[Alarm, list[str]]]:

@@ -23,8 +23,15 @@ class Rank:
         self.at, self.operations = (0, 0), 0
         self.ends: list[str] = []
         self.ledger = Ledger(board.world, board.rank)
+        self.begun: dict[str, int] = {}
         self.watcher = Watcher(
-            self.line, lambda: self.at, self.ends.append, self.ledger, DEADLINE, lambda: self.operations
+            self.line,
+            lambda: self.at,
+            self.ends.append,
+            self.ledger,
+            DEADLINE,
+            lambda: self.operations,
+            lambda: self.begun,
         )
 
     def says(self, now: float) -> str | None:
@@ -64,10 +71,30 @@ def test_a_failure_ends_in_the_end_who_neither_fails_alike_nor_goes_on() -> None
     failing.line.post(failure=failure())
     failing.board.ring()
     assert waiting.says(0.1) is None
-    assert waiting.says(0.1 + ALIKE_SECONDS - 0.05) is None, "a slow rank may yet fail alike"
-    assert waiting.says(0.1 + ALIKE_SECONDS) == "rank 0 failed in forward at step 3: ValueError: no"
+    assert waiting.says(0.1 + DEADLINE - 0.05) is None, "a slow rank may yet fail alike"
+    assert waiting.says(0.1 + DEADLINE) == "rank 0 failed in forward at step 3: ValueError: no"
     assert failing.says(99.0) is None, "a failing rank raises, it is not ended"
     assert failing.board.decided(question_of(failure())) == "alone"
+
+
+@pytest.mark.parametrize(
+    ("ours", "patience"),
+    [
+        ({"0": 8, "mine": 3}, ALIKE_SECONDS),
+        ({"0": 7, "mine": 3}, DEADLINE),
+        ({"0": 5, "mine": 3}, DEADLINE),
+        ({"mine": 9}, DEADLINE),
+    ],
+)
+def test_a_failure_ends_who_waits_for_it_in_a_collective_of_the_programs_own(
+    ours: dict[str, int], patience: float
+) -> None:
+    """Which the failed rank has not begun. In groups that it is not in, others may do what they like."""
+    failing, waiting = world(2)
+    waiting.at, waiting.begun = (3, 5), ours
+    failing.line.post(failure=failure(others={"0": 7, "theirs": 1}))
+    assert waiting.says(0.0) is None and waiting.says(patience - 0.05) is None
+    assert waiting.says(patience) == "rank 0 failed in forward at step 3: ValueError: no"
 
 
 @pytest.mark.parametrize(("at", "operations"), [((3, 6), 0), ((3, 5), 1)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from zeroweave._torch.distributed import all_gather, new_process_group, reduce_scatter
+from zeroweave._torch.distributed import all_gather, collectives_begun, new_process_group, reduce_scatter
 
 pytestmark = pytest.mark.oldest
 
@@ -29,6 +29,21 @@ def test_a_process_group_can_be_made_again_with_a_store_of_its_own() -> None:
             assert torch.distributed.get_process_group_ranks(group) == [0] and group.group_name == name
             torch.distributed.all_reduce(torch.ones(1), group=group)
             torch.distributed.destroy_process_group(group)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_collectives_are_counted_when_they_begin_in_each_group() -> None:
+    assert collectives_begun() == {}
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        default = torch.distributed.group.WORLD
+        assert default is not None
+        mine = new_process_group([0], "gloo", torch.distributed.HashStore(), "mine", timedelta(seconds=60))
+        before = collectives_begun()
+        work = torch.distributed.all_reduce(torch.ones(1), group=mine, async_op=True)
+        assert collectives_begun() == {default.group_name: before[default.group_name], "mine": before["mine"] + 1}
+        work.wait()
     finally:
         torch.distributed.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, cast
 
@@ -55,6 +56,18 @@ def new_process_group(
     )
     c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
     return cast(torch.distributed.ProcessGroup, group)
+
+
+def collectives_begun() -> dict[str, int]:
+    """How many collectives this process has begun in each process group that counts them, by the group's name.
+
+    Why: of what a program does in groups of its own nothing else tells. May be called in any thread.
+    """
+    begun: dict[str, int] = {}
+    for group in list(c10d._world.pg_map):
+        with suppress(RuntimeError):  # not all backends count
+            begun[group.group_name] = cast(Any, group)._get_sequence_number_for_group()
+    return begun
 
 
 def coalescing(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:

@@ -4,10 +4,10 @@ A rank that is blocked in a collective can only be ended. So each process has a 
 that polls the board and ends its process, with the reason on stderr, when one of these is certain:
 
 1. Another rank failed and told so (`failed`), and this one does not fail alike: it fails elsewhere, leaves, or
-   begins a collective, or an operation of the control group, that the other had not begun when it failed; or it does
-   none of these within `ALIKE_SECONDS`, because it waits for the other elsewhere, in a collective of the user's. If all
-   ranks fail alike, nobody waits for anybody: no process is ended and training can go on. Which of the two it is, is
-   decided once for all ranks by whoever knows first.
+   begins a collective, or an operation of the control group, that the other had not begun when it failed; or it has
+   begun such a one in a process group of the program's own, and waits there for `ALIKE_SECONDS`; or it does none of
+   these before the deadline, however slow it is. If all ranks fail alike, nobody waits for anybody: no process is ended
+   and training can go on. Which of the two it is, is decided once for all ranks by whoever knows first.
 2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
    a collective that the other will never issue.
 3. Another process has ended through an uncaught exception, or was rank 0, which keeps the board, and has gone without
@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from zeroweave._torch.distributed import collectives_begun
 from zeroweave.errors import RankFailure
 from zeroweave.ranks import stacks
 from zeroweave.ranks.answers import Answers
@@ -45,7 +46,7 @@ from zeroweave.ranks.board import Board
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.process import is_gone, is_stopped, own
 from zeroweave.ranks.status import Failure, StatusLine, describe, question_of, read, tell
-from zeroweave.ranks.watcher import ALIKE_SECONDS, LOOK_SECONDS, Trail, Watcher, end_process
+from zeroweave.ranks.watcher import LOOK_SECONDS, Trail, Watcher, end_process
 
 CAUSE_SECONDS = 2 * LOOK_SECONDS
 """Within this time a watcher finds out what broke a collective, if anybody has told."""
@@ -99,7 +100,7 @@ class Alarm:
 
         True: all ranks failed at this step and place, after equally many collectives; they can go on
         together. False: they did not, or a connection is broken; `fatal` says what is known, and the watchers of the
-        other ranks end them. It returns when that is certain, after `ALIKE_SECONDS` at the latest.
+        other ranks end them. It returns when that is certain, at the deadline at the latest.
         """
         if self.fatal is not None or self._line is None:
             return self.fatal is None and self.world == 1
@@ -114,7 +115,10 @@ class Alarm:
         count = self._progress()[1]
         broken = self._control.broken is not None or isinstance(error, RankFailure)
         missed = self._control.late
-        mine = Failure(line.epoch, step, place, count, describe(error), broken, self._control.operations, missed)
+        others = collectives_begun()
+        mine = Failure(
+            line.epoch, step, place, count, describe(error), broken, self._control.operations, missed, others
+        )
         known: list[str] = []
         try:
             line.post(failure=mine)
@@ -192,7 +196,6 @@ class Alarm:
     def _verdict(self, board: Board, mine: Failure) -> str:
         """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
         question, begin = question_of(mine), time.monotonic()
-        seconds = min(ALIKE_SECONDS, self._control.deadline_seconds)
         while (decided := board.decided(question)) is None:
             statuses = read(board)
             failures = [status.failure for status in statuses]
@@ -201,7 +204,8 @@ class Alarm:
                 return board.decide(question, "different")
             if len(same) == self.world:
                 return board.decide(question, "alike")
-            if time.monotonic() - begin > seconds or any(status.left or is_gone(status.process) for status in statuses):
+            late = time.monotonic() - begin > self._control.deadline_seconds
+            if late or any(status.left or is_gone(status.process) for status in statuses):
                 return board.decide(question, "alone")
             time.sleep(0.02)
         return decided

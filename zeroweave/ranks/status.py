@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pydantic import TypeAdapter
@@ -16,7 +17,8 @@ class Failure:
     """An exception that left the engine on one rank; `final` if the others cannot share it.
 
     `epoch` counts the failures that all ranks have survived together before; `count` the collectives issued,
-    `operations` those of the control group. `missed`: a rank did not come before the deadline.
+    `operations` those of the control group, `others` those begun in the program's own process groups, by name.
+    `missed`: a rank did not come before the deadline.
     """
 
     epoch: int
@@ -27,6 +29,7 @@ class Failure:
     final: bool = False
     operations: int = 0
     missed: bool = False
+    others: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def spot(self) -> tuple[int, str, int, int]:

@@ -9,17 +9,21 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
+from zeroweave._torch.distributed import collectives_begun
 from zeroweave.ranks import stacks
 from zeroweave.ranks.differ import ADVICE, Issued, dump, explain, parse
 from zeroweave.ranks.process import is_stopped
 from zeroweave.ranks.status import Failure, RankStatus, StatusLine, question_of, read, tell
 
 ALIKE_SECONDS = 10.0
-"""How long a failure that no other rank has gone past waits for them to fail alike."""
+"""How long a failure waits for ranks that have begun a collective of the program's own which the failed one had not.
+
+They wait for the failed one, unless another thread of it comes to that. Others are waited for up to the deadline.
+"""
 POLL_SECONDS = 0.1
 LOOK_SECONDS = 1.0
 """How often a watcher reads the board, and shows that it lives, when nobody rings."""
@@ -64,8 +68,9 @@ class Watcher:
         trail: Trail,
         deadline_seconds: float,
         operations: Callable[[], int],
+        begun: Callable[[], Mapping[str, int]] = collectives_begun,
     ) -> None:
-        self._operations = operations
+        self._operations, self._begun = operations, begun
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
         self._trail, self._deadline = trail, deadline_seconds
         self._statuses: list[RankStatus] = []
@@ -113,7 +118,8 @@ class Watcher:
             if failure is None or failure.epoch != self._line.epoch:
                 continue
             since = self._seen.setdefault((rank, failure.epoch), now)
-            gone_on = self._is_past(failure) or now - since >= min(ALIKE_SECONDS, self._deadline)
+            patience = min(ALIKE_SECONDS, self._deadline) if self._waits_elsewhere(failure) else self._deadline
+            gone_on = self._is_past(failure) or now - since >= patience
             over = failure.final or bool(status.left) or gone_on
             # Asked last: this rank's own thread may have failed meanwhile.
             if self._is_fatal(failure, over) and not self._line.failing:
@@ -258,6 +264,11 @@ class Watcher:
     def _is_past(self, failure: Failure) -> bool:
         """Has this rank begun something that the failed one had not begun? It can then no longer fail alike."""
         return self._progress()[1] > failure.count or self._operations() > failure.operations
+
+    def _waits_elsewhere(self, failure: Failure) -> bool:
+        """Has this rank begun a collective in a group of the program's own that the failed one had not begun?"""
+        begun = self._begun()
+        return any(begun.get(group, 0) > count for group, count in failure.others.items())
 
     def _is_fatal(self, failure: Failure, over: bool) -> bool:
         question = question_of(failure)
