@@ -77,7 +77,8 @@ class Saving:
         self._partial, failure = _begin(folder, tag) if control.rank == 0 else (None, "")
         """rank 0's"""
         place = "" if self._partial is None else str(self._partial.path)
-        place, failure = control.broadcast_object((place, failure), label="the folder of a checkpoint")
+        with self._discarding():
+            place, failure = control.broadcast_object((place, failure), label="the folder of a checkpoint")
         if failure:
             raise CheckpointError(f"the checkpoint {tag!r} cannot be written to {folder.path}: {failure}")
         self._place = Path(place)
