@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ class Background:
         ]
         """what is left: what the thread does, and what all ranks do together when all threads have done it"""
         self._threads = [_started(saving.write)]
-        self._left = weakref.finalize(self, _leave, saving, self._threads, name, control.rank)
+        self._left = weakref.finalize(self, _leave, saving, self._threads, name, control.rank, os.getpid())
 
     def advance(self) -> bool:
         """Goes on as far as all ranks can without waiting for a thread. Is it over? Collective.
@@ -87,8 +88,10 @@ def _stop(saving: Saving, threads: Sequence[threading.Thread]) -> None:
             thread.join()
 
 
-def _leave(saving: Saving, threads: Sequence[threading.Thread], name: str, rank: int) -> None:
+def _leave(saving: Saving, threads: Sequence[threading.Thread], name: str, rank: int, process: int) -> None:
     """The program ends, or drops its engine, before the checkpoint is there."""
+    if os.getpid() != process:  # a forked child has copies of the objects: the save is not its own
+        return
     _stop(saving, threads)
     if not saving.published:
         saving.discard()
