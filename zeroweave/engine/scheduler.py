@@ -222,6 +222,12 @@ class Scheduler:
         recording.finish(self._transport.clock.peak(), self._agreements.costs)
 
     # ------------------------------------------------------------------ changes that are asked for
+    @property
+    def may_change(self) -> bool:
+        """Is this between two windows, so that another schedule can be followed?"""
+        computing = self._runtime.in_session or self._runtime.in_backward
+        return not (computing or self._runtime.replay.record or self._stubs.gradients_pending)
+
     def present(self) -> tuple[Schedule, ScheduleSettings, Schedule | None] | None:
         """What `use` needs to come back to what is followed now."""
         schedule = self.schedule
@@ -233,8 +239,7 @@ class Scheduler:
         `measured`: the schedule whose costs it was made from. One that is made without costs, by settings that would
         decide by them, is followed until they have been measured.
         """
-        computing = self._runtime.in_session or self._runtime.in_backward
-        if computing or self._runtime.replay.record or self._stubs.gradients_pending:
+        if not self.may_change:
             raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
         self._agreements.schedule(schedule)
         self._settle_on(settings)

@@ -80,28 +80,31 @@ class Checkpoints:
     ) -> str:
         client = dict(client_state or {})
         with self.alone("save", in_window=True):
-            step, folder = self._parts.progress.step, Folder(path)
+            # The directory that the process works in may be another one by the time that a thread writes.
+            step, folder = self._parts.progress.step, Folder(Path(path).absolute() if asynchronous else path)
             tag = folder.free(f"step-{step:08d}") if tag is None else tag
             tag = str(self._control.broadcast_object(tag, label="the tag of a checkpoint"))
             keeping, stage = self._parts.config.checkpoint, self._parts.config.stage
             keep = None if keeping.keep_last is None else (keeping.keep_last, keeping.keep_every)
+            staged = asynchronous and self._stages()
             content = self._saved.content(client, data, asynchronous)
             folder = self._faults.before(folder, "publish", "publish")
             saving = Saving(folder, tag, step, stage, content, self._control, keep)
             if asynchronous:
-                self._begin(saving, str(Path(path) / tag))
+                self._background = Background(saving, self._staging, self._control, str(folder.path / tag))
+                if not staged:  # nothing else would begin copies before the updates
+                    self._staging.start_all()
             else:
                 saving.finish()
             return tag
 
-    def _begin(self, saving: Saving, name: str) -> None:
-        """The save goes on beside the steps."""
-        inside = self._parts.stubs.gradients_pending
-        if not (inside or self._scheduler.settings.stage):
+    def _stages(self) -> bool:
+        """Will the next window begin copies for a save? It is told to if it can be. Collective."""
+        if not self._scheduler.may_change:
+            return False
+        if not self._scheduler.settings.stage:
             self._scheduler.reschedule({"stage": True})
-        self._background = Background(saving, self._staging, self._control, name)
-        if inside or self._scheduler.schedule is None:  # nothing else would begin copies before the updates
-            self._staging.start_all()
+        return self._scheduler.schedule is not None
 
     def finish(self) -> None:
         """Waits for a save that still goes on. Collective."""

@@ -1,0 +1,140 @@
+"""What a program may do between an asynchronous save and its end: what was saved is what there was, all the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeroweave as zw
+from tests.distributed.checkpoint.runs import batch, differing, everything, make, train
+from tests.distributed.checkpoint.test_asynchronous import slow
+from tests.support.harness import Pools
+from tests.support.marks import daily
+from zeroweave.schedule import Schedule, Stage
+
+
+def loss_of(engine: zw.Engine) -> torch.Tensor:
+    loss: torch.Tensor = engine(batch(engine, 0)).square().mean()
+    return loss
+
+
+def saved_as_it_was(folder: Path, engine: zw.Engine, then: Callable[[zw.Engine], None]) -> list[str]:
+    """Saves beside what `then` does; how a new engine that loads it differs from what there was."""
+    with engine:
+        expected = everything(engine)
+        engine.save(folder, "a", asynchronous=True)
+        then(engine)
+    with make("noisy", "adamw", 3, "eager", 1) as engine:
+        engine.load(folder, "a")
+        return differing(expected, everything(engine))
+
+
+def change_directory(engine: zw.Engine) -> None:
+    os.chdir("elsewhere")
+    train(engine, 2)
+    os.chdir("..")
+
+
+def test_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with slow("write"):
+        engine = make("noisy", "adamw", 3, "eager", 0)
+    train(engine, 1)
+    assert saved_as_it_was(Path("runs"), engine, change_directory) == []
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_between_a_forward_and_its_backward(tmp_path: Path, steps: int) -> None:
+    with slow("write"):
+        engine = make("noisy", "adamw", 3, "eager", 0)
+    train(engine, steps)
+    loss = loss_of(engine)
+
+    def go_on(engine: zw.Engine) -> None:
+        engine.backward(loss)
+        engine.step()
+        train(engine, 1)
+
+    assert saved_as_it_was(tmp_path, engine, go_on) == []
+
+
+def test_a_pass_of_the_users_own_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def failing(schedule: Schedule) -> Schedule:
+        raise RuntimeError("mine" if any(isinstance(i, Stage) for i in schedule.instructions) else "other")
+
+    engine = make("plain", "adamw", 3, "eager", 0)
+    train(engine, 1)
+    engine.register_pass(failing)
+    with pytest.raises(RuntimeError, match="mine"):
+        engine.save(tmp_path, asynchronous=True)
+    assert not list(tmp_path.iterdir())
+
+
+def reading(engine: zw.Engine) -> None:
+    assert all(parameter.isfinite().all() for parameter in engine.module.parameters())
+    train(engine, 2)
+
+
+def recording(engine: zw.Engine) -> None:
+    with engine.record() as recorded:
+        train(engine, 2)
+    with engine.compile_schedule(recorded.operations, prefetch_ahead=2).execute():
+        train(engine, 2)
+        engine.save(Path(engine.config.checkpoint.save_on_signal or ""), "b", asynchronous=True)
+        train(engine, 1)
+
+
+def rescheduling(engine: zw.Engine) -> None:
+    engine.reschedule(prefetch=2)
+    train(engine, 1)
+    engine.zero_grad()
+    loss_of(engine).backward()
+    engine.zero_grad()
+    train(engine, 1)
+
+
+def trying_out(engine: zw.Engine) -> None:
+    with engine.profiling():
+        loss_of(engine)
+    train(engine, 1)
+
+
+def departing(engine: zw.Engine) -> None:
+    for _ in range(2):
+        with torch.no_grad():
+            loss_of(engine)
+        engine.backward(loss_of(engine) + loss_of(engine))
+        engine.step()
+        train(engine, 1)
+
+
+def beside(folder: Path, then: Callable[[zw.Engine], None], stage: int, steps: int, more: dict[str, Any]) -> list[str]:
+    with slow("write"):
+        engine = make("noisy", "adamw", stage, "eager", 0, checkpoint={"save_on_signal": str(folder)}, **more)
+    train(engine, steps)
+    return saved_as_it_was(folder, engine, then)
+
+
+@daily(
+    ("then", "stage", "steps", "more"),
+    [(reading, 2, 2, {"gather_after_step": True}), (trying_out, 3, 1, {})],
+    [
+        (reading, 1, 0, {"gather_after_step": True}),
+        (recording, 3, 3, {}),
+        (recording, 1, 3, {}),
+        (rescheduling, 3, 2, {}),
+        (departing, 3, 2, {}),
+        (departing, 2, 0, {}),
+        (trying_out, 1, 2, {"offload": {"optimizer": "all"}}),
+    ],
+)
+def test_what_engines_do(
+    pools: Pools, tmp_path: Path, then: Callable[[zw.Engine], None], stage: int, steps: int, more: dict[str, Any]
+) -> None:
+    assert pools(2).run(beside, tmp_path, then, stage, steps, more) == [[], []]
