@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from zeroweave.runtime.executor import Staging
-from zeroweave.runtime.transfers import Snapshot, Transfers
+from zeroweave.runtime.transfers import CopyStream, Snapshot, Transfers
 
 DELAYS = [0.0, 0.05]
 
@@ -97,7 +98,64 @@ def test_what_is_dropped_holds_nobody_up() -> None:
     dropper.start()
     snapshot.arrive()  # the reader has the first one, and does not come back
     reader.read_all()
-    assert len(reader.found) == 1
+    assert len(reader.found) == 1 and reader.failure is None
+
+
+class Device(CopyStream):
+    """Copies from tensors on "meta", which hold nothing, as from those of a device. `full`: is there no memory?"""
+
+    def __init__(self, full: bool = False) -> None:
+        super().__init__(torch.device("cpu"))
+        self._full = full
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        if self._full:
+            raise RuntimeError("no memory")
+        return super().empty(nbytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.fill_(5)
+
+
+def test_what_is_copied_keeps_its_memory_until_that_can_be_used_again() -> None:
+    tensors = [torch.empty(3, device="meta"), torch.ones(2), torch.empty(5, dtype=torch.int64, device="meta")]
+    snapshot, source = Snapshot(tensors, Device()), weakref.ref(tensors[0])
+    snapshot.start()
+    tensors = []
+    assert source() is not None
+    snapshot.arrive()
+    assert source() is None
+    assert [t.tolist() for t in snapshot.read()] == [[5.0] * 3, [1.0] * 2, [5] * 5]
+
+
+def test_where_there_is_no_memory_the_reader_is_told_and_nobody_else_stops() -> None:
+    snapshot = Snapshot([torch.empty(3, device="meta")], Device(full=True))
+    reader = Reader(snapshot)
+    snapshot.start()
+    snapshot.arrive()
+    reader.read_all()
+    assert str(reader.failure) == str(snapshot.lost()) == "no memory"
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_what_is_written_without_a_word_is_lost(read: bool) -> None:
+    tensors = numbered()
+    snapshot = taken(tensors)
+    assert snapshot.lost() is None
+    if read:
+        Reader(snapshot).read_all()
+    tensors[2][1:].zero_()
+    snapshot.arrive()
+    assert "not by the engine" in str(snapshot.lost())
+
+
+def test_what_is_written_behind_it_is_not() -> None:
+    tensors = numbered()
+    snapshot = taken(tensors)
+    snapshot.arrive()
+    tensors[2].zero_()
+    snapshot.arrive()
+    assert snapshot.lost() is None
 
 
 def test_staging_begins_and_ends_what_it_has() -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from zeroweave.checkpoint.writer import Saving
+from zeroweave.errors import CheckpointError
 from zeroweave.notices import warn
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.executor import Staging
@@ -16,7 +17,7 @@ _RUNS, _DONE, _FAILED = range(3)
 
 
 class Background:
-    """A `Saving` whose `write` and `publish` have a thread. It ends at `finish`, or at the end of some step.
+    """A `Saving` whose `write` and `publish` have a thread. It is over when `advance` says so.
 
     A thread, and no process: it reads what lies in host memory where it lies, and ends with the program, whatever ends
     that. It holds Python's lock only between two pieces of some MiB.
@@ -34,12 +35,15 @@ class Background:
         self._threads = [_started(saving.write)]
         self._left = weakref.finalize(self, _leave, saving, self._threads, name, control.rank, os.getpid())
 
-    def advance(self) -> bool:
-        """Goes on as far as all ranks can without waiting for a thread. Is it over? Collective.
+    def advance(self, wait: bool) -> bool:
+        """Goes on as far as all ranks can without waiting for a thread, or if they `wait`, to the end. Is it over?
 
-        CheckpointError on all ranks as soon as one has failed. It is over then.
+        Collective. CheckpointError on all ranks as soon as one has failed. It is over then.
         """
+        self._staging.start_all()  # what no step has begun: perhaps none comes, and frozen buckets have no update
         while self._phases:
+            if wait:
+                self._threads[-1].join()
             states = {
                 theirs[0] for theirs in self._control.all_gather_bytes(bytes([self._state]), "the writers' state")
             }
@@ -49,19 +53,15 @@ class Background:
                 self._end()
             self._staging.begin({})
             _, together = self._phases.pop(0)
-            together()
+            try:
+                together()
+            except CheckpointError:
+                self._end()
+                raise
             if self._phases:
                 self._threads.append(_started(self._phases[0][0]))
         self._end()
         return True
-
-    def finish(self) -> None:
-        """Waits for the end of it. Collective; raises as `advance` does."""
-        self._staging.start_all()
-        over = False
-        while not over:
-            self._threads[-1].join()
-            over = self.advance()
 
     @property
     def _state(self) -> int:

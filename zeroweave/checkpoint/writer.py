@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,10 @@ class _Written(NamedTuple):
     file: File | None = None
     parts: Sequence[tuple[Part, int]] = ()
     values: Mapping[str, Any] = {}
+
+
+class _Stopped(Exception):
+    """Nobody wants what is being written."""
 
 
 class Saving:
@@ -116,12 +121,16 @@ class Saving:
         try:
             self._mine = self._write()
         except Exception as error:  # whatever it is, the others wait to be told
-            self._mine = self._failure(error)
+            if not self._stopped.is_set():
+                self._mine = self._failure(error)
         finally:
             self._drop()
 
     def exchange(self) -> None:
         """All ranks tell what they have written."""
+        lost = [error for snapshot in self.snapshots.values() if (error := snapshot.lost()) is not None]
+        if lost and not self.failed:
+            self._mine = self._failure(lost[0])
         self._told = self._control.all_gather_object(self._mine, "what was written")
         self._raise(f"rank {rank}: {one.failure}" for rank, one in enumerate(self._told) if one.failure)
 
@@ -179,10 +188,10 @@ class Saving:
         name, mine = f"rank-{self._control.rank:05d}.safetensors", self._content
         written = [part for part in mine.parts if part.numel]
         with FileWriter(self._place / name, written) as file:
-            for tensor in mine.tensors:
+            for tensor in takewhile(lambda _: not self._stopped.is_set(), mine.tensors):
                 file.write(tensor)
-                if self._stopped.is_set():
-                    return _Written()
+            if self._stopped.is_set():
+                raise _Stopped  # and do not wait for the disk
         begins = [(part, file.begins.get(part.name, 0)) for part in mine.parts]
         return _Written(name=name, file=file.written, parts=begins, values=mine.values)
 

@@ -383,7 +383,7 @@ class Engine:
         if self._guard.destroyed:
             return
         with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
-            self._checkpoints.finish()
+            self._checkpoints.close()
             values, (states, lacking) = self._values.whole(optimizer_state)
         self._calls.remove()
         self._values.give_back(values, states)

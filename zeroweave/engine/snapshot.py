@@ -79,6 +79,7 @@ class Snapshot:
     def restore(self) -> None:
         """Everything is as it was. To be called between windows, with nothing gathered; local."""
         self._runtime.transfers.finish()
+        self._runtime.replay.executor.staging.arrive_all()
         for bring_back in self._back:
             bring_back()
         for bucket in self._trained:

@@ -20,11 +20,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from zeroweave._torch.storages import lent
+from zeroweave._torch.storages import lent, version
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.pending import beside
 from zeroweave.comm.transport import Pending, Transport
+from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 
 
@@ -63,6 +64,12 @@ class CopyStream:
         """What the current stream is given from now on comes after a mark: inside of `issue`, the copies."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def reach(self, mark: torch.cuda.Event | None) -> None:
+        """The host waits for a mark, in any thread."""
+        if mark is not None:
+            with torch.cuda.device(self._device):  # a new thread would set up the first device for itself
+                mark.synchronize()
 
     def finish(self) -> None:
         """The host waits for everything that has been issued."""
@@ -119,17 +126,21 @@ class Snapshot:
     Whoever changes them calls `start` some time before, and then `arrive`. The other thread calls `read`, once. Device
     tensors are copied beside the computation, between `start` and `arrive`. Host memory is read where it lies, and what
     has not been read when it is about to change is copied then. Copies are let go of as they are read.
+
+    Lost, which `lost` tells, is what somebody writes without a word, and what no memory is left for.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], copies: CopyStream) -> None:
         self._tensors: list[torch.Tensor | None] = list(tensors)
+        self._sources = tuple(tensors)
+        """until `arrive`: nobody may use their memory for something else while they are copied"""
+        self._versions = [version(tensor) for tensor in tensors]
+        self._lost: Exception | None = None
         self._copies = copies
         self._originals = {index for index, tensor in enumerate(tensors) if tensor.device.type == "cpu"}
         """those that are read where they lie"""
         self._started = len(self._originals) == len(tensors)
         self._mark: torch.cuda.Event | None = None
-        self._leaving: list[torch.Tensor] = []
-        """what is being copied, which nobody may free until then"""
         self._next = 0
         """the first that nobody has read to its end"""
         self._reading = self._dropped = False
@@ -139,56 +150,90 @@ class Snapshot:
     def start(self) -> None:
         """The copies of what lies on the device begin; does nothing the second time."""
         with self._changed:
-            if self._started:
-                return
-            away = {n: t for n, t in enumerate(self._tensors) if t is not None and n not in self._originals}
-            host = self._copies.empty(sum(_aligned(tensor.nbytes) for tensor in away.values()))
-            begin = 0
-            with self._copies.issue():
-                for index, tensor in away.items():
-                    copy = host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                    self._copies.copy(copy, tensor)
-                    self._tensors[index] = copy
-                    begin += _aligned(tensor.nbytes)
-                self._mark = self._copies.mark()
-            self._leaving, self._started = list(away.values()), True
-            self._changed.notify_all()
+            if not self._started:
+                with self._losing():
+                    self._copy()
+                self._started = True
+                self._changed.notify_all()
+
+    def _copy(self) -> None:
+        away = {n: t for n, t in enumerate(self._tensors) if t is not None and n not in self._originals}
+        host = self._copies.empty(sum(_aligned(tensor.nbytes) for tensor in away.values()))
+        begin = 0
+        with self._copies.issue():
+            for index, tensor in away.items():
+                copy = host[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                self._copies.copy(copy, tensor)
+                self._tensors[index] = copy
+                begin += _aligned(tensor.nbytes)
+            self._mark = self._copies.mark()
 
     @torch.no_grad()
     def arrive(self) -> None:
         """The tensors may change from here on: by what the current stream is given, and by the host."""
         self._copies.wait(self._mark)
+        self.lost()
+        self._sources = ()
         with self._changed:
             reading = self._next
-            for index in sorted(self._originals):
-                tensor = self._tensors[index]
-                if tensor is not None and not (self._reading and index == reading):
-                    self._tensors[index] = tensor.clone()
-                    self._originals.discard(index)
+            with self._losing():
+                for index in sorted(self._originals):
+                    tensor = self._tensors[index]
+                    if tensor is not None and not (self._reading and index == reading):
+                        self._tensors[index] = tensor.clone()
+                        self._originals.discard(index)
             # At most one is left: the one that is being read, which does not take long.
             self._changed.wait_for(lambda: self._dropped or not (self._reading and self._next in self._originals))
 
     def read(self) -> Iterator[torch.Tensor]:
-        """The tensors, in host memory, each until the next one is asked for. Ends early where it is dropped."""
+        """The tensors, in host memory, each until the next is asked for. Ends if it is dropped; raises why it is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._started or self._dropped)
-        if self._mark is not None:
-            self._mark.synchronize()
-        self._leaving = []
+        self._copies.reach(self._mark)
         try:
-            for index in range(len(self._tensors)):
+            for index in range(len(self._versions)):
                 with self._changed:
-                    if self._dropped:
+                    if self._is_over():
                         return
                     tensor, self._reading = self._tensors[index], True
                 assert tensor is not None
                 yield tensor
                 del tensor
                 with self._changed:
+                    if self._is_over():
+                        return
                     self._tensors[index], self._reading, self._next = None, False, index + 1
                     self._changed.notify_all()
         finally:
             self.drop()
+
+    def _is_over(self) -> bool:
+        if self._lost is not None:
+            raise self._lost
+        return self._dropped
+
+    def lost(self) -> Exception | None:
+        """Why it is lost, if it is. Asked by whoever changes the tensors."""
+        if any(version(tensor) != known for tensor, known in zip(self._sources, self._versions, strict=False)):
+            self._lose(
+                EngineError(
+                    "parameters or optimizer state were written behind save() and before the next update, and not by "
+                    "the engine: write them with engine.set_full or engine.set_local, or in engine.full_parameters()"
+                )
+            )
+        return self._lost
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Inside, memory is asked for: that there is none is no reason to stop for who changes the tensors."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            self._lose(error)
+
+    def _lose(self, reason: Exception) -> None:
+        self._lost = self._lost or reason
+        self.drop()
 
     def drop(self) -> None:
         """Nobody wants it any more; in any thread."""

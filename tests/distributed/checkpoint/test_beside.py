@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 import zeroweave as zw
 from tests.distributed.checkpoint.runs import batch, differing, everything, make, train
 from tests.distributed.checkpoint.test_asynchronous import slow
+from tests.distributed.checkpoint.test_failing import files_end_at
 from tests.support.harness import Pools
 from tests.support.marks import daily
 from zeroweave.schedule import Schedule, Stage
@@ -138,3 +141,54 @@ def test_what_engines_do(
     pools: Pools, tmp_path: Path, then: Callable[[zw.Engine], None], stage: int, steps: int, more: dict[str, Any]
 ) -> None:
     assert pools(2).run(beside, tmp_path, then, stage, steps, more) == [[], []]
+
+
+def save_that_fails(engine: zw.Engine, folder: Path) -> None:
+    with files_end_at(500):
+        engine.save(folder, "broken", asynchronous=True)
+        for thread in threading.enumerate():
+            if thread.name == "zeroweave checkpoint":
+                thread.join()
+
+
+def test_an_engine_whose_save_has_failed_ends_all_the_same(tmp_path: Path) -> None:
+    with (
+        pytest.raises(zw.CheckpointError, match="rank 0: File too large"),
+        make("noisy", "adamw", 3, "eager", 0) as engine,
+    ):
+        train(engine, 1)
+        expected = engine.full("enter.weight")
+        save_that_fails(engine, tmp_path)
+    assert torch.equal(engine.module.get_parameter("enter.weight"), expected)
+    with pytest.raises(zw.EngineError, match="destroyed"):
+        train(engine, 1)
+
+
+@daily("number", [signal.SIGTERM], [signal.SIGUSR1])
+def test_a_save_that_a_signal_asks_for_is_made_although_another_has_failed(
+    tmp_path: Path, number: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make("noisy", "adamw", 3, "eager", 0, checkpoint={"save_on_signal": str(tmp_path)}) as engine:
+        train(engine, 1)
+        save_that_fails(engine, tmp_path)
+        os.kill(os.getpid(), number)
+        with pytest.raises(SystemExit if number == signal.SIGTERM else zw.CheckpointError):
+            train(engine, 1)
+        expected = everything(engine)
+        engine.load(tmp_path)
+        assert engine.global_steps == 2 and differing(expected, everything(engine)) == []
+    assert "'broken' was not written" in caplog.text and "saved as" in caplog.text
+
+
+def test_what_the_program_itself_writes_into_the_optimizer_is_no_silent_part_of_it(tmp_path: Path) -> None:
+    with make("noisy", "adamw", 3, "eager", 0) as engine:
+        train(engine, 1)
+        engine.save(tmp_path, asynchronous=True)
+        assert engine.optimizer is not None
+        for state in engine.optimizer.state.values():
+            state["exp_avg"].zero_()
+        with pytest.raises(zw.CheckpointError, match="not by the engine"):
+            train(engine, 1)
+            engine.save(tmp_path, "next")  # waits for it, if the step was too early
+        assert not list(tmp_path.iterdir())
+        train(engine, 1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
-from signal import SIGTERM
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -108,9 +108,25 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Waits for a save that still goes on. Collective."""
-        if (background := self._background) is not None:
-            self._background = None
-            background.finish()
+        if (failure := self._advance(wait=True)) is not None:
+            raise failure
+
+    def close(self) -> None:
+        """As `finish`, where the engine ends: what has failed is raised when all else has ended."""
+        if self._background is not None:
+            self._parts.guard.meet()
+        if (failure := self._advance(wait=True)) is not None:
+            self._parts.ends.callback(_raise, failure)
+
+    def _advance(self, wait: bool) -> CheckpointError | None:
+        """A save beside the steps goes on as far as it can, or if the ranks `wait`, to its end. Why it has failed."""
+        background, self._background = self._background, None
+        try:
+            if background is not None and not background.advance(wait):
+                self._background = background
+        except CheckpointError as error:
+            return error
+        return None
 
     def on_signal(self, client_state: Callable[[], Plain] | None, data: Any) -> None:
         self._client_state, self._data = client_state or dict, data
@@ -119,25 +135,27 @@ class Checkpoints:
         """What goes on beside the steps goes on; at the boundary, signals are obeyed. Collective."""
         if self._parts.transport.skips:
             return
-        if (background := self._background) is not None:
+        signals = self._signals.take() if boundary else frozenset()
+        with self._parts.guard("step"):
+            failure = self._advance(wait=bool(signals))
+        if signals:
+            if failure is not None and self._control.rank == 0:
+                _LOG.warning("zeroweave: %s", failure)  # the job may end here
+            self._obey(signals)
+        if failure is not None:
             with self._parts.guard("step"):
-                self._background = None
-                if not background.advance():
-                    self._background = background
-        if boundary:
-            self._obey()
+                raise failure
 
-    def _obey(self) -> None:
-        """Saves, and ends the job, where the ranks know of signals that ask for it. Collective."""
-        folder, signals = self._parts.config.checkpoint.save_on_signal, self._signals.take()
-        if not signals or folder is None:
-            return
-        tag, ends = self.save(folder, None, self._client_state(), self._data), SIGTERM in signals
+    def _obey(self, signals: frozenset[signal.Signals]) -> None:
+        """Saves, and ends the job, as signals ask for that all ranks know of. Collective."""
+        folder = self._parts.config.checkpoint.save_on_signal
+        assert folder is not None  # else nobody listens
+        tag, ends = self.save(folder, None, self._client_state(), self._data), signal.SIGTERM in signals
         if self._control.rank == 0:
             names = " and ".join(sorted(number.name for number in signals))
             _LOG.warning("zeroweave: %s: saved as %s%s", names, Path(folder) / tag, "; the job ends" if ends else "")
         if ends:
-            raise SystemExit(128 + SIGTERM)
+            raise SystemExit(128 + signal.SIGTERM)
 
     def load(self, path: StrPath, tag: str | None, strict: bool, data: Any, missing_ok: bool) -> dict[str, Any]:
         with self.alone("load"):
@@ -189,3 +207,7 @@ class Checkpoints:
         self._window.refuse_computing(what, "call it between them")
         refuse = self._window.refuse_unstepped if in_window else self._window.refuse_waiting
         refuse(what)
+
+
+def _raise(failure: Exception) -> None:
+    raise failure
