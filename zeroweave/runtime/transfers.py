@@ -186,7 +186,7 @@ class Snapshot:
             self._changed.wait_for(lambda: self._dropped or not (self._reading and self._next in self._originals))
 
     def read(self) -> Iterator[torch.Tensor]:
-        """The tensors, in host memory, each until the next is asked for. Ends if it is dropped; raises why it is lost."""
+        """The tensors, in host memory, each until the next is asked for. Ends if dropped; raises why it is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._started or self._dropped)
         self._copies.reach(self._mark)
