@@ -31,6 +31,7 @@ def nested(key: str, value: Any) -> dict[str, Any]:
 def quiet(source: Any) -> Config:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".* has no gradient_clipping")
         return Config.from_deepspeed(source)
 
 
@@ -38,6 +39,15 @@ def refused(source: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
         Config.from_deepspeed(source)
     return str(caught.value)
+
+
+def test_clipping_that_depends_on_deepspeeds_version_is_told() -> None:
+    with pytest.warns(UserWarning, match="no gradient_clipping, and nothing is clipped"):
+        assert Config.from_deepspeed(STAGE).gradient_clipping is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value, expected in ((0, None), (0.0, None), (1.0, 1.0)):
+            assert Config.from_deepspeed({**STAGE, "gradient_clipping": value}).gradient_clipping == expected
 
 
 def table(title: str) -> dict[str, str]:

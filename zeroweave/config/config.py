@@ -124,8 +124,14 @@ class Config(_Explained):
         ignored. ConfigError names all keys at once that change results or memory and cannot be honoured.
         """
         with nullcontext() if isinstance(source, Mapping) else _naming(Path(source)):
-            values, ignored = translate(source if isinstance(source, Mapping) else _read(Path(source)))
+            given = source if isinstance(source, Mapping) else _read(Path(source))
+            values, ignored = translate(given)
             config = cls._of_mapping(values)
+        if "gradient_clipping" not in given:
+            warn(
+                "the DeepSpeed config has no gradient_clipping, and nothing is clipped: newer DeepSpeed (0.19.8) clips "
+                "at 1.0 then, older does not. Write the value; 0 is none"
+            )
         if ignored:
             warn(f"ignored keys of the DeepSpeed config, which change no result: {', '.join(ignored)}")
         return config
