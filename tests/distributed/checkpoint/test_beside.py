@@ -192,3 +192,49 @@ def test_what_the_program_itself_writes_into_the_optimizer_is_no_silent_part_of_
             engine.save(tmp_path, "next")  # waits for it, if the step was too early
         assert not list(tmp_path.iterdir())
         train(engine, 1)
+
+
+def taken_meanwhile(folder: Path) -> None:
+    """Another program gives its own checkpoint the tag, before this one is published."""
+    with slow("write"):
+        engine = make("noisy", "adamw", 3, "eager", 0)
+    with engine:
+        train(engine, 1)
+        engine.save(folder, "a", asynchronous=True)
+        if engine.rank == 0:
+            (folder / "a").mkdir()
+            (folder / "a" / "theirs").touch()
+        told = r"'a' was not written to .*: rank 0: .* cannot be published: Directory not empty"
+        with pytest.raises(zw.CheckpointError, match=told) as caught:
+            train(engine, 1)
+            engine.save(folder, "b")
+        assert not hasattr(caught.value, "__notes__")
+        assert [str(path.relative_to(folder)) for path in sorted(folder.rglob("*"))] == ["a", "a/theirs"]
+        train(engine, 1)
+        engine.save(folder, "b", asynchronous=True)
+
+
+@pytest.mark.matrix
+def test_a_tag_that_another_program_takes_meanwhile(pools: Pools, tmp_path: Path) -> None:
+    pools(2).run(taken_meanwhile, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "latest"]
+
+
+@pytest.mark.matrix
+def test_engines_that_save_at_once(tmp_path: Path) -> None:
+    with slow("write", 0.05):
+        engines = [make("noisy", "adamw", stage, "eager", stage) for stage in (1, 2, 3)]
+    expected = []
+    for engine in engines:
+        train(engine, 1)
+        expected.append(everything(engine))
+        engine.save(tmp_path, f"stage-{engine.config.stage}", asynchronous=True)
+    for _ in range(3):
+        for engine in engines:
+            train(engine, 1)
+    for engine in engines:
+        engine.destroy()
+    with make("noisy", "adamw", 3, "eager", 0) as engine:
+        for stage, state in enumerate(expected, 1):
+            engine.load(tmp_path, f"stage-{stage}")
+            assert differing(state["values"], everything(engine)["values"]) == []
