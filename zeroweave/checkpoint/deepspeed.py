@@ -89,7 +89,7 @@ def _read(path: Path, kind: str) -> Imported:
         raise CheckpointError(f"{path} has the files of {len(states)} ranks, and {model['dp_world_size']} wrote it")
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
     sources, scalars, groups = (_stage_3 if sharded else _stage_2)(states, shapes)
-    trained = {name for group in shapes for name in group}
+    trained = dict.fromkeys(name for group in shapes for name in group)
     for name, value in model["module"].items():
         if name in model["buffer_names"]:
             sources[f"buffer/{name}"] = _of([value], tuple(value.shape))
