@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import warnings
+import weakref
 from types import FrameType
 from typing import Final
 
@@ -40,7 +41,7 @@ def warn(message: str, rank: int | None = None) -> None:
 
 def _of_user(frame: FrameType | None) -> FrameType | None:
     """The innermost frame from `frame` outwards that is the user's; None where there is none."""
-    inside = [_OWN, os.path.abspath(contextlib.__file__), "<eval_with_key>", "<frozen "]
+    inside = [_OWN, *map(os.path.abspath, (contextlib.__file__, weakref.__file__)), "<eval_with_key>", "<frozen "]
     for name in ("torch", "pydantic"):
         if (file := getattr(sys.modules.get(name), "__file__", None)) is not None:
             inside.append(os.path.dirname(os.path.abspath(file)) + os.sep)
