@@ -79,6 +79,16 @@ def test_parts_of_tensors(tmp_path: Path) -> None:
     reader.close()
 
 
+def test_tensors_in_pieces(tmp_path: Path) -> None:
+    tensors = {name: torch.arange(10.0) for name in ("first", "second")}
+    whole = written(tmp_path / "whole", tensors)
+    with FileWriter(tmp_path / "pieces", [Part.of(name, value) for name, value in tensors.items()]) as pieces:
+        for value in tensors.values():
+            for piece in value.split(4):
+                pieces.write(piece)
+    assert pieces.written == whole.written
+
+
 def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"mine")

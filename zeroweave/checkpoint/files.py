@@ -83,6 +83,9 @@ class FileWriter:
         self._head = len(text).to_bytes(8, "little") + text
         self.begins = {part.name: len(self._head) + begin for part, begin in zip(parts, ends, strict=False)}
         self._path, self._parts = path, iter(parts)
+        self._part: Part | None = None
+        self._left = 0
+        """elements of it that are still to come"""
         self._hash, self._nbytes = xxhash.xxh3_128(), 0
         self._file: io.FileIO | None = None
 
@@ -105,9 +108,13 @@ class FileWriter:
         return File(nbytes=self._nbytes, xxh3_128=self._hash.hexdigest())
 
     def write(self, tensor: torch.Tensor) -> None:
-        """The next part, in host memory."""
-        part = next(self._parts)
-        assert tensor.numel() == part.numel and tensor.dtype == part.dtype, part.name
+        """The next part, or the next piece of it, in host memory."""
+        if not self._left:
+            self._part = next(self._parts)
+            self._left = self._part.numel
+        assert self._part is not None and tensor.dtype == self._part.dtype, self._part
+        self._left -= tensor.numel()
+        assert self._left >= 0, self._part.name
         self._put(bytes_of(tensor.detach().contiguous().reshape(-1)))
 
     def _put(self, data: memoryview) -> None:

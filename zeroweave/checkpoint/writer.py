@@ -26,9 +26,9 @@ from zeroweave.runtime.transfers import Snapshot
 class Content:
     """What one rank has to write.
 
-    `parts`: what of which tensors; `tensors` gives them in this order, but for those without elements, and may make
-    each when it is asked for. `values`: encoded, by name; names are distinct over the ranks. `snapshots`: where
-    `tensors` takes them from, by bucket, if another thread asks.
+    `parts`: what of which tensors; `tensors` gives them in this order, whole or in pieces, but for those without
+    elements, and may make each when it is asked for. `values`: encoded, by name; names are distinct over the ranks.
+    `snapshots`: where `tensors` takes them from, by bucket, if another thread asks.
     """
 
     parts: Sequence[Part]

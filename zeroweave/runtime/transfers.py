@@ -182,7 +182,7 @@ class Snapshot:
                     if tensor is not None and not (self._reading and index == reading):
                         self._tensors[index] = tensor.clone()
                         self._originals.discard(index)
-            # At most one is left: the one that is being read, which does not take long.
+            # At most one is left: the one that is being read.
             self._changed.wait_for(lambda: self._dropped or not (self._reading and self._next in self._originals))
 
     def read(self) -> Iterator[torch.Tensor]:

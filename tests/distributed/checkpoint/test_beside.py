@@ -221,6 +221,19 @@ def test_a_tag_that_another_program_takes_meanwhile(pools: Pools, tmp_path: Path
 
 
 @pytest.mark.matrix
+def test_a_parameter_that_is_read_in_pieces(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4096, 4111)
+    with slow("write"), zw.initialize(model, torch.optim.AdamW(model.parameters()), {"stage": 3}) as engine:
+        for saved in ("first", "here", "beside"):
+            engine.train_step(torch.ones(2, 4096), lambda output, _: output.square().mean())
+            if saved == "here":
+                engine.save(tmp_path, saved)
+                engine.save(tmp_path, "beside", asynchronous=True)
+    file = "rank-00000.safetensors"
+    assert (tmp_path / "here" / file).read_bytes() == (tmp_path / "beside" / file).read_bytes()
+
+
+@pytest.mark.matrix
 def test_engines_that_save_at_once(tmp_path: Path) -> None:
     with slow("write", 0.05):
         engines = [make("noisy", "adamw", stage, "eager", stage) for stage in (1, 2, 3)]

@@ -28,6 +28,9 @@ from zeroweave.runtime.transfers import Snapshot
 _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Of an optimizer's groups: what they are of, and how they compute, which is this run's own affair."""
 
+_AT_ONCE: Final = 1 << 24
+"""Elements that a thread reads where they lie, while an update waits for it."""
+
 
 class Saved:
     """What one engine has for a checkpoint, by the names of this package."""
@@ -105,8 +108,8 @@ class Saved:
         return Content(parts, self._faults.amid(tensors, "write"), values, begun)
 
     def _snapshot(self, bucket: Bucket) -> Snapshot:
-        pieces = self._pieces(bucket, bucket.shard)
-        return self._runtime.transfers.snapshot([value.detach() for part, value in pieces if part.numel])
+        values = (value.detach() for part, value in self._pieces(bucket, bucket.shard) if part.numel)
+        return self._runtime.transfers.snapshot([piece for value in values for piece in value.split(_AT_ONCE)])
 
     def _tensors(self, others: Sequence[tuple[Part, torch.Tensor]]) -> Iterator[torch.Tensor]:
         """What is written, in host memory, in the order of the parts; `others`: beside buckets."""
