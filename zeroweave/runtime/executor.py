@@ -35,25 +35,27 @@ class Staging:
 
     def __init__(self) -> None:
         self._snapshots: Mapping[int, Snapshot] = {}
+        self._waiting: dict[int, Snapshot] = {}
+        """those that have not begun"""
 
     def begin(self, snapshots: Mapping[int, Snapshot]) -> None:
         """Buckets change behind these snapshots only."""
-        self._snapshots = snapshots
+        self._snapshots, self._waiting = snapshots, dict(snapshots)
 
     def start(self, bucket: int) -> None:
         """The bucket's snapshot begins, if it has not."""
-        if (snapshot := self._snapshots.get(bucket)) is not None:
+        if (snapshot := self._waiting.pop(bucket, None)) is not None:
             snapshot.start()
 
     def arrive(self, bucket: int) -> None:
         """The bucket is about to change."""
+        self.start(bucket)
         if (snapshot := self._snapshots.get(bucket)) is not None:
-            snapshot.start()
             snapshot.arrive()
 
     def start_all(self) -> None:
         """All snapshots begin: no window that would start them may come."""
-        for bucket in self._snapshots:
+        for bucket in list(self._waiting):
             self.start(bucket)
 
     def arrive_all(self) -> None:
