@@ -29,7 +29,10 @@ def train(
     deadline: float = 200.0,
     **checkpoint: Any,
 ) -> dict[str, Any]:
-    """Goes on from the latest checkpoint in `folder`, if there is one. `fault`: as `ZEROWEAVE_FAULT`."""
+    """Goes on from the latest checkpoint in `folder`, if there is one. `fault`: as `ZEROWEAVE_FAULT`.
+
+    Saves are asynchronous where a fault needs that.
+    """
     os.environ["ZEROWEAVE_FAULT"] = fault
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 19), nn.BatchNorm1d(19), nn.Dropout(0.2), nn.Linear(19, 5))
@@ -55,7 +58,7 @@ def train(
             loss = engine.train_step(batch, lambda output, _: output.square().mean())
             losses[engine.global_steps] = loss.item(), batch.sum().item()
             if folder is not None and engine.global_steps % EVERY == 0:
-                engine.save(folder, data=sampler)
+                engine.save(folder, data=sampler, asynchronous="phase=stage" in fault)
             if engine.global_steps == STEPS:
                 break
     return {"losses": losses} | state_of(engine, sampler)

@@ -20,9 +20,12 @@ DAILY: list[Case] = [
     (3, "eager", "forward", 1),
     (3, "aot_eager", "backward", 1),
     (2, "eager", "update", 1),
+    (3, "aot_eager", "stage", 1),
     (2, "eager", "write", 1),
     (1, "eager", "publish", 1),
 ]
+SAVING = ("stage", "write", "publish")
+"""Phases of a save. The checkpoint before that is there then: a save waits for the one before it."""
 WHOLE: dict[tuple[int, str], list[dict[str, Any]]] = {}
 """The runs without a stop, by stage and mode."""
 
@@ -35,8 +38,7 @@ def uninterrupted(pools: Pools, stage: int, mode: str) -> list[dict[str, Any]]:
 
 def fault_of(phase: str, chance: random.Random) -> tuple[str, int, int]:
     """One that kills, with its rank and its step."""
-    saving = phase in ("write", "publish")
-    step = chance.choice(range(EVERY, STEPS, EVERY) if saving else range(STEPS))
+    step = chance.choice(range(EVERY, STEPS, EVERY) if phase in SAVING else range(STEPS))
     rank = 0 if phase == "publish" else chance.randrange(2)
     return f"kill:rank={rank},step={step},phase={phase}", rank, step
 
@@ -48,7 +50,7 @@ def test_killed_and_resumed(
     fault, rank, step = fault_of(phase, random.Random(f"{stage} {mode} {phase} {seed}"))
     ended = disposable(2).first_end(train, tmp_path, stage, mode, fault)
     assert (ended.rank, ended.exit_code) == (rank, -signal.SIGKILL), ended.describe()
-    saved = step - 1 if phase in ("write", "publish") else step
+    saved = step - 1 if phase in SAVING else step
     first = saved - saved % EVERY + 1
     for ours, theirs in zip(pools(2).run(train, tmp_path, stage, mode), uninterrupted(pools, stage, mode), strict=True):
         assert min(ours["losses"]) == first
@@ -57,4 +59,4 @@ def test_killed_and_resumed(
 
 
 def test_how_many_there_are() -> None:
-    assert len(DAILY) == 5 and len({*CASES, *DAILY}) == len(CASES) >= 40
+    assert len(DAILY) == 6 and len({*CASES, *DAILY}) == len(CASES) >= 40
