@@ -120,20 +120,16 @@ class Config(_Explained):
     def from_deepspeed(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
         """The config that means what a DeepSpeed config does: a mapping, or the path of its JSON file.
 
-        docs/deepspeed.md says what becomes of each key. One warning names the keys that change no result and are
-        ignored. ConfigError names all keys at once that change results or memory and cannot be honoured.
+        docs/deepspeed.md says what becomes of each key. A warning names the keys that change no result and are
+        ignored; another says that nothing is clipped where `gradient_clipping` is missing. ConfigError names all keys
+        at once that change results or memory and cannot be honoured.
         """
         with nullcontext() if isinstance(source, Mapping) else _naming(Path(source)):
             given = source if isinstance(source, Mapping) else _read(Path(source))
-            values, ignored = translate(given)
+            values, warnings = translate(given)
             config = cls._of_mapping(values)
-        if "gradient_clipping" not in given:
-            warn(
-                "the DeepSpeed config has no gradient_clipping, and nothing is clipped: newer DeepSpeed (0.19.8) clips "
-                "at 1.0 then, older does not. Write the value; 0 is none"
-            )
-        if ignored:
-            warn(f"ignored keys of the DeepSpeed config, which change no result: {', '.join(ignored)}")
+        for warning in warnings:
+            warn(warning)
         return config
 
     @classmethod

@@ -47,7 +47,7 @@ _AUTO_IS_DEFAULT: Final = frozenset(
 
 
 def translate(source: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The arguments of `Config` that a DeepSpeed configuration means, and the keys of it that change nothing.
+    """The arguments of `Config` that a DeepSpeed configuration means, and what users are to be warned of.
 
     ConfigError names every key that is refused, unknown or left to an integration, at once.
     """
@@ -57,7 +57,17 @@ def translate(source: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         problems = [*_contradictions(values)]
     if problems:
         raise ConfigError("\n".join(["the DeepSpeed config cannot be followed:", *(f"- {each}" for each in problems)]))
-    return _config(values), sorted(key for key in values if KEYS[key].fate == "ignored")
+    return _config(values), [*_warnings(values)]
+
+
+def _warnings(values: Mapping[str, Any]) -> Iterator[str]:
+    if "gradient_clipping" not in values:
+        yield (
+            "the DeepSpeed config has no gradient_clipping, and nothing is clipped: newer DeepSpeed (0.19.8) clips at "
+            "1.0 then, older does not. Write the value; 0 is none"
+        )
+    if ignored := sorted(key for key in values if KEYS[key].fate == "ignored"):
+        yield f"ignored keys of the DeepSpeed config, which change no result: {', '.join(ignored)}"
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
