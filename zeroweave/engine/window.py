@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -56,7 +55,12 @@ class Window(Observer):
 
     def remember(self) -> Callable[[], None]:
         """What brings back, of all that steps change, what `abort` leaves."""
-        return partial(vars(self).update, micro_steps=self.micro_steps, _boundary=self._boundary)
+        now = self.micro_steps, self._boundary
+
+        def back() -> None:
+            self.micro_steps, self._boundary = now
+
+        return back
 
     def resume(self, micro_steps: int) -> None:
         """Goes on behind that many micro-steps, with a new window."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import NamedTuple
 
 from zeroweave.runtime.activation_offload import Offloading
@@ -82,7 +81,12 @@ class Replay:
 
     def remember(self) -> Callable[[], None]:
         """What brings the counters back to what they are now."""
-        return partial(vars(self).update, departures=self.departures, on_demand=self.on_demand)
+        now = self.departures, self.on_demand
+
+        def back() -> None:
+            self.departures, self.on_demand = now
+
+        return back
 
     def _begin(self) -> None:
         self.record.clear()

@@ -306,7 +306,12 @@ class Runtime:
 
     def remember(self) -> Callable[[], None]:
         """What brings the counters back to what they are now."""
-        return partial(vars(self).update, compiled_calls=self.compiled_calls, eager_calls=self.eager_calls)
+        now = self.compiled_calls, self.eager_calls
+
+        def back() -> None:
+            self.compiled_calls, self.eager_calls = now
+
+        return back
 
     # ------------------------------------------------------------------ backward
     def note_backward(self, trains: bool = False) -> None:
