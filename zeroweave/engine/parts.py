@@ -39,3 +39,9 @@ class EngineParts:
     device: torch.device
     ends: ExitStack
     """ends what was started for the engine: its communicators, last the control group"""
+
+    @property
+    def between_windows(self) -> bool:
+        """Has nothing been computed or reduced since the last optimizer step?"""
+        computing = self.runtime.in_session or self.runtime.in_backward
+        return not (computing or self.runtime.replay.record or self.stubs.gradients_pending)

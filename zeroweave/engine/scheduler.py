@@ -74,9 +74,8 @@ class Scheduler:
     """The schedules of one engine. `base`: what they are made from, before the settings are put in."""
 
     def __init__(self, parts: EngineParts, base: Facts) -> None:
-        self._runtime, self._transport = parts.runtime, parts.transport
+        self._parts, self._runtime, self._transport = parts, parts.runtime, parts.transport
         self._agreements, self._guard, self._base = parts.agreements, parts.guard, base
-        self._stubs = parts.stubs
         self._settle_on(settings_of(parts.config))
         self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
         self._record_steps = parts.config.compile.record_steps
@@ -222,12 +221,6 @@ class Scheduler:
         recording.finish(self._transport.clock.peak(), self._agreements.costs)
 
     # ------------------------------------------------------------------ changes that are asked for
-    @property
-    def may_change(self) -> bool:
-        """Is this between two windows, so that another schedule can be followed?"""
-        computing = self._runtime.in_session or self._runtime.in_backward
-        return not (computing or self._runtime.replay.record or self._stubs.gradients_pending)
-
     def present(self) -> tuple[Schedule, ScheduleSettings, Schedule | None] | None:
         """What `use` needs to come back to what is followed now."""
         schedule = self.schedule
@@ -239,7 +232,7 @@ class Scheduler:
         `measured`: the schedule whose costs it was made from. One that is made without costs, by settings that would
         decide by them, is followed until they have been measured.
         """
-        if not self.may_change:
+        if not self._parts.between_windows:
             raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
         self._agreements.schedule(schedule)
         self._settle_on(settings)

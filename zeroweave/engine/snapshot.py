@@ -91,12 +91,11 @@ class Snapshot:
 @contextmanager
 def tried_out(parts: EngineParts, window: Window, step: OptimizerStep, values: Values) -> Iterator[Ledger]:
     """See `Engine.profiling`."""
-    runtime, transport, shown = parts.runtime, parts.transport, values.shown
+    transport, shown = parts.transport, values.shown
     with parts.guard("profiling"):
         window.refuse_inside("profiling()")
         window.refuse_coalescing("profiling()")
-        window_is_open = runtime.replay.record or parts.stubs.gradients_pending
-        if runtime.in_session or runtime.in_backward or window_is_open:
+        if not parts.between_windows:
             raise EngineError("profiling() in the middle of a window: enter it after step() or zero_grad()")
         was_open = shown.is_open
         shown.close()

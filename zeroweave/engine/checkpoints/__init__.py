@@ -10,7 +10,7 @@ Tensors, by name (NAME: a parameter's key in state dicts; R: a rank):
     rank/R/buffer/NAME   that of rank R, where it is another
 
 Values, by name: "run", "model", "optimizer", "lr_scheduler", "loss_scale", "client"; "accumulation", how far an open
-window is; "scalar/NAME/KEY", what the
-optimizer keeps of a parameter as a whole, such as "step"; "rank/R/random", the states of random numbers; "data", the
-position of rank 0's loader, and "rank/R/data", that of another rank where it is another.
+window is; "scalar/NAME/KEY", what the optimizer keeps of a parameter as a whole, such as "step"; "rank/R/random", the
+states of random numbers; "data", the position of rank 0's loader, and "rank/R/data", that of another rank where it is
+another.
 """

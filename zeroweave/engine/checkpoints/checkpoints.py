@@ -100,7 +100,7 @@ class Checkpoints:
 
     def _stages(self) -> bool:
         """Will the next window begin copies for a save? It is told to if it can be. Collective."""
-        if not self._scheduler.may_change:
+        if not self._parts.between_windows:
             return False
         if not self._scheduler.settings.stage:
             self._scheduler.reschedule({"stage": True})
@@ -135,9 +135,10 @@ class Checkpoints:
         """What goes on beside the steps goes on; at the boundary, signals are obeyed. Collective."""
         if self._parts.transport.skips:
             return
-        signals = self._signals.take() if boundary else frozenset()
-        with self._parts.guard("step"):
-            failure = self._advance(wait=bool(signals))
+        signals, failure = self._signals.take() if boundary else frozenset(), None
+        if self._background is not None:
+            with self._parts.guard("step"):
+                failure = self._advance(wait=bool(signals))
         if signals:
             if failure is not None and self._control.rank == 0:
                 _LOG.warning("zeroweave: %s", failure)  # the job may end here

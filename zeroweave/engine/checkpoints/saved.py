@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress
 from typing import Any, Final
@@ -91,7 +91,8 @@ class Saved:
         """What this rank has to write; of its values, those in `told` are known."""
         self._runtime.transfers.finish()
         rank, buckets = self._control.rank, self._runtime.buckets.values()
-        parts = [part for bucket in buckets for part, _ in self._pieces(bucket, bucket.shard)]
+        pieces = {bucket.id: [*self._pieces(bucket, bucket.shard)] for bucket in buckets}
+        parts = [part for part, _ in chain.from_iterable(pieces.values())]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
         others += [pair for bucket in self._trained() for pair in self._gradients(bucket)]
         parts += [part for part, _ in others]
@@ -101,14 +102,14 @@ class Saved:
             values |= self._facts(client)
         if not apart:
             return Content(parts, self._faults.amid(self._tensors(others), "write"), values)
-        snapshots = {bucket.id: self._snapshot(bucket) for bucket in buckets}
+        snapshots = {bucket: self._snapshot(each) for bucket, each in pieces.items()}
         copies = [value.to("cpu", copy=True) for part, value in others if part.numel]  # they change before an `Update`
         tensors = chain(chain.from_iterable(snapshot.read() for snapshot in snapshots.values()), copies)
         begun = {bucket: self._faults.before(snapshot, "start", "stage") for bucket, snapshot in snapshots.items()}
         return Content(parts, self._faults.amid(tensors, "write"), values, begun)
 
-    def _snapshot(self, bucket: Bucket) -> Snapshot:
-        values = (value.detach() for part, value in self._pieces(bucket, bucket.shard) if part.numel)
+    def _snapshot(self, pieces: Iterable[tuple[Part, torch.Tensor]]) -> Snapshot:
+        values = (value.detach() for part, value in pieces if part.numel)
         return self._runtime.transfers.snapshot([piece for value in values for piece in value.split(_AT_ONCE)])
 
     def _tensors(self, others: Sequence[tuple[Part, torch.Tensor]]) -> Iterator[torch.Tensor]:
