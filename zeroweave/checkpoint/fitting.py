@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 from pydantic import Field, ValidationError
 
 from zeroweave.checkpoint import plain
-from zeroweave.checkpoint.manifest import NAME, Count, Manifest, Positive, Strict
+from zeroweave.checkpoint.manifest import NAME, Count, Manifest, Positive, Strict, reason
 from zeroweave.errors import CheckpointError
 from zeroweave.ranks.control import Control
 
@@ -113,9 +113,7 @@ class Fitting:
         try:
             self.facts = Facts.model_validate(known)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise CheckpointError(f"{NAME} holds values of no engine: {place}: {first['msg']}") from None
+            raise CheckpointError(f"{NAME} holds values of no engine: {reason(error)}") from None
         self.cut: dict[str, list[str]] = {}
         for of, key, _ in _of_parameters("state", manifest.tensors):
             self.cut.setdefault(of, []).append(key)

@@ -149,14 +149,15 @@ def parse(content: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        raise CheckpointError(f"{NAME} is of no version that can be read: {_reason(error)}") from None
+        raise CheckpointError(f"{NAME} is of no version that can be read: {reason(error)}") from None
     if manifest.checksum.encode() != checksum:
         raise CheckpointError(f"{NAME} has two checksums")
     _check(manifest)
     return manifest
 
 
-def _reason(error: ValidationError) -> str:
+def reason(error: ValidationError) -> str:
+    """What is wrong, in few words, however much is."""
     if error.error_count() > _SHOWN:
         return f"{error.error_count()} of its entries are wrong"
     first = error.errors(include_url=False)[0]
