@@ -6,8 +6,8 @@ Lists each place in these files and folders where an attribute of an object othe
 deleted, set with `setattr` or put into its `__dict__`, and ends with status 1 where there is one. Meant are the
 attributes that a class of the package owns: it assigns them on `self`, or declares them in its body. Those of other
 people's objects (`sys.argv`, a tensor's `grad`) are not. An attribute whose name is computed may be any. An object that
-the same function has made does not count as another one. What `vars(tensor).update(vars(other))` copies is not seen:
-so parameters carry what their users have put on them.
+the same function has made does not count as another one. What `vars(other).update(values)` puts somewhere is not seen:
+the package does so with objects of other people only, such as users' tensors and modules.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def deep(levels: int) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    "tag", ["", ".", "..", "../one", "/tmp/a", "a/b", ".a", "-a", "latest", "a b", "é", "a" * 129, "a\n", None, 3]
+    "tag", ["", ".", "..", "../one", "/a", "a/b", ".a", "-a", "latest", "a b", "é", "a" * 129, "a\n", None, 3]
 )
 def test_tags_that_are_none(path: Path, tag: str) -> None:
     with pytest.raises(CheckpointError, match="cannot be a checkpoint's tag"):

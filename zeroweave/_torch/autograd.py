@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +15,6 @@ def current_graph_task() -> int:
     Why: nested backwards are told apart.
     """
     return int(torch._C._current_graph_task_id())
-
-
-def recording_nothing() -> AbstractContextManager[None]:
-    """`torch.no_grad()`, where it is not so anyway. Why: in a backward it is, and to enter it again takes long."""
-    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

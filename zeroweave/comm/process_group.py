@@ -12,7 +12,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch.autograd import recording_nothing
 from zeroweave._torch.distributed import all_gather, coalescing, new_process_group, reduce_scatter
 from zeroweave._torch.foreach import foreach_copy_
 from zeroweave._torch.storages import lent
@@ -55,6 +54,11 @@ class _Work:
             self._work.get_future().add_done_callback(lambda _: stamp())
         except RuntimeError:  # gloo's reduce-scatter does its last part in `wait`, and tells nobody before
             self._waited = stamp
+
+
+def _recording_nothing() -> AbstractContextManager[None]:
+    """`torch.no_grad()`, where it is not so anyway: in a backward it is, and to enter it again takes long."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool) -> None:
@@ -173,7 +177,7 @@ class ProcessGroupTransport:
         return dist.ReduceOp.SUM
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with recording_nothing(), beside(self._stream):
+        with _recording_nothing(), beside(self._stream):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
             else:
@@ -192,7 +196,7 @@ class ProcessGroupTransport:
         )
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with recording_nothing(), beside(self._stream):
+        with _recording_nothing(), beside(self._stream):
             lay_out(out, parts, layout)
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)

@@ -18,8 +18,7 @@ def stage(schedule: Schedule) -> Schedule:
     copies, which run beside the computation, are over before the first update then, and do not stand all at once in
     the way of what else moves between the device and host memory.
     """
-    staged = {i.bucket for i in schedule.instructions if isinstance(i, Stage)}
-    if not schedule.facts.stage or staged:
+    if not schedule.facts.stage or any(isinstance(i, Stage) for i in schedule.instructions):
         return schedule
     updates = [i.bucket for i in schedule.instructions if isinstance(i, Update)]
     order = list(dict.fromkeys([*updates, *schedule.facts.by_id]))
