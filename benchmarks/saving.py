@@ -4,7 +4,8 @@
 
 Trains under ZeRO, and saves to a folder that should be in memory, so that no disk is measured: each rank's own bytes by
 `safetensors.save_file`, all ranks at once; `engine.save`; and `engine.save(asynchronous=True)`, with the steps that run
-until that checkpoint is there. Of the ranks the slowest counts, of the rounds the median.
+until that checkpoint is there, between as many before and behind that run beside nothing. Of the ranks the slowest
+counts, of the rounds the median.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ LIMITS = {"speed": 0.6, "blocks": 0.1, "slower": 1.05}
 
 @dataclass(frozen=True)
 class Found:
-    """Seconds, by round or by step, of the slowest rank; bytes of one rank.
+    """Seconds, by round, of the slowest rank; bytes of one rank.
 
-    plain: `save_file`. here: `save`. blocks: `save(asynchronous=True)` until it returns. alone: steps beside nothing.
-    under: those from there on until the checkpoint is there.
+    plain: `save_file`. here: `save`. blocks: `save(asynchronous=True)` until it returns. under: each step from there on
+    until the checkpoint is there. alone: steps beside nothing, before and behind those.
     """
 
     device: str
@@ -46,7 +47,7 @@ class Found:
     plain: list[float]
     here: list[float]
     blocks: list[float]
-    alone: list[float]
+    alone: list[list[float]]
     under: list[list[float]]
 
 
@@ -58,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stage", type=int, choices=[1, 2, 3], default=3)
     p.add_argument("--gpus", type=int, default=None, help="processes; default: all GPUs, or 2 on the CPU")
     p.add_argument("--warm", type=int, default=10, help="first steps that are not counted")
-    p.add_argument("--steps", type=int, default=10, help="that are timed beside nothing, twice")
+    p.add_argument("--steps", type=int, default=10, help="that are timed beside nothing, twice a round")
     p.add_argument("--rounds", type=int, default=3, help="of each kind; the first warms up")
     p.add_argument("--lower", choices=["inductor", "aot_eager", "none"], default="inductor", help="none: eager")
     p.add_argument("--offload", choices=["none", "all"], default="none", help="the optimizer's states in host memory")
@@ -118,6 +119,9 @@ class Rank:
         tokens = next(self.batches)
         return self.timed(lambda: self.engine.train_step((tokens, tokens)))
 
+    def several(self) -> list[float]:
+        return [self.step() for _ in range(self.a.steps)]
+
     def plain(self) -> float:
         """`save_file` of what this rank has, one kind of state after the other: they need not lie there at once."""
         seconds = 0.0
@@ -165,14 +169,17 @@ class Rank:
         for _ in range(a.warm):
             self.step()
         nbytes = sum(self.engine.fragment(name).numel * 12 for name, _ in self.engine.module.named_parameters())
-        alone = [self.step() for _ in range(a.steps)]
         plain = [self.plain() for _ in range(a.rounds)]
         here = [self.here() for _ in range(a.rounds)]
-        beside = [self.beside() for _ in range(a.rounds)]
-        alone += [self.step() for _ in range(a.steps)]
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        blocks, under = [each for each, _ in beside], [each for _, each in beside]
-        return Found(name, nbytes, plain, here, blocks, alone, under)
+        found = Found(name, nbytes, plain, here, [], [], [])
+        for _ in range(a.rounds):
+            before = self.several()
+            blocks, under = self.beside()
+            found.blocks.append(blocks)
+            found.under.append(under)
+            found.alone.append(before + self.several())
+        return found
 
 
 def rank_main(rank: int, world: int, port: int, a: argparse.Namespace, result: str) -> None:
@@ -191,19 +198,32 @@ def rank_main(rank: int, world: int, port: int, a: argparse.Namespace, result: s
 
 @dataclass(frozen=True)
 class Figures:
-    """Seconds: medians, of steps beside a save the mean; without the first round of a kind where there are several."""
+    """Medians of the rounds, without the first of a kind where there are several.
+
+    Seconds; of steps the mean in a round: `alone`, and how many times that one beside a save takes in the same round.
+    """
 
     plain: float
     here: float
     blocks: float
     alone: float
-    under: float
+    slower: float
+    rounds: tuple[float, ...]
+    """`slower` of each round"""
 
     @classmethod
     def of(cls, found: Found) -> Figures:
-        kinds = (statistics.median(each[1:] or each) for each in (found.plain, found.here, found.blocks))
-        steps = [step for under in found.under[1:] or found.under for step in under]
-        return cls(*kinds, statistics.median(found.alone), statistics.fmean(steps))
+        plain, here, blocks = (statistics.median(each[1:] or each) for each in (found.plain, found.here, found.blocks))
+        alone = [statistics.fmean(steps) for steps in found.alone]
+        rounds = [statistics.fmean(under) / each for under, each in zip(found.under, alone, strict=True)]
+        return cls(
+            plain,
+            here,
+            blocks,
+            statistics.median(alone[1:] or alone),
+            statistics.median(rounds[1:] or rounds),
+            tuple(rounds),
+        )
 
     @property
     def held(self) -> bool:
@@ -211,7 +231,7 @@ class Figures:
         return (
             self.plain / self.here >= LIMITS["speed"]
             and self.blocks / self.here <= LIMITS["blocks"]
-            and self.under / self.alone <= LIMITS["slower"]
+            and self.slower <= LIMITS["slower"]
         )
 
     def table(self, gib: float) -> str:
@@ -224,7 +244,8 @@ class Figures:
             f"| `save(asynchronous=True)`, until it returns | {self.blocks:.3f} | | "
             f"{self.blocks / self.here:.3f} of `save` |",
             f"| a step beside nothing | {self.alone:.4f} | | |",
-            f"| a step beside an asynchronous save | {self.under:.4f} | | {self.under / self.alone:.3f} of that |",
+            f"| a step beside an asynchronous save | {self.alone * self.slower:.4f} | | {self.slower:.3f} of that "
+            f"({', '.join(f'{each:.3f}' for each in self.rounds)}) |",
         ]
         return "\n".join(lines)
 

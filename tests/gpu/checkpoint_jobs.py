@@ -80,13 +80,13 @@ def blocks(folder: Path) -> tuple[bool, bool]:
         train(engine, device, 4)
         engine.save(folder, "first", asynchronous=True)
         train(engine, device, 4)
+        batch = tokens(SMALL, device, 99)  # now: its copy to the device waits for what came before
         torch.cuda.synchronize()
         torch.cuda._sleep(4 * DELAY)
         slept = torch.cuda.Event()
         slept.record()
         engine.save(folder, "second", asynchronous=True)
         after_save = slept.query()
-        batch = tokens(SMALL, device, 99)  # its copy to the device waits for nothing
         engine.train_step((batch, batch))
         return not after_save, not slept.query()
 
