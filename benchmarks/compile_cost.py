@@ -110,23 +110,23 @@ def cpu_seconds() -> float:
 
 def run(spec: Spec, timeout: float) -> list[Record]:
     """The records of all ranks, each a fresh process. RuntimeError with what they printed when one fails."""
-    port = launch.free_port()
     command = [sys.executable, "-m", "benchmarks.compile_cost", "--worker", json.dumps(asdict(spec))]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=launch.environment(rank, spec.world, port, Path(spec.cache)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(spec.world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with launch.meeting() as port:
+        processes = [
+            subprocess.Popen(
+                command,
+                env=launch.environment(rank, spec.world, port, Path(spec.cache)),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(spec.world)
+        ]
+        try:
+            outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     if any(process.returncode for process in processes):
         raise RuntimeError(f"{spec} failed:\n" + "\n".join(output[-3000:] for output in outputs))
     return [Record(**json.loads(output.strip().splitlines()[-1])) for output in outputs]

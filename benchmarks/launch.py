@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -42,19 +41,18 @@ def temporary_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+@contextmanager
+def meeting() -> Iterator[int]:
+    """The port of a store at which ranks meet. This process has it, as torchrun would: nobody can take the port."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
 
 
 def join(rank: int, world: int, port: int) -> torch.device:
     """Makes this process a rank of the default process group; returns what it computes on: GPU `rank`, or the CPU."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), **address(port))
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
@@ -63,10 +61,15 @@ def join(rank: int, world: int, port: int) -> torch.device:
 
 def spawned(main: Callable[[int, int, int, Namespace, str], None], world: int, arguments: Namespace) -> Any:
     """Runs `main(rank, world, port, arguments, path)` in new processes; what rank 0 leaves at the path, as JSON."""
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, meeting() as port:
         result = folder / "result.json"
-        mp.start_processes(main, (world, free_port(), arguments, str(result)), nprocs=world, start_method="spawn")
+        mp.start_processes(main, (world, port, arguments, str(result)), nprocs=world, start_method="spawn")
         return json.loads(result.read_text())
+
+
+def address(port: int) -> dict[str, str]:
+    """torchrun's variables for ranks that meet at `meeting`'s port."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def environment(rank: int, world: int, port: int, cache: Path) -> dict[str, str]:
@@ -81,8 +84,7 @@ def environment(rank: int, world: int, port: int, cache: Path) -> dict[str, str]
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **address(port),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
     }
@@ -116,9 +118,9 @@ def ranks(
     path = folder / "spec.json"
     path.write_text(json.dumps(request))
     outputs = [folder / f"rank{rank}.log" for rank in range(world)]
-    port = free_port()
     command = [sys.executable, "-m", module, str(path)]
     with ExitStack() as stack:
+        port = stack.enter_context(meeting())
         processes = []
         for rank, output in enumerate(outputs):
             handle = stack.enter_context(output.open("w"))

@@ -175,7 +175,7 @@ def predict(blocks: int, delay: float, compute: float, steps: int) -> list[dict[
 
 def work(rank: int, world: int, port: int, a: argparse.Namespace, out: str) -> None:
     """One rank, on the CPU."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), **launch.address(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:

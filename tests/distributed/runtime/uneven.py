@@ -147,7 +147,7 @@ class Setting:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def full(self) -> dict[str, Any]:
-        config = {"stage": self.stage, "deadline_seconds": 60.0, **self.config}
+        config = {"stage": self.stage, "deadline_seconds": 300.0, **self.config}
         return {**config, "compile": {**MODES[self.mode], **self.config.get("compile", {})}}
 
     def optimize(self, module: nn.Module) -> torch.optim.Optimizer:
