@@ -130,8 +130,9 @@ def table(rows: Sequence[Row]) -> str:
 
     def ratio(row: Row) -> str:
         peer = peers.get((row.stage, row.mode, row.n))
-        known = row.engine == "zeroweave" and peer and row.backwards_ms
-        return f"{row.backwards_ms / peer:.2f}" if known else "–"
+        if row.engine != "zeroweave" or not peer or not row.backwards_ms:
+            return "–"
+        return f"{row.backwards_ms / peer:.2f}"
 
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     for row in sorted(rows, key=lambda r: (r.n, r.stage, MODES.index(r.mode), ENGINES.index(r.engine))):
@@ -167,7 +168,7 @@ def verdicts(rows: Sequence[Row], known_size: bool) -> list[tuple[bool, str]]:
             continue
         peer = by_key.get(("deepspeed", row.stage, row.mode, row.n))
         limits = []
-        if peer is not None and peer.peak is not None:
+        if peer is not None and peer.peak is not None and peer.resident is not None:
             limits = [("window resident", row.resident, peer.resident), ("peak window", row.peak, peer.peak)]
         elif known_size:
             limits = [("window resident", row.resident, KNOWN_RESIDENT)]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,12 @@ def seconds(run: Callable[[], Any]) -> tuple[Any, float, float]:
 
 def train(engine: Any, x: Tensor, group: dist.ProcessGroup, steps: int) -> list[tuple[float, ...]]:
     """The seconds of steps, as in `Record`."""
-    times = []
+    times: list[tuple[float, ...]] = []
     for _ in range(steps):
         dist.barrier(group)
         loss, forward, forward_wall = seconds(lambda: engine(x))
         dist.barrier(group)
-        _, backward, backward_wall = seconds(lambda loss=loss: engine.backward(loss))
+        _, backward, backward_wall = seconds(partial(engine.backward, loss))
         engine.step()
         times.append((forward, backward, forward_wall, backward_wall))
     return times

@@ -44,7 +44,7 @@ def temporary_folder() -> Iterator[Path]:
 @contextmanager
 def meeting() -> Iterator[int]:
     """The port of a store at which ranks meet. This process has it, as torchrun would: nobody can take the port."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     yield store.port
 
 
@@ -63,7 +63,7 @@ def spawned(main: Callable[[int, int, int, Namespace, str], None], world: int, a
     """Runs `main(rank, world, port, arguments, path)` in new processes; what rank 0 leaves at the path, as JSON."""
     with temporary_folder() as folder, meeting() as port:
         result = folder / "result.json"
-        mp.start_processes(main, (world, port, arguments, str(result)), nprocs=world, start_method="spawn")
+        mp.spawn(main, (world, port, arguments, str(result)), nprocs=world)  # type: ignore[attr-defined]
         return json.loads(result.read_text())
 
 

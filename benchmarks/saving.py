@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -127,11 +128,11 @@ class Rank:
         seconds = 0.0
         names = [name for name, _ in self.engine.module.named_parameters()]
         for what in STATES:
-            tensors = {name: self.engine.local(name, what) for name in names}
-            tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+            held = {name: self.engine.local(name, what) for name in names}
+            tensors = {name: tensor for name, tensor in held.items() if tensor is not None and tensor.numel()}
             path = self.folder / f"plain-{self.engine.rank}-{what}.safetensors"
-            seconds += self.timed(lambda tensors=tensors, path=path: save_file(tensors, path))
-            del tensors
+            seconds += self.timed(partial(save_file, tensors, path))
+            del held, tensors
             path.unlink()
         return seconds
 

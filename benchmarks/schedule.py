@@ -166,8 +166,8 @@ def predict(blocks: int, delay: float, compute: float, steps: int) -> list[dict[
                     "prefetch": ahead,
                     "predicted": prediction.seconds,
                     "measured": statistics.median(each.seconds for each in found),
-                    "exposed_predicted": prediction.exposed,
-                    "exposed_measured": statistics.median(each.exposed for each in found),
+                    "exposed_predicted": sum(prediction.waits.values()),
+                    "exposed_measured": statistics.median(sum(each.waits.values()) for each in found),
                 }
             )
     return rows
