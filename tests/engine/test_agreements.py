@@ -90,7 +90,7 @@ def test_while_communication_is_skipped_nobody_is_asked() -> None:
     transport.skip(True)
     made.backward()
     found = made.step(b"\1\0", b"\1", b"\0", SCHEDULE, lambda: True)
-    assert found.decision == Decision(b"\1\0\1\0", adopt=True, nonfinite=True)
+    assert found.decision == Decision(b"\1\0\1\0", adopt=True, nonfinite=True, record=SCHEDULE.shape)
     assert (found.had_gradient, found.late, found.viewed) == (b"\1\0", b"\1", b"\0")
     assert others.told == []
     transport.skip(False)

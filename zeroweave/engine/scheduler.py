@@ -5,7 +5,8 @@
     steps 3 …        `compile.record_steps` steps whose instructions are timed, while they train
     the step after   the ranks put their costs together, each makes the same better schedule, and all follow it
 
-A step that departs from its schedule is recorded anew, and the same begins again.
+A step that departs from its schedule is recorded anew, and the same begins again for windows of its kind. What was
+found for other kinds stays: see `schedule.kinds`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from zeroweave.engine.guard import Guard
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
 from zeroweave.errors import EngineError, ScheduleError
+from zeroweave.ranks.control import Decision
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import (
     PASSES,
@@ -27,6 +29,8 @@ from zeroweave.schedule import (
     Event,
     Facts,
     Graph,
+    Kind,
+    Kinds,
     Operations,
     Pass,
     Schedule,
@@ -79,14 +83,9 @@ class Scheduler:
         self._settle_on(settings_of(parts.config))
         self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
         self._record_steps = parts.config.compile.record_steps
-        self._costs: Costs | None = None
-        """what schedules are made from; None: nothing has been measured"""
-        self._measured: Schedule | None = None
-        """the schedule that the costs were measured on"""
-        self._followed = 0
-        """steps in a row that followed one schedule"""
-        self._steps: list[Step] = []
-        """those of them that were timed"""
+        self._kinds = Kinds()
+        self._kind: Kind | None = None
+        """of what the next window follows"""
         self._recordings: list[Recording] = []
         """those that are open"""
         self._timeline: Timeline | None = None
@@ -102,7 +101,8 @@ class Scheduler:
     @property
     def settled(self) -> bool:
         """Do the steps follow a schedule that will not change by itself?"""
-        return self._followed >= _WARM_STEPS + (self._record_steps if self._automatic else 0)
+        enough = _WARM_STEPS + (self._record_steps if self._automatic else 0)
+        return self._kind is not None and self._kind.followed >= enough
 
     # ------------------------------------------------------------------ making schedules
     def _compile(
@@ -121,9 +121,9 @@ class Scheduler:
             assert replay.schedule is not None
             return replay.schedule
         record = tuple(replay.record)
-        if self._measured is not None and self._measured.record != record:
-            self._costs = self._measured = None  # what was measured tells nothing about another record
-        return self._compile(record, self.settings, self._costs, self._measured)
+        known = self._kinds.measured_on(record)  # what was measured tells nothing about another record
+        costs, measured = (None, None) if known is None else (known.costs, known.measured)
+        return self._compile(record, self.settings, costs, measured)
 
     def register_pass(self, new: Pass, after: str | None) -> None:
         """Adds a pass behind the one called `after`, or at the end; takes effect with the next schedule."""
@@ -134,8 +134,8 @@ class Scheduler:
         self.passes.insert(at, new)
 
     # ------------------------------------------------------------------ at the end of a step
-    def next(self, candidate: Schedule, adopt: bool, applied: bool = True) -> Schedule | None:
-        """What the next window follows, given that all ranks would adopt their candidates or not.
+    def next(self, candidate: Schedule, decision: Decision, applied: bool = True) -> Schedule | None:
+        """What the next window follows, by what the ranks know together.
 
         A step that was not `applied` says nothing about the time that steps take.
         """
@@ -143,45 +143,41 @@ class Scheduler:
             self.abort()
             return self.schedule
         step = self._take_step() if applied else None
-        if not adopt:
-            self._followed, self._steps = 0, []
+        if not decision.adopt:
+            self._kind = None
             self._time(False)
             return None
-        before = self.schedule
-        same = before is not None and before.fingerprint == candidate.fingerprint
-        self._followed = self._followed + applied if same else 0
-        if not same:
-            self._steps = []
-        chosen = candidate
-        if applied and self._automatic and self._followed > _WARM_STEPS:
+        kind = self._kinds.of(candidate, decision.record)
+        same = self._kind is kind and kind.schedule.fingerprint == candidate.fingerprint
+        kind.came(candidate, decision.record, followed=same and applied)
+        if same and applied and self._automatic and kind.followed > _WARM_STEPS:
             if step is not None:
-                # Another record may send the same: then the ranks go on together, but not with those times.
-                self._steps = [each for each in self._steps if each.schedule is step.schedule] + [step]
-            if self._followed == _WARM_STEPS + self._record_steps:
-                chosen = self._improve(candidate)
-        wanted = self._automatic and _WARM_STEPS <= self._followed < _WARM_STEPS + self._record_steps
+                kind.timed(step)
+            if kind.followed == _WARM_STEPS + self._record_steps:
+                self._improve(kind)
+        self._kind = self._kinds.upcoming
+        wanted = self._automatic and _WARM_STEPS <= self._kind.followed < _WARM_STEPS + self._record_steps
         self._time(wanted or bool(self._recordings))
-        return chosen
+        return self._kind.schedule
 
     @property
     def _automatic(self) -> bool:
         auto = self.settings.prefetch == "auto" or self.settings.keep == "auto"
         return auto and self._record_steps > 0
 
-    def _improve(self, schedule: Schedule) -> Schedule:
-        steps = [step for step in self._steps if step.schedule is schedule]
+    def _improve(self, kind: Kind) -> None:
+        schedule = kind.schedule
+        steps = [step for step in kind.steps if step.schedule is schedule]
         mine = costs_of(steps, self._transport.clock.peak()) if steps else None
-        self._steps = []
         agreed = self._agreements.costs(schedule, mine)
         if agreed is None:  # the ranks compute different things, each in its own time
-            return schedule
-        self._costs, self._measured = agreed, schedule
+            return
+        kind.measure(agreed)
         better = self._compile(schedule.record, self.settings, agreed, schedule)
-        if better.instructions == schedule.instructions:
-            return better  # the same, with what was measured
-        self._agreements.schedule(better)
-        self._runtime.restart_peaks()
-        return better
+        if better.instructions != schedule.instructions:
+            self._agreements.schedule(better)
+            self._runtime.restart_peaks()
+        kind.follow(better)
 
     # ------------------------------------------------------------------ recording
     def _time(self, on: bool) -> None:
@@ -226,6 +222,11 @@ class Scheduler:
         schedule = self.schedule
         return None if schedule is None else (schedule, self.settings, self._measured)
 
+    @property
+    def _measured(self) -> Schedule | None:
+        """The schedule whose costs the next window's was made from."""
+        return None if self._kind is None else self._kind.measured
+
     def use(self, schedule: Schedule, settings: ScheduleSettings, measured: Schedule | None) -> None:
         """Follows `schedule`, made with `settings`, from the next window on. Collective, between windows.
 
@@ -236,9 +237,10 @@ class Scheduler:
             raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
         self._agreements.schedule(schedule)
         self._settle_on(settings)
-        self._costs, self._measured = schedule.facts.costs, measured
-        self._followed = 0 if self._costs is None else _WARM_STEPS + self._record_steps
-        self._steps = []
+        costs = schedule.facts.costs
+        followed = 0 if costs is None else _WARM_STEPS + self._record_steps
+        self._kind = Kind(schedule, None, costs, measured, followed)
+        self._kinds.restart(self._kind)  # the others were made with other settings
         self._runtime.next_window(schedule)
         self._runtime.restart_peaks()
         self._time(bool(self._recordings))
@@ -255,8 +257,9 @@ class Scheduler:
         if current is None:
             self._settle_on(settings)
             return None
-        schedule = self._compile(current.record, settings, self._costs, self._measured)
-        self.use(schedule, settings, self._measured)
+        costs, measured = (None, None) if self._kind is None else (self._kind.costs, self._measured)
+        schedule = self._compile(current.record, settings, costs, measured)
+        self.use(schedule, settings, measured)
         return schedule
 
     def plan(self, operations: Operations, changes: Mapping[str, Any]) -> Plan:

@@ -151,7 +151,7 @@ class OptimizerStep:
     def _begin_next(self, candidate: Schedule, found: Found, applied: bool) -> None:
         """The window is over, and another begins."""
         runtime, parts = self._runtime, self._parts
-        runtime.next_window(self._scheduler.next(candidate, found.decision.adopt, applied))
+        runtime.next_window(self._scheduler.next(candidate, found.decision, applied))
         runtime.release_kept()
         if applied:
             runtime.replay.lingering.rewrite(found.viewed)

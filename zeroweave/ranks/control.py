@@ -63,13 +63,14 @@ class Decision:
     """What all ranks take away: the flags of any of them, and whether all would adopt one schedule.
 
     `differ`: they would not, although all compute the same: something other than the step made the difference.
-    `nonfinite`: some rank's gradients are.
+    `nonfinite`: some rank's gradients are. `record`: as in their agreements, 0 where those differ.
     """
 
     flags: bytes
     adopt: bool
     differ: bool = False
     nonfinite: bool = False
+    record: int = 0
 
 
 class Diverged(AgreementError):
@@ -299,7 +300,8 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
     adopt = len(candidates) == 1 and 0 not in candidates
     differ = len(candidates) > 1 and len(records) == 1
     nonfinite = any(each.nonfinite for each in all_ranks)
-    return Decision(bits.to_bytes(len(first.flags), "little"), adopt, differ, nonfinite)
+    record = first.record if len(records) == 1 else 0
+    return Decision(bits.to_bytes(len(first.flags), "little"), adopt, differ, nonfinite, record)
 
 
 def _unpack(data: bytes) -> Agreement:
