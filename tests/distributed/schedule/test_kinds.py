@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -72,3 +73,35 @@ def test_windows_that_alternate_stop_departing(pools: Pools, windows: Windows, s
     for departed, _, known in pools(2).run(alternating, windows, 8, mode, stage):
         assert all(index < 2 * len(windows) for index in departed), departed
         assert known >= len(set(windows)), "each kind has been measured"
+
+
+def at_random(seed: int, mode: str, stage: int) -> tuple[int, int]:
+    """Departures, and windows: of any kind, some given up, with other settings now and then, and evaluation between."""
+    rng = random.Random(seed)
+    windows = 0
+    with training("eager", stage, prefetch=0, keep="none") as plain, training(mode, stage, record_steps=1) as engine:
+        for index in range(40):
+            count, backwards, event = rng.randint(1, 3), rng.random() < 0.3, rng.random()
+            if event < 0.1:
+                engine.reschedule(prefetch=rng.choice([0, 1, 2, "auto"]), keep=rng.choice(["none", "all", "auto"]))
+            elif event < 0.2:
+                x, _ = rows(engine.rank, index)
+                with torch.no_grad():
+                    assert torch.equal(engine(x), plain(x)), index
+            elif event < 0.3:
+                for each in (engine, plain):
+                    each.set_gradient_accumulation_boundary(False)
+                    x, y = rows(each.rank, index)
+                    each.backward(F.mse_loss(each(x), y))
+                    each.zero_grad()
+            windows += 1
+            assert window(engine, count, backwards) == window(plain, count, backwards), index
+        return engine.stats.departures, windows
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("stage", "mode"), [(1, "aot_eager"), (2, "eager"), (3, "aot_eager"), (3, "eager")])
+def test_windows_of_any_kind_in_any_order_are_exact(pools: Pools, stage: int, mode: str, seed: int) -> None:
+    for departures, windows in pools(2).run(at_random, seed, mode, stage):
+        assert 0 < departures <= windows
