@@ -5,8 +5,8 @@
     steps 3 …        `compile.record_steps` steps whose instructions are timed, while they train
     the step after   the ranks put their costs together, each makes the same better schedule, and all follow it
 
-A step that departs from its schedule is recorded anew, and the same begins again for windows of its kind. What was
-found for other kinds stays: see `schedule.kinds`.
+A step that departs from its schedule is recorded anew, and where it is of a new kind, the same begins for that. What
+was found for other kinds stays: see `schedule.kinds`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from zeroweave.schedule import (
     Event,
     Facts,
     Graph,
-    Kind,
-    Kinds,
     Operations,
     Pass,
     Schedule,
     Step,
+    WindowKind,
+    WindowKinds,
     compile_schedule,
     costs_of,
 )
@@ -83,9 +83,11 @@ class Scheduler:
         self._settle_on(settings_of(parts.config))
         self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
         self._record_steps = parts.config.compile.record_steps
-        self._kinds = Kinds()
-        self._kind: Kind | None = None
+        self._kinds = WindowKinds()
+        self._kind: WindowKind | None = None
         """of what the next window follows"""
+        self._as_expected = False
+        """did the last window follow its schedule?"""
         self._recordings: list[Recording] = []
         """those that are open"""
         self._timeline: Timeline | None = None
@@ -100,9 +102,9 @@ class Scheduler:
 
     @property
     def settled(self) -> bool:
-        """Do the steps follow a schedule that will not change by itself?"""
+        """Has the last window followed its schedule, and will that of the next one not change by itself?"""
         enough = _WARM_STEPS + (self._record_steps if self._automatic else 0)
-        return self._kind is not None and self._kind.followed >= enough
+        return self._as_expected and self._kind is not None and self._kind.followed >= enough
 
     # ------------------------------------------------------------------ making schedules
     def _compile(
@@ -143,20 +145,22 @@ class Scheduler:
             self.abort()
             return self.schedule
         step = self._take_step() if applied else None
-        if not decision.adopt:
-            self._kind = None
+        if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
+            self._kind, self._as_expected = None, False
+            self._kinds.restart(None)
             self._time(False)
             return None
         kind = self._kinds.of(candidate, decision.record)
-        same = self._kind is kind and kind.schedule.fingerprint == candidate.fingerprint
+        same = self._as_expected = self._kind is kind and kind.schedule.fingerprint == candidate.fingerprint
         kind.came(candidate, decision.record, followed=same and applied)
-        if same and applied and self._automatic and kind.followed > _WARM_STEPS:
+        enough = _WARM_STEPS + self._record_steps
+        if same and applied and self._automatic and _WARM_STEPS < kind.followed <= enough:
             if step is not None:
                 kind.timed(step)
-            if kind.followed == _WARM_STEPS + self._record_steps:
+            if kind.followed == enough:
                 self._improve(kind)
         self._kind = self._kinds.upcoming
-        wanted = self._automatic and _WARM_STEPS <= self._kind.followed < _WARM_STEPS + self._record_steps
+        wanted = self._automatic and _WARM_STEPS <= self._kind.followed < enough
         self._time(wanted or bool(self._recordings))
         return self._kind.schedule
 
@@ -165,9 +169,10 @@ class Scheduler:
         auto = self.settings.prefetch == "auto" or self.settings.keep == "auto"
         return auto and self._record_steps > 0
 
-    def _improve(self, kind: Kind) -> None:
+    def _improve(self, kind: WindowKind) -> None:
         schedule = kind.schedule
         steps = [step for step in kind.steps if step.schedule is schedule]
+        kind.forget_steps()
         mine = costs_of(steps, self._transport.clock.peak()) if steps else None
         agreed = self._agreements.costs(schedule, mine)
         if agreed is None:  # the ranks compute different things, each in its own time
@@ -237,9 +242,10 @@ class Scheduler:
             raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
         self._agreements.schedule(schedule)
         self._settle_on(settings)
-        costs = schedule.facts.costs
-        followed = 0 if costs is None else _WARM_STEPS + self._record_steps
-        self._kind = Kind(schedule, None, costs, measured, followed)
+        # Whether costs were measured is known to all ranks; those in a schedule may be this rank's alone.
+        costs = None if measured is None else schedule.facts.costs
+        followed = 0 if measured is None else _WARM_STEPS + self._record_steps
+        self._kind, self._as_expected = WindowKind(schedule, None, costs, measured, followed), True
         self._kinds.restart(self._kind)  # the others were made with other settings
         self._runtime.next_window(schedule)
         self._runtime.restart_peaks()
@@ -256,6 +262,7 @@ class Scheduler:
         current = self.schedule
         if current is None:
             self._settle_on(settings)
+            self._kinds.restart(None)
             return None
         costs, measured = (None, None) if self._kind is None else (self._kind.costs, self._measured)
         schedule = self._compile(current.record, settings, costs, measured)

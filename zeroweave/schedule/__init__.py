@@ -39,8 +39,8 @@ from zeroweave.schedule.instructions import Stage as Stage
 from zeroweave.schedule.instructions import Unshard as Unshard
 from zeroweave.schedule.instructions import Update as Update
 from zeroweave.schedule.instructions import Wait as Wait
-from zeroweave.schedule.kinds import Kind as Kind
-from zeroweave.schedule.kinds import Kinds as Kinds
+from zeroweave.schedule.kinds import WindowKind as WindowKind
+from zeroweave.schedule.kinds import WindowKinds as WindowKinds
 from zeroweave.schedule.measured import Measured as Measured
 from zeroweave.schedule.passes import PASSES as PASSES
 from zeroweave.schedule.passes import Pass as Pass

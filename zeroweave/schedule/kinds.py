@@ -13,20 +13,18 @@ from typing import Final, TypeVar
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.facts import Costs
-from zeroweave.schedule.instructions import Event
+from zeroweave.schedule.instructions import Event, project
 from zeroweave.schedule.record import Step
 
 KINDS: Final = 8
 """So many are known at once; the one that has not come for longest is forgotten."""
-_PAST: Final = 64
-"""So many windows are remembered."""
-_ALIKE: Final = 16
-"""So many windows at most are compared with what came earlier."""
+_PAST: Final = 256
+"""So many windows are remembered: patterns of half as many are foreseen."""
 
 T = TypeVar("T")
 
 
-class Kind:
+class WindowKind:
     """Windows that compute and send the same: the `schedule` that they follow, and how it was found.
 
     `work`: a hash of what all ranks compute, 0 where they compute different things, None before such a window has come.
@@ -51,14 +49,18 @@ class Kind:
 
     def is_of(self, schedule: Schedule, work: int) -> bool:
         """Is this the kind of a window after which all ranks would follow this schedule? The same on all ranks."""
-        return self.work in (None, work) and schedule.fingerprint in self._known_as
+        alike = work == self.work or (self.work is None and work != 0)
+        return alike and schedule.fingerprint in self._known_as
 
     def came(self, candidate: Schedule, work: int, followed: bool) -> None:
         """One window more, which has `followed` the schedule or not; `candidate`: what would be followed after it."""
         self.work = work
         if candidate.fingerprint != self.schedule.fingerprint:
             self.followed, self.steps = 0, []
-        self.schedule = candidate
+        if self.measured is not None and self.measured.shape != candidate.shape:
+            self.costs = self.measured = None  # what was measured tells nothing about other work
+        if candidate is not self.schedule and candidate != self.schedule:  # of equal ones the first: steps know it
+            self.schedule = candidate
         self.followed += followed
 
     def timed(self, step: Step) -> None:
@@ -70,57 +72,76 @@ class Kind:
         """All ranks have agreed on the costs of the schedule."""
         self.costs, self.measured = costs, self.schedule
 
+    def forget_steps(self) -> None:
+        """What was timed has been put to use."""
+        self.steps = []
+
     def follow(self, schedule: Schedule) -> None:
-        """From the next window on, which is of this kind."""
-        self.schedule, self.steps = schedule, []
+        """From its next window on."""
+        self.schedule = schedule
         self._known_as.add(schedule.fingerprint)
 
 
-class Kinds:
-    """The kinds of one engine's windows. All ranks tell it the same, and so hear the same."""
+class WindowKinds:
+    """The kinds of one engine's windows.
+
+    Fingerprints and work are the same on all ranks, so kinds, their order and what is expected are. Schedules, records
+    and measured steps are each rank's own.
+    """
 
     def __init__(self) -> None:
-        self._kinds: list[Kind] = []
+        self._kinds: list[WindowKind] = []
         """the one that came last is the last"""
-        self._past: list[Kind] = []
+        self._past: list[WindowKind] = []
 
-    def of(self, schedule: Schedule, work: int) -> Kind:
-        """The kind of the window that has just ended; see `Kind.is_of`."""
-        kind = next((each for each in self._kinds if each.is_of(schedule, work)), None) or Kind(schedule, work)
+    def of(self, schedule: Schedule, work: int) -> WindowKind:
+        """The kind of the window that has just ended; see `WindowKind.is_of`."""
+        kind = next((each for each in self._kinds if each.is_of(schedule, work)), None) or self._new(schedule, work)
         others = [each for each in self._kinds if each is not kind]
         self._kinds = [*others[1 - KINDS :], kind]
         self._past = [*(each for each in self._past[1 - _PAST :] if each in self._kinds), kind]
         return kind
 
     @property
-    def upcoming(self) -> Kind:
-        """The kind that the next window will probably be of."""
+    def upcoming(self) -> WindowKind:
+        """The kind that the next window will probably be of; one has come."""
         return expected(self._past)
 
-    def measured_on(self, record: tuple[Event, ...]) -> Kind | None:
-        """The kind whose costs were measured on a schedule of this record."""
-        return next((k for k in self._kinds if k.measured is not None and k.measured.record == record), None)
+    def measured_on(self, record: tuple[Event, ...]) -> WindowKind | None:
+        """The kind whose costs were measured on a record of the same work, which is what costs are of."""
+        work = project(record)
+        return next((k for k in self._kinds if k.measured is not None and project(k.measured.record) == work), None)
 
-    def restart(self, kind: Kind | None) -> None:
+    def _new(self, schedule: Schedule, work: int) -> WindowKind:
+        known = self.measured_on(schedule.record) if work and schedule.facts.costs is not None else None
+        return WindowKind(schedule, work, *((None, None) if known is None else (known.costs, known.measured)))
+
+    def restart(self, kind: WindowKind | None) -> None:
         """Only this one is known from here on."""
         self._kinds, self._past = [kind] if kind is not None else [], []
 
 
 def expected(past: Sequence[T]) -> T:
-    """What has mostly followed where the longest possible run of windows came in the order of the last ones.
+    """What mostly followed the longest run of windows that came earlier in the order of the last ones.
 
-    This is the core of "prediction by partial matching" (Cleary and Witten, 1984), without its probabilities. The
-    latest decides between equals. Where the last window is the first of its kind, another one like it is expected.
+    This is the core of "prediction by partial matching" (Cleary and Witten, 1984), without its probabilities; the runs
+    are found in linear time by the Z algorithm. The latest decides between equals. Where the last window is the first
+    of its kind, another one like it is expected. `past` has at least one.
     """
-    if past.count(past[-1]) == len(past):  # as in most programs: found out at no cost
-        return past[-1]
-    followed, longest = Counter([past[-1]]), 0
-    for index in reversed(range(1, len(past))):
-        alike = 0
-        while alike < min(index, _ALIKE) and past[index - 1 - alike] == past[-1 - alike]:
-            alike += 1
-        if alike > longest:
-            followed, longest = Counter(), alike
-        if alike == longest > 0:
-            followed[past[index]] += 1
-    return followed.most_common(1)[0][0]
+    back = past[::-1]
+    if back.count(back[0]) == len(back):  # as in most programs: found out at no cost
+        return back[0]
+    alike = [0] * len(back)
+    """of each window but the last: so many up to it came in the order of the last ones"""
+    left = right = 0
+    for index in range(1, len(back)):
+        run = min(right - index, alike[index - left]) if index < right else 0
+        while index + run < len(back) and back[index + run] == back[run]:
+            run += 1
+        alike[index] = run
+        if index + run > right:
+            left, right = index, index + run
+    longest = max(alike)
+    if not longest:
+        return back[0]
+    return Counter(back[index - 1] for index, run in enumerate(alike) if run == longest).most_common(1)[0][0]
