@@ -5,7 +5,8 @@
 #   benchmarks/gpu.sh bench [benchmarks.lm arguments]    the benchmark of benchmarks/README.md, on all GPUs
 #   benchmarks/gpu.sh coalesce [its arguments]           benchmarks.coalesce, on two GPUs
 #   benchmarks/gpu.sh saving [its arguments]             benchmarks.saving: what checkpoints cost, on all GPUs
-#   benchmarks/gpu.sh endurance [its arguments]          benchmarks.endurance: hundreds of steps, on all GPUs
+#   benchmarks/gpu.sh endurance [its arguments]          benchmarks.endurance: hundreds of steps, on all GPUs;
+#                                                        --graphs both: as CUDA graphs and not
 #   benchmarks/gpu.sh doctor                             versions and devices, only
 #
 # Run from anywhere. PYTHON names the interpreter (default: python3), OUT the folder for logs and results

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks import peers
 from benchmarks.worker import Record, Spec
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,8 +73,10 @@ def address(port: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
-def environment(rank: int, world: int, port: int, cache: Path) -> dict[str, str]:
-    """The parent's environment, torchrun's variables, and compiler caches in `cache`."""
+def environment(
+    rank: int, world: int, port: int, cache: Path, variables: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """The parent's environment, torchrun's variables, compiler caches in `cache`, and `variables`."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     return {
         "OMP_NUM_THREADS": "1",
@@ -87,6 +90,7 @@ def environment(rank: int, world: int, port: int, cache: Path) -> dict[str, str]
         **address(port),
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
+        **(variables or {}),
     }
 
 
@@ -96,7 +100,8 @@ def run(spec: Spec, world: int, timeout: float, log: TextIO, cache: Path | None 
     Otherwise as `ranks`.
     """
     with temporary_folder() as folder:
-        found = ranks("benchmarks.worker", spec.impl, asdict(spec), folder, world, timeout, log, cache)
+        variables = peers.environment(spec.impl)
+        found = ranks("benchmarks.worker", spec.impl, asdict(spec), folder, world, timeout, log, cache, variables)
         return [Record(**record) for record in found]
 
 
@@ -109,11 +114,13 @@ def ranks(
     timeout: float,
     log: TextIO,
     cache: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Runs `module` on `world` ranks with `request` as `spec.json`; what each wrote as `rank<r>.json`, beside it.
 
-    `folder` is where these files lie. What the ranks print goes to `log`; rank 0's lines are also printed as they
-    come. LaunchError when a rank fails or `timeout` seconds pass; no process is left behind.
+    `folder` is where these files lie, `variables` are added to the ranks' environment. What the ranks print goes to
+    `log`; rank 0's lines are also printed as they come. LaunchError when a rank fails or `timeout` seconds pass; no
+    process is left behind.
     """
     path = folder / "spec.json"
     path.write_text(json.dumps(request))
@@ -124,7 +131,7 @@ def ranks(
         processes = []
         for rank, output in enumerate(outputs):
             handle = stack.enter_context(output.open("w"))
-            env = environment(rank, world, port, cache or folder / "cache")
+            env = environment(rank, world, port, cache or folder / "cache", variables)
             process = subprocess.Popen(command, env=env, stdout=handle, stderr=subprocess.STDOUT)
             processes.append(process)
             stack.callback(stop, process)

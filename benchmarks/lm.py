@@ -1,7 +1,7 @@
 """Times the training of one language model under several implementations, one after the other.
 
     python -m benchmarks.lm --model qwen3-8b --seq 4096 --micro-batch 1 \
-        --impl zeroweave-z3,zeroweave-z2,fsdp2-z3,fsdp2-z2
+        --impl zeroweave-z3,fsdp2-ce-z3,zeroweave-z2,fsdp2-ce-z2
 
 Every implementation runs in fresh processes, one per GPU (or `--gpus N` processes on the CPU where there is
 none), on the same model code, initial weights and data. Prints a table and, with `--out`, writes lm.json,
@@ -16,7 +16,7 @@ import ast
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,29 +25,39 @@ from typing import Any
 import torch
 
 from benchmarks import launch, peers, report
+from benchmarks.cases import CASES, Case
 from benchmarks.models import SHAPES
 from benchmarks.worker import Spec
 
-DEFAULT = "zeroweave-z3,zeroweave-z2,fsdp2-z3,fsdp2-z2"
+DEFAULT = "zeroweave-z3,fsdp2-ce-z3,zeroweave-z2,fsdp2-ce-z2"
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.lm", description=(__doc__ or "").split("\n", 1)[0])
+    p.add_argument("--case", choices=sorted(CASES), help="a named comparison; other options change it")
     p.add_argument("--model", choices=sorted(SHAPES), default="qwen3-8b")
     p.add_argument("--seq", type=int, default=4096, help="tokens of a sequence")
     p.add_argument("--micro-batch", type=int, default=1, help="sequences per GPU and step")
-    p.add_argument("--impl", default=DEFAULT, help=f"comma-separated, of: {', '.join(peers.NAMES)}")
+    p.add_argument("--impl", default=DEFAULT, help=f"comma-separated, of: {'; '.join(peers.NAMES)}")
+    p.add_argument("--ce-rs", action="store_true", help="beside each fsdp2-ce-zN also fsdp2-ce-rs-zN")
+    hf: dict[str, Any] = {"nargs": "?", "const": "causal", "default": "", "choices": ["causal", "masked"]}
+    p.add_argument("--hf", help="train transformers' own model of this shape; masked: with the mask it makes", **hf)
+    p.add_argument("--gas", type=int, default=1, help="micro-steps of an optimizer step")
+    p.add_argument("--loop", choices=["train_step", "plain"], default="train_step", help="how zeroweave is called")
     p.add_argument("--gpus", type=int, default=None, help="processes; default: all GPUs, or 2 on the CPU")
     p.add_argument("--steps", type=int, default=25)
     p.add_argument("--warm", type=int, default=10, help="first steps that are not counted")
     p.add_argument("--lower", choices=["inductor", "aot_eager", "none"], default="inductor")
     p.add_argument("--compile-embedding", action="store_true", help="FSDP2 and compute: compile the embedding too")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="zeroweave's config, dotted key")
+    variant: dict[str, Any] = {"action": "append", "nargs": "+", "default": [], "metavar": ("NAME", "KEY=VALUE")}
+    p.add_argument("--variant", help="a setting of zeroweave to compare, run as zeroweave-NAME-zN", **variant)
     p.add_argument("--out", type=Path, default=None, help="folder for lm.json, lm.md, lm.log and traces")
     p.add_argument("--cache", type=Path, default=None, help="folder of compiler caches to keep; default: empty ones")
     names: dict[str, Any] = {"nargs": "?", "const": "all", "default": "", "metavar": "NAMES"}
     p.add_argument("--trace", help="write a Chrome trace of one step of rank 0 (needs --out); default: of all", **names)
     p.add_argument("--profile", help="print what that step's trace says; default: for all", **names)
+    p.add_argument("--host-profile", help="write where the host's time of a step goes (needs --out)", **names)
     p.add_argument("--timeout", type=float, default=300.0, help="seconds for each implementation")
     p.add_argument("--check", action="store_true", help="exit with 1 when something that must hold does not")
     return p
@@ -76,21 +86,39 @@ def overrides(settings: Sequence[str]) -> dict[str, Any]:
     return config
 
 
+def implementations(text: str, ce_rs: bool, variants: Mapping[str, Any]) -> list[str]:
+    """The names in `text`; with `ce_rs` each copy-engine FSDP2 is followed by the one with symmetric reductions."""
+    names: list[str] = []
+    for name in filter(None, map(str.strip, text.split(","))):
+        names.append(name)
+        if ce_rs and name.startswith("fsdp2-ce-z"):
+            names.append(name.replace("-ce-", "-ce-rs-"))
+    try:
+        for name in names:
+            peers.parse(name, variants)
+    except ValueError as error:
+        raise SystemExit(f"--impl: {error}") from None
+    if not names:
+        raise SystemExit("--impl names nothing")
+    return names
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    a = parser().parse_args(arguments)
-    names = [name.strip() for name in a.impl.split(",") if name.strip()]
-    unknown = [name for name in names if name not in peers.NAMES]
-    if unknown or not names:
-        raise SystemExit(f"--impl: unknown {', '.join(unknown) or 'nothing'}; there are {', '.join(peers.NAMES)}")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    case = CASES.get(parser().parse_args(given).case, report.ANY)
+    a = parser().parse_args([*case.arguments.split(), *given])
+    variants = {name: overrides(settings) for name, *settings in a.variant}
+    names = implementations(a.impl, a.ce_rs, variants)
     if not 0 <= a.warm < a.steps:
         raise SystemExit("--warm must be less than --steps")
-    if a.trace and a.out is None:
-        raise SystemExit("--trace needs --out")
+    if (a.trace or a.host_profile) and a.out is None:
+        raise SystemExit("--trace and --host-profile need --out")
     world = a.gpus or torch.cuda.device_count() or 2
     out: Path | None = a.out
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    base = Spec("", a.model, a.seq, a.micro_batch, a.steps, a.warm, a.lower, a.compile_embedding, overrides(a.set))
+    settings = (a.lower, a.compile_embedding, overrides(a.set), variants, a.loop, a.hf, a.gas)
+    base = Spec("", a.model, a.seq, a.micro_batch, a.steps, a.warm, *settings)
 
     rows: list[report.Row] = []
     failures: list[str] = []
@@ -103,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if traced or profiled:
                 folder = out if traced and out is not None else scratch
                 spec = replace(spec, trace=str((folder / f"trace-{name}.json.gz").resolve()))
+            if out is not None and chosen(a.host_profile, name):
+                spec = replace(spec, host_profile=str((out / f"host-{name}.txt").resolve()))
             began = time.monotonic()
             cache = a.cache / name if a.cache is not None else None
             try:
@@ -114,11 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if rows and profiled and rows[-1].impl == name:
                 print(rows[-1].profile, flush=True)
             if rows and out is not None:  # after each one, so that a later failure costs nothing
-                write(out, base, rows)
+                write(out, base, rows, case)
     if not rows:
         return 1
     print(f"\n{report.title(base, rows)}\n{report.plain(rows)}")
-    verdicts = report.verdicts(base, rows)
+    for note in report.notes(rows):
+        print(note)
+    verdicts = report.verdicts(base, rows, case)
     for holds, text in verdicts:
         print(f"{'holds' if holds else 'FAILS'}: {text}")
     if failures:
@@ -126,14 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failures or (a.check and not all(holds for holds, _ in verdicts)) else 0
 
 
-def write(out: Path, spec: Spec, rows: Sequence[report.Row]) -> None:
+def write(out: Path, spec: Spec, rows: Sequence[report.Row], case: Case) -> None:
     result = {
         "title": report.title(spec, rows),
         "rows": [r.as_dict() for r in rows],
-        "verdicts": [{"holds": holds, "text": text} for holds, text in report.verdicts(spec, rows)],
+        "verdicts": [{"holds": holds, "text": text} for holds, text in report.verdicts(spec, rows, case)],
     }
     (out / "lm.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "lm.md").write_text(report.markdown(spec, rows))
+    (out / "lm.md").write_text(report.markdown(spec, rows, case))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a decoder. `heads` and `kv_heads` are counts, `head_dim` is one head's width."""
+    """Sizes of a decoder. `heads` and `kv_heads` are counts, `head_dim` is one head's width.
+
+    `transformers` is the type of transformers' model of this shape.
+    """
 
     hidden: int
     intermediate: int
@@ -29,11 +32,12 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    transformers: str = "qwen3"
 
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 16, 512),
-    "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128256),
+    "llama-1b": Shape(2048, 8192, 16, 32, 8, 64, 128256, "llama"),
     "small": Shape(1024, 3072, 8, 16, 8, 64, 32000),
     "qwen3-8b": Shape(4096, 12288, 36, 32, 8, 128, 151936),
     "qwen3-14b": Shape(5120, 17408, 40, 40, 8, 128, 151936),

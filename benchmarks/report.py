@@ -7,20 +7,25 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.cases import Case
 from benchmarks.models import SHAPES, step_flops
+from benchmarks.peers import peers_of
 from benchmarks.worker import Record, Spec
 
 # FSDP2's best known median step in seconds on 4 × H200. A run in which it is over 5 % slower says nothing.
 KNOWN_FSDP2 = {("qwen3-8b", 4096, 1, 4): {"fsdp2-z3": 0.450, "fsdp2-z2": 0.426}}
 MAX_FSDP2_SLOWDOWN = 1.05
-MAX_STEP_RATIO, MAX_PEAK_RATIO, MAX_FIRST_STEP_RATIO, MAX_LOSS_DIFFERENCE = 1.0, 1.05, 2.0, 0.5e-3
+MIN_SPEED, MAX_FIRST_STEP_RATIO, MAX_LOSS_DIFFERENCE = 1.0, 2.0, 0.5e-3
+ANY = Case()
+"""What must hold of a comparison that has no name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One implementation over all its ranks. Seconds and GiB are the worst rank's, losses the ranks' mean.
 
-    `device_gib` is the whole GPU's use at the end, and counts what the caching allocator does not know of.
+    `device_gib` is the most of the whole GPU that was in use after a step: it counts what the caching allocator does
+    not know of.
     """
 
     impl: str
@@ -34,6 +39,7 @@ class Row:
     tokens_s_gpu: float
     tflops_gpu: float
     peak_gib: float
+    steady_gib: float
     peak_reserved_gib: float
     peak_setup_gib: float
     device_gib: float
@@ -41,6 +47,7 @@ class Row:
     first_step_s: float
     losses: tuple[float, ...]
     details: dict[str, Any]
+    note: str | None
     profile: str | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,7 +57,7 @@ class Row:
 def row(spec: Spec, records: Sequence[Record]) -> Row:
     """A synchronous step follows its slowest rank: the median is taken per rank, then the largest one."""
     step = max(statistics.median(r.step_s) for r in records)
-    tokens = spec.seq * spec.micro_batch
+    tokens = spec.seq * spec.micro_batch * spec.gas
     first = records[0]
     return Row(
         impl=first.impl,
@@ -64,6 +71,7 @@ def row(spec: Spec, records: Sequence[Record]) -> Row:
         tokens_s_gpu=tokens / step,
         tflops_gpu=step_flops(SHAPES[spec.model], tokens, spec.seq) / step / 1e12,
         peak_gib=max(r.peak_gib for r in records),
+        steady_gib=max(r.steady_gib for r in records),
         peak_reserved_gib=max(r.peak_reserved_gib for r in records),
         peak_setup_gib=max(r.peak_setup_gib for r in records),
         device_gib=max(r.device_gib for r in records),
@@ -71,13 +79,15 @@ def row(spec: Spec, records: Sequence[Record]) -> Row:
         first_step_s=max(r.first_step_s for r in records),
         losses=tuple(statistics.fmean(r.losses[i] for r in records) for i in range(spec.steps)),
         details=first.details,
+        note=first.note,
         profile=first.profile,
     )
 
 
-def peer_of(impl: str) -> str | None:
-    """The implementation that a ratio compares with."""
-    return {"zeroweave-z3": "fsdp2-z3", "zeroweave-z2": "fsdp2-z2", "zeroweave-z1": "fsdp2-z2"}.get(impl)
+def peer_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """What a row is compared with: of its peers that were run, the fastest."""
+    names = peers_of(row.impl)
+    return min((r for r in rows if r.impl in names), key=lambda r: r.step_s, default=None)
 
 
 def loss_difference(left: Row, right: Row) -> float:
@@ -92,13 +102,16 @@ def loss_difference(left: Row, right: Row) -> float:
 COLUMNS = (
     "implementation",
     "step s (min–max)",
-    "× peer",
+    "peer ÷",
     "host s",
     "tokens/s/GPU",
     "TFLOP/s/GPU",
     "peak GiB",
+    "steady GiB",
     "× peer",
+    "reserved GiB",
     "GPU GiB",
+    "× peer",
     "first step s",
     "× peer",
     "set-up s",
@@ -108,24 +121,30 @@ COLUMNS = (
 
 def cells(rows: Sequence[Row]) -> list[list[str]]:
     """The table's cells, one list for each row, in the order of COLUMNS."""
-    by_name = {r.impl: r for r in rows}
 
     def ratio(r: Row, attribute: str) -> str:
-        peer = by_name.get(peer_of(r.impl) or "")
+        peer = peer_of(r, rows)
         below = getattr(peer, attribute) if peer is not None else 0.0
         return f"{getattr(r, attribute) / below:.3f}" if below else "–"
+
+    def speed(r: Row) -> str:
+        peer = peer_of(r, rows)
+        return f"{peer.step_s / r.step_s:.3f}" if peer is not None else "–"
 
     return [
         [
             r.impl,
             f"{r.step_s:.4f} ({r.min_s:.4f}–{r.max_s:.4f})",
-            ratio(r, "step_s"),
-            f"{r.host_s:.3f}",
+            speed(r),
+            f"{r.host_s:.4f}",
             f"{r.tokens_s_gpu:.0f}",
             f"{r.tflops_gpu:.1f}",
             f"{r.peak_gib:.2f}",
-            ratio(r, "peak_gib"),
+            f"{r.steady_gib:.2f}",
+            ratio(r, "steady_gib"),
+            f"{r.peak_reserved_gib:.2f}",
             f"{r.device_gib:.2f}",
+            ratio(r, "device_gib"),
             f"{r.first_step_s:.1f}",
             ratio(r, "first_step_s"),
             f"{r.setup_s:.1f}",
@@ -137,16 +156,37 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
 
 def title(spec: Spec, rows: Sequence[Row]) -> str:
     first = rows[0]
-    return (
-        f"{spec.model}, {first.world} × {first.device}, sequence {spec.seq}, micro-batch {spec.micro_batch}, "
-        f"{spec.steps} steps of which {spec.warm} are warm-up, torch {first.torch_version}"
-    )
+    words = [
+        f"{spec.model} of transformers, {spec.hf}" if spec.hf else spec.model,
+        f"{first.world} × {first.device}",
+        f"sequence {spec.seq}",
+        f"micro-batch {spec.micro_batch}",
+        *([f"{spec.gas} micro-steps"] if spec.gas > 1 else []),
+        *(["plain loop"] if spec.loop == "plain" else []),
+        f"{spec.steps} steps of which {spec.warm} are warm-up",
+        f"torch {first.torch_version}",
+    ]
+    return ", ".join(words)
 
 
-def markdown(spec: Spec, rows: Sequence[Row]) -> str:
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What is not as an implementation's name has it, and which of its micro-steps were CUDA graphs."""
+    found = []
+    for r in rows:
+        replayed, uncaptured = r.details.get("replayed_steps", 0), r.details.get("uncaptured_steps", {})
+        if replayed or uncaptured:
+            reasons = "".join(f"; {count} ran uncaptured: {reason}" for reason, count in uncaptured.items())
+            found.append(f"{r.impl}: {replayed} micro-steps were replayed{reasons}")
+        if r.note is not None:
+            found.append(f"{r.impl}: {r.note}")
+    return found
+
+
+def markdown(spec: Spec, rows: Sequence[Row], case: Case = ANY) -> str:
     lines = [title(spec, rows), "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
     lines += ["| " + " | ".join(line) + " |" for line in cells(rows)]
-    lines += [""] + [f"* {'holds' if ok else 'FAILS'}: {text}" for ok, text in verdicts(spec, rows)]
+    lines += ["", *(f"* {text}" for text in notes(rows))]
+    lines += [f"* {'holds' if ok else 'FAILS'}: {text}" for ok, text in verdicts(spec, rows, case)]
     return "\n".join(lines) + "\n"
 
 
@@ -156,30 +196,36 @@ def plain(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in table)
 
 
-def verdicts(spec: Spec, rows: Sequence[Row]) -> list[tuple[bool, str]]:
+def verdicts(spec: Spec, rows: Sequence[Row], case: Case = ANY) -> list[tuple[bool, str]]:
     """What must hold of each pair that was run, with the figures; nothing for a pair that was not."""
     by_name = {r.impl: r for r in rows}
     found: list[tuple[bool, str]] = []
     known = KNOWN_FSDP2.get((spec.model, spec.seq, spec.micro_batch, rows[0].world), {})
     for name, best in known.items():
-        if name in by_name and "H200" in by_name[name].device:
+        if name in by_name and "H200" in by_name[name].device and not spec.hf and spec.gas == 1:
             slowdown = by_name[name].step_s / best
             found.append((slowdown <= MAX_FSDP2_SLOWDOWN, f"{name} takes {slowdown:.3f} of its known {best} s"))
     for mine in rows:
-        peer = by_name.get(peer_of(mine.impl) or "")
-        if peer is None:
-            continue
-        pair = f"{mine.impl} against {peer.impl}"
-        limits = [
-            ("step_s", "median step", MAX_STEP_RATIO),
-            ("first_step_s", "first step", MAX_FIRST_STEP_RATIO),
-        ]
-        if peer.peak_gib:
-            limits.append(("peak_gib", "peak memory", MAX_PEAK_RATIO))
-        for attribute, label, limit in limits:
-            ratio = getattr(mine, attribute) / getattr(peer, attribute)
-            found.append((ratio <= limit, f"{pair}: {label} {ratio:.3f} ×, at most {limit}"))
-        difference = loss_difference(mine, peer)
-        text = f"{pair}: mean losses differ by {difference:.1e}, three decimals allow {MAX_LOSS_DIFFERENCE}"
-        found.append((difference <= MAX_LOSS_DIFFERENCE, text))
+        peer = peer_of(mine, rows)
+        if peer is not None:
+            found += compared(mine, peer, case)
     return found
+
+
+def compared(mine: Row, peer: Row, case: Case) -> list[tuple[bool, str]]:
+    """What must hold of an implementation beside its peer."""
+    speed, least = peer.step_s / mine.step_s, case.speed.get(mine.impl, MIN_SPEED)
+    found = [(speed >= least, f"{peer.impl} / {mine.impl}: median step {speed:.3f}, at least {least}")]
+    if mine.impl in case.host:
+        most = case.host[mine.impl]
+        found.append((mine.host_s <= most, f"{mine.impl}: host {mine.host_s:.4f} s of a step, at most {most}"))
+    pair = f"{mine.impl} against {peer.impl}"
+    limits = [("first_step_s", "first step", MAX_FIRST_STEP_RATIO)]
+    if peer.steady_gib:
+        limits += [("steady_gib", "steady memory", case.memory), ("device_gib", "memory of the GPU", case.memory)]
+    for attribute, label, limit in limits:
+        ratio = getattr(mine, attribute) / getattr(peer, attribute)
+        found.append((ratio <= limit, f"{pair}: {label} {ratio:.3f} ×, at most {limit}"))
+    difference = loss_difference(mine, peer)
+    text = f"{pair}: mean losses differ by {difference:.1e}, three decimals allow {MAX_LOSS_DIFFERENCE}"
+    return [*found, (difference <= MAX_LOSS_DIFFERENCE, text)]

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import peers, trace
+from benchmarks import host_profile, peers, trace
 from benchmarks.models import SHAPES, batches
 
 GIB = float(2**30)
@@ -28,7 +29,10 @@ GIB = float(2**30)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What to measure: `steps` steps, the first `warm` not counted; `trace` names the file to write."""
+    """What to measure: `steps` steps, the first `warm` not counted.
+
+    `trace` and `host_profile` name files to write; what the others mean is said by `peers.Options`.
+    """
 
     impl: str
     model: str
@@ -39,12 +43,28 @@ class Spec:
     lower: str = "inductor"
     compile_embedding: bool = False
     zeroweave: dict[str, Any] = field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loop: str = "train_step"
+    hf: str = ""
+    gas: int = 1
     trace: str | None = None
+    host_profile: str | None = None
+
+    def options(self) -> peers.Options:
+        """How to build the implementation. The command line has checked the words."""
+        names = ("lower", "compile_embedding", "zeroweave", "variants", "loop", "hf", "gas")
+        return peers.Options(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(slots=True)
 class Record:
-    """One rank's figures: seconds, GiB of this rank's GPU, one loss per step."""
+    """One rank's figures: seconds, GiB of this rank's GPU, one loss per step.
+
+    The peaks are those of all steps but the first, captures of CUDA graphs and what is done once for them included.
+    `steady_gib` is that of the steps behind the warm-up, and with it what graphs hold: replays allocate nothing, so
+    that counts as used all the time. `peak_setup_gib` is that of the set-up and the first step, `device_gib` the most
+    of the GPU that was in use after a step.
+    """
 
     impl: str
     rank: int
@@ -56,11 +76,13 @@ class Record:
     step_s: list[float]
     host_s: float
     peak_gib: float
+    steady_gib: float
     peak_reserved_gib: float
     peak_setup_gib: float
     device_gib: float
     losses: list[float]
     details: dict[str, Any]
+    note: str | None = None
     profile: str | None = None
 
 
@@ -71,15 +93,13 @@ class Memory:
         self.device = device
         self.cuda = device.type == "cuda"
 
-    def reset(self) -> None:
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
-
-    def allocated(self) -> float:
-        return torch.cuda.max_memory_allocated(self.device) / GIB if self.cuda else 0.0
-
-    def reserved(self) -> float:
-        return torch.cuda.max_memory_reserved(self.device) / GIB if self.cuda else 0.0
+    def take(self) -> tuple[float, float]:
+        """The most that was allocated and that was reserved since the last call."""
+        if not self.cuda:
+            return 0.0, 0.0
+        found = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return found[0] / GIB, found[1] / GIB
 
     def used(self) -> float:
         if not self.cuda:
@@ -93,42 +113,49 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(trainer: peers.Trainer, tokens: Tensor, device: torch.device) -> tuple[Tensor, float, float]:
+def timed(trainer: peers.Trainer, batches: list[Tensor], device: torch.device) -> tuple[float, float, float]:
     """One step's loss, its seconds until the device is idle, and the seconds until the host was free."""
     synchronize(device)
     start = time.perf_counter()
-    loss = trainer.step(tokens)
+    loss = trainer.step(batches)
     host = time.perf_counter() - start
     synchronize(device)
-    return loss, time.perf_counter() - start, host
+    whole = time.perf_counter() - start
+    return float(loss), whole, host  # a captured step overwrites its loss: it is read now
+
+
+def steps_of(micro_batches: Iterator[Tensor], gas: int) -> Iterator[list[Tensor]]:
+    while True:
+        yield list(islice(micro_batches, gas))
 
 
 def measure(spec: Spec, device: torch.device) -> Record:
     """Builds, trains and closes one implementation on this rank; collective over the default group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     shape, memory = SHAPES[spec.model], Memory(device)
-    options = peers.Options(spec.lower, spec.compile_embedding, spec.zeroweave)  # type: ignore[arg-type]
-    data: Iterator[Tensor] = batches(shape, spec.micro_batch, spec.seq, rank, device)
+    data = steps_of(batches(shape, spec.micro_batch, spec.seq, rank, device), spec.gas)
 
     dist.barrier()
     start = time.perf_counter()
-    trainer = peers.make(spec.impl, shape, device, options)
+    trainer = peers.make(spec.impl, shape, device, spec.options())
     synchronize(device)
     setup = time.perf_counter() - start
-    say(rank, f"{spec.impl}: set up in {setup:.1f} s")
+    say(rank, f"{spec.impl}: set up in {setup:.1f} s{f'; {trainer.note}' if trainer.note else ''}")
 
     losses, seconds, host = [], [], []
-    peak_setup = 0.0
+    used, peaks = 0.0, []
+    """what was allocated and reserved at most: up to the first step, in the warm-up, behind it"""
     for index in range(spec.steps):
-        if index == spec.warm:
-            peak_setup = memory.allocated()
-            memory.reset()
+        if index in (1, max(spec.warm, 1)):
+            peaks.append(memory.take())
         loss, whole, issued = timed(trainer, next(data), device)
         losses.append(loss)
         seconds.append(whole)
         host.append(issued)
+        used = max(used, memory.used())
         if index in (0, spec.warm, spec.steps - 1):
             say(rank, f"{spec.impl}: step {index + 1} took {whole:.3f} s (host {issued:.3f} s)")
+    setup_peak, *later = [*peaks, memory.take()]
     record = Record(
         impl=spec.impl,
         rank=rank,
@@ -139,20 +166,33 @@ def measure(spec: Spec, device: torch.device) -> Record:
         first_step_s=seconds[0],
         step_s=seconds[spec.warm :],
         host_s=statistics.median(host[spec.warm :]),
-        peak_gib=memory.allocated(),
-        peak_reserved_gib=memory.reserved(),
-        peak_setup_gib=max(peak_setup, memory.allocated()),
-        device_gib=memory.used(),
-        losses=[float(loss) for loss in losses],
+        peak_gib=max(allocated for allocated, _ in later),
+        steady_gib=later[-1][0] + trainer.graphs() / GIB,
+        peak_reserved_gib=max(reserved for _, reserved in later),
+        peak_setup_gib=setup_peak[0],
+        device_gib=used,
+        losses=losses,
         details=trainer.details(),
+        note=trainer.note,
     )
     if spec.trace is not None:
         record.profile = traced(spec, trainer, data, rank)
+    if spec.host_profile is not None:
+        profiled(spec.host_profile, trainer, next(data), device, rank)
     trainer.close()
     return record
 
 
-def traced(spec: Spec, trainer: peers.Trainer, data: Iterator[Tensor], rank: int) -> str | None:
+def profiled(path: str, trainer: peers.Trainer, batches: list[Tensor], device: torch.device, rank: int) -> None:
+    """Every rank trains one more step; rank 0 writes where its host's time went."""
+    if rank != 0:
+        trainer.step(batches)
+    else:
+        Path(path).write_text(host_profile.profile(lambda: trainer.step(batches), device))
+    synchronize(device)
+
+
+def traced(spec: Spec, trainer: peers.Trainer, data: Iterator[list[Tensor]], rank: int) -> str | None:
     """Every rank trains two more steps; rank 0 profiles them and returns what the second one looked like."""
     assert spec.trace is not None
     path = Path(spec.trace)

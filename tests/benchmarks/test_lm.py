@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lm
+from benchmarks.cases import CASES
 
 
 @pytest.mark.matrix
@@ -23,7 +24,23 @@ def test_implementations_train_alike(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert details["compiled_calls"] > 0 and not details["eager_regions"]
     assert details["traffic"]["reduce_scatter"]["calls"] == 4  # embedding, two blocks, tail
     assert "| fsdp2-z3 |" in (tmp_path / "lm.md").read_text()
-    assert "× peer" in capsys.readouterr().out
+    assert "peer ÷" in capsys.readouterr().out
+
+
+@pytest.mark.matrix
+def test_models_loops_and_settings_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "zeroweave-kept-z3,zeroweave-z2,fsdp2-ce-z3,compute"
+    arguments = f"--hf --model tiny --seq 32 --gas 2 --loop plain --impl {names} --gpus 2 --steps 4 --warm 3"
+    more = "--variant kept compile.keep=all --lower none --host-profile compute"
+    assert lm.main([*arguments.split(), *more.split(), "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+    rows = {row["impl"]: row for row in json.loads((tmp_path / "lm.json").read_text())["rows"]}
+    assert list(rows) == names.split(",")
+    for name in names.split(","):
+        assert rows[name]["losses"] == pytest.approx(rows["fsdp2-ce-z3"]["losses"], abs=0.5e-3)
+    assert rows["zeroweave-kept-z3"]["details"]["config"]["compile"]["keep"] == "all"
+    assert "gathers are plain" in rows["fsdp2-ce-z3"]["note"]
+    assert "run_backward" in (tmp_path / "host-compute.txt").read_text()
+    assert [path.name for path in tmp_path.glob("host-*")] == ["host-compute.txt"]
 
 
 @pytest.mark.matrix
@@ -38,6 +55,18 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path, capsys: pytest.Captu
     arguments = "--model tiny --seq 32 --impl zeroweave-z3 --gpus 1 --steps 2 --warm 1 --timeout 0.5"
     assert lm.main([*arguments.split(), "--out", str(tmp_path)]) == 1
     assert "zeroweave-z3: not done after 0.5 s" in capsys.readouterr().out
+
+
+def test_every_case_can_be_asked_for() -> None:
+    for name, case in CASES.items():
+        a = lm.parser().parse_args(case.arguments.split())
+        names = lm.implementations(a.impl, ce_rs=False, variants={})
+        assert set(case.speed) <= set(names), name
+
+
+def test_symmetric_reductions_come_beside_copy_engine_gathers() -> None:
+    found = lm.implementations("zeroweave-z3, fsdp2-ce-z3,fsdp2-z3", ce_rs=True, variants={})
+    assert found == ["zeroweave-z3", "fsdp2-ce-z3", "fsdp2-ce-rs-z3", "fsdp2-z3"]
 
 
 def test_unknown_implementations_are_refused() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks import report
+from benchmarks.cases import Case
 from benchmarks.lm import overrides
 from benchmarks.worker import Record, Spec
 
@@ -20,7 +23,8 @@ def record(impl: str, rank: int, step: float, peak: float = 10.0, first: float =
         first_step_s=first,
         step_s=[step],
         host_s=0.1,
-        peak_gib=peak,
+        peak_gib=peak + 1.0,
+        steady_gib=peak,
         peak_reserved_gib=peak,
         peak_setup_gib=peak,
         device_gib=peak,
@@ -45,15 +49,37 @@ def test_verdicts_compare_equal_stages() -> None:
     found = report.verdicts(SPEC, rows)
     assert all(holds for holds, _ in found)
     assert sum("zeroweave-z3 against fsdp2-z3" in text for _, text in found) == 4
+    assert sum("fsdp2-z3 / zeroweave-z3: median step 1.098" in text for _, text in found) == 1
+
+
+def test_the_fastest_peer_that_was_run_counts_and_a_case_has_its_own_limits() -> None:
+    rows = [row(name, [0.40] * 4) for name in ("zeroweave-graphs-z3", "zeroweave-z3")]
+    rows += [row("fsdp2-z3", [0.60] * 4), row("fsdp2-ce-z3", [0.50] * 4, peak=9.9)]
+    case = Case(speed={"zeroweave-graphs-z3": 1.3}, memory=1.0, host={"zeroweave-z3": 0.05})
+    failed = [text for holds, text in report.verdicts(SPEC, rows, case) if not holds and "known" not in text]
+    memory = [f"{label} 1.010 ×, at most 1.0" for label in ("steady memory", "memory of the GPU")]
+    assert failed == [
+        "fsdp2-ce-z3 / zeroweave-graphs-z3: median step 1.250, at least 1.3",
+        *(f"zeroweave-graphs-z3 against fsdp2-ce-z3: {text}" for text in memory),
+        "zeroweave-z3: host 0.1000 s of a step, at most 0.05",
+        *(f"zeroweave-z3 against fsdp2-ce-z3: {text}" for text in memory),
+    ]
+
+
+def test_micro_steps_count_as_tokens() -> None:
+    spec = replace(SPEC, gas=4)
+    assert report.row(spec, [record("fsdp2-z3", 0, 0.5)]).tokens_s_gpu == 4 * 4096 / 0.5
+    assert "4 micro-steps" in report.title(spec, [row("fsdp2-z3", [0.5])])
 
 
 def test_verdicts_name_what_fails() -> None:
     mine = row("zeroweave-z2", [0.44] * 4, peak=10.6, first=10.1, loss=12.001)
     found = report.verdicts(SPEC, [mine, row("fsdp2-z2", [0.43] * 4)])
     assert [text for holds, text in found if not holds] == [
-        "zeroweave-z2 against fsdp2-z2: median step 1.023 ×, at most 1.0",
+        "fsdp2-z2 / zeroweave-z2: median step 0.977, at least 1.0",
         "zeroweave-z2 against fsdp2-z2: first step 2.020 ×, at most 2.0",
-        "zeroweave-z2 against fsdp2-z2: peak memory 1.060 ×, at most 1.05",
+        "zeroweave-z2 against fsdp2-z2: steady memory 1.060 ×, at most 1.05",
+        "zeroweave-z2 against fsdp2-z2: memory of the GPU 1.060 ×, at most 1.05",
         "zeroweave-z2 against fsdp2-z2: mean losses differ by 1.0e-03, three decimals allow 0.0005",
     ]
 
@@ -67,7 +93,17 @@ def test_the_table_has_a_cell_for_each_column() -> None:
     rows = [row("zeroweave-z3", [0.41] * 4), row("fsdp2-z3", [0.45] * 4)]
     assert all(len(line) == len(report.COLUMNS) for line in report.cells(rows))
     assert "| zeroweave-z3 |" in report.markdown(SPEC, rows)
-    assert "0.911" in report.plain(rows)
+    assert "1.098" in report.plain(rows)
+    noted = report.row(SPEC, [replace(record("fsdp2-ce-z3", 0, 0.4), note="plain")])
+    assert "* fsdp2-ce-z3: plain\n" in report.markdown(SPEC, [noted])
+
+
+def test_what_was_no_graph_is_told() -> None:
+    details = {"replayed_steps": 20, "uncaptured_steps": {"a new shape": 2}}
+    found = report.row(SPEC, [replace(record("zeroweave-graphs-z3", 0, 0.4), details=details)])
+    assert report.notes([found, row("zeroweave-z3", [0.4])]) == [
+        "zeroweave-graphs-z3: 20 micro-steps were replayed; 2 ran uncaptured: a new shape"
+    ]
 
 
 def test_overrides_nest_and_keep_strings() -> None:

@@ -47,6 +47,7 @@ def test_defaults() -> None:
         "regions": "auto",
         "lower": "inductor",
         "recompile_limit": 16,
+        "cuda_graphs": False,
         "activation_budget": 1.0,
         "prefetch": "auto",
         "keep": "auto",
@@ -56,6 +57,7 @@ def test_defaults() -> None:
         "passes": (),
         "dynamic": None,
     }
+    assert config.transport.model_dump() == {"gathers": "auto"}
     assert config.activations.model_dump() == {"free_threshold_bytes": None}
     assert config.offload.model_dump() == {
         "optimizer": "none",
@@ -93,6 +95,7 @@ EVERYTHING: dict[str, Any] = {
         "regions": ["layers.*", "head"],
         "lower": "aot_eager",
         "recompile_limit": 4,
+        "cuda_graphs": True,
         "activation_budget": 0.5,
         "prefetch": 0,
         "keep": ["layers.0"],
@@ -102,6 +105,7 @@ EVERYTHING: dict[str, Any] = {
         "passes": ["json:loads"],
         "dynamic": False,
     },
+    "transport": {"gathers": "kernel"},
     "experts": {"parameters": ["*.experts.*"], "parallel_size": 2},
     "activations": {"free_threshold_bytes": 1 << 20},
     "checkpoint": {"keep_last": 3, "keep_every": 100, "save_on_signal": "runs/7"},
@@ -125,6 +129,7 @@ on_nonfinite = "raise"
 bucket = { bytes = 1_048_576, by_block = false }
 reduce = { depth = 1, op = "predivide" }
 activations = { free_threshold_bytes = 1048576 }
+transport = { gathers = "kernel" }
 experts = { parameters = ["*.experts.*"], parallel_size = 2 }
 
 [checkpoint]
@@ -144,6 +149,7 @@ enabled = true
 regions = ["layers.*", "head"]
 lower = "aot_eager"
 recompile_limit = 4
+cuda_graphs = true
 activation_budget = 0.5
 prefetch = 0
 keep = ["layers.0"]

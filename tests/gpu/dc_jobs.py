@@ -23,19 +23,19 @@ DEBUG = {"sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sy
 SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
-def streams(transport: Any) -> list[torch.cuda.Stream]:
+def streams(transport: Any) -> list[torch.Stream]:
     """The streams of a transport and of those that it wraps."""
-    found = []
+    found: list[torch.Stream] = []
     while transport is not None:
-        if (stream := getattr(transport, "_stream", None)) is not None:
-            found.append(stream)
+        if (side := getattr(transport, "_side", None)) is not None:
+            found.append(side.stream)
         transport = getattr(transport, "_inner", None)
     return found
 
 
-def delay(which: Iterable[torch.cuda.Stream]) -> None:
+def delay(which: Iterable[torch.Stream]) -> None:
     for stream in which:
-        with torch.cuda.stream(stream):
+        with stream:
             torch.cuda._sleep(DELAY)
 
 

@@ -262,7 +262,8 @@ def kind(kernel: str) -> str | None:
 
 def counts(stage: int) -> Counts:
     device = join()
-    with start(SMALL, config(stage, "inductor", torch.bfloat16), torch.bfloat16) as engine:
+    settings = {**config(stage, "inductor", torch.bfloat16), "transport": {"gathers": "kernel"}}
+    with start(SMALL, settings, torch.bfloat16) as engine:
         for _ in range(3):
             step(engine, tokens(SMALL, device))
         with tempfile.TemporaryDirectory() as folder:

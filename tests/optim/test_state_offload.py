@@ -118,7 +118,7 @@ def step(rank: Rank, seed: int, without: frozenset[int] = frozenset()) -> None:
         lambda bucket: None if bucket in without else shards[bucket], {b: frozenset() for b in order}, order
     )
     for bucket in order:
-        update(bucket)
+        update([bucket])
 
 
 def test_each_bucket_comes_one_turn_ahead_and_goes_after_it() -> None:

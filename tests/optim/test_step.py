@@ -21,6 +21,7 @@ from tests.optim.world import (
 )
 from tests.support.reference import Expected, judge
 from zeroweave.errors import ParameterError
+from zeroweave.optim import step as step_module
 from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
 
 STEPS = 5
@@ -98,6 +99,40 @@ def test_optimizers_that_step_bucket_by_bucket(kind: str, foreach: bool) -> None
     assert_equal(whole.parameters(), model)
 
 
+class Counting(torch.optim.AdamW):
+    """Notes the elements of the gradients in each of its steps."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps: list[int] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps.append(sum(p.grad.numel() for g in self.param_groups for p in g["params"] if p.grad is not None))
+        super().step(closure)
+
+
+@pytest.mark.parametrize("offload", ["", "optimizer"])
+@pytest.mark.parametrize("room", [1 << 30, 0])
+def test_neighbours_are_updated_in_one_call(room: int, offload: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as their casts have room, which are no larger than the largest bucket's; what is offloaded comes alone."""
+    monkeypatch.setattr(step_module, "_AT_ONCE", room)
+    monkeypatch.setattr(step_module, "ELEMENT_WISE", frozenset({Counting}))
+    make = two_groups(Counting)
+    model = build_net()
+    sharded, optimizer = World(model, make, 2, offload=offload), make(model)
+    largest = max(layout.shard_numel for layout in sharded.layouts)
+    for step in range(STEPS):
+        gradients = random_gradients(model, step)
+        sharded.step(gradients, at_once=True)
+        unsharded_step(model, optimizer, gradients)
+    assert_equal(sharded.parameters(), model)
+    trained = [layout for layout in sharded.layouts if layout.trainable]
+    for rank in sharded.ranks:
+        assert isinstance(rank.optimizer, Counting)
+        assert len(rank.optimizer.steps) == STEPS * (1 if room and not offload else len(trained))
+        assert room or max(rank.optimizer.steps) <= largest
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
 def test_fused_kernels_take_fragments(kind: type[torch.optim.Optimizer]) -> None:
     """Empty ones included. Fused kernels are not bit-equal on fragments, but as near to float64 as on whole tensors."""
@@ -127,7 +162,7 @@ def test_gradients_narrower_than_the_masters(gradient_dtype: torch.dtype) -> Non
             shards = {b: g.to(gradient_dtype) for b, g in sharded.shards(gradients, rank).items()}
             update = one.sharded.in_turn(shards.get, dict.fromkeys(shards, frozenset()), list(shards))
             for bucket in shards:
-                update(bucket)
+                update([bucket])
             assert all(v.shard.dtype == torch.float32 for v in one.views.values() if v.layout.trainable)
         unsharded_step(model, optimizer, gradients)
     assert_equal(sharded.parameters(), model)

@@ -120,7 +120,10 @@ class World:
             for layout in self.layouts
         }
 
-    def step(self, gradients: Mapping[str, torch.Tensor], coefficient: torch.Tensor | None = None) -> None:
+    def step(
+        self, gradients: Mapping[str, torch.Tensor], coefficient: torch.Tensor | None = None, at_once: bool = False
+    ) -> None:
+        """`at_once`: all buckets have their turn together."""
         for rank, one in enumerate(self.ranks):
             shards = self.shards(gradients, rank)
             if coefficient is not None:
@@ -129,8 +132,8 @@ class World:
             absent = self.absent(gradients)
             order = sorted(shards, reverse=True)
             update = one.sharded.in_turn(shards.get, {bucket: absent[bucket] for bucket in order}, order)
-            for bucket in order:
-                update(bucket)
+            for turn in [order] if at_once else [[bucket] for bucket in order]:
+                update(turn)
 
     def full(self, of: Callable[[Rank], Mapping[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Whole tensors, by parameter name, from what every rank holds of each bucket."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -97,7 +97,8 @@ class Player:
             self.runtime.replay.reduce_due()
         self.runtime.replay.turn(bucket)
 
-    def _update(self, bucket: int) -> None:
-        self.runtime.gradients.take(bucket)
-        self.updated.append(bucket)
-        self.clock.now += self.costs.update.get(bucket, 0.0)
+    def _update(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            self.runtime.gradients.take(bucket)
+            self.updated.append(bucket)
+            self.clock.now += self.costs.update.get(bucket, 0.0)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from zeroweave.schedule import (
     Reduce,
     Schedule,
     Unshard,
+    Update,
     build,
     compile_schedule,
     simulate,
@@ -46,10 +48,13 @@ class Noting(Player):
     def __init__(self, facts: Facts) -> None:
         super().__init__(facts, COSTS)
         self.staged: list[int] = []
+        self.together: list[list[int]] = []
+        """what was updated in one call"""
 
-    def _update(self, bucket: int) -> None:
-        self.staged.append(self.runtime.gradients.staging.now)
-        super()._update(bucket)
+    def _update(self, buckets: Sequence[int]) -> None:
+        self.together.append(list(buckets))
+        self.staged += [self.runtime.gradients.staging.now] * len(buckets)
+        super()._update(buckets)
 
 
 def played(schedule: Schedule, record: Iterable[Event], followed: bool) -> Noting:
@@ -96,6 +101,15 @@ def test_nothing_is_in_flight_at_the_first_update(course: str, fuse: bool, by_bu
         assert player.staged[0] == player.runtime.gradients.staging.peak > player.staged[-1] == 0
     else:
         assert player.staged == [0] * 4
+
+
+@pytest.mark.parametrize("course", ["followed", "departed", "on demand"])
+def test_neighbouring_updates_come_in_one_call(course: str) -> None:
+    schedule = compile_schedule(RECORD, Facts(BUCKETS, frozenset(), 2, 1, update_by_bucket=True, costs=COSTS))
+    player = played(schedule, SWAPPED if course == "departed" else RECORD, course != "on demand")
+    updates = [each.bucket if isinstance(each, Update) else None for each in player.runtime.replay.executed]
+    assert player.together == [list(run) for neighbours, run in groupby(updates, lambda b: b is not None) if neighbours]
+    assert 1 < len(player.together) < 4 if course == "followed" else len(player.together) == 1
 
 
 @pytest.mark.parametrize("seed", SEEDS[::5])

@@ -6,9 +6,16 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import _coalescing_manager
 
-from zeroweave._torch.distributed import all_gather, collectives_begun, new_process_group, reduce_scatter
+from zeroweave._torch.distributed import (
+    all_gather,
+    all_gather_together,
+    collectives_begun,
+    copying_communicator,
+    new_process_group,
+    reduce_scatter,
+    reduce_scatter_together,
+)
 
 pytestmark = pytest.mark.oldest
 
@@ -33,6 +40,15 @@ def test_a_process_group_can_be_made_again_with_a_store_of_its_own() -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="a build without NCCL")
+def test_nccl_has_what_gathers_by_copy_engine_need() -> None:
+    names = ("_allgather_base", "allreduce", "deregister_mem_pool", "mem_allocator", "register_mem_pool", "shutdown")
+    assert not [name for name in names if not hasattr(torch.distributed.ProcessGroupNCCL, name)]
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no GPUs found"):  # behind its options
+            copying_communicator(torch.distributed.HashStore(), 0, 1, "copies", timedelta(seconds=60))
+
+
 def test_collectives_are_counted_when_they_begin_in_each_group() -> None:
     assert collectives_begun() == {}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -48,21 +64,21 @@ def test_collectives_are_counted_when_they_begin_in_each_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_the_short_way_to_a_collective_is_that_of_the_public_function() -> None:
+def test_the_short_ways_to_collectives_are_those_of_the_public_functions() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        group = torch.distributed.group.WORLD
+        group, average = torch.distributed.group.WORLD, torch.distributed.ReduceOp.AVG
         assert group is not None
         gathered, reduced = torch.zeros(4), torch.zeros(4)
         all_gather(gathered, torch.ones(4), group).wait()
-        reduce_scatter(reduced, torch.ones(4), torch.distributed.ReduceOp.AVG, group).wait()
+        reduce_scatter(reduced, torch.ones(4), average, group).wait()
         assert gathered.tolist() == reduced.tolist() == [1.0] * 4
-        gathered.zero_()
-        with _coalescing_manager(group, async_ops=True) as together:  # gloo has none for a device
-            all_gather(gathered, torch.ones(4), group)
-            assert not gathered.any(), "it is launched at the end of the scope"
-        for work in together.works:
-            work.wait()
-        assert gathered.tolist() == [1.0] * 4
+        for together in (
+            lambda outputs, inputs: all_gather_together(outputs, inputs, group),
+            lambda outputs, inputs: reduce_scatter_together(outputs, inputs, average, group),
+        ):
+            outputs, inputs = [torch.zeros(4), torch.zeros(2)], [torch.ones(4), torch.full((2,), 2.0)]
+            together(outputs, inputs).wait()
+            assert [out.tolist() for out in outputs] == [[1.0] * 4, [2.0] * 2]
     finally:
         torch.distributed.destroy_process_group()

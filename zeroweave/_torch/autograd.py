@@ -17,6 +17,14 @@ def current_graph_task() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def keeps_graph() -> bool:
+    """Does the backward that this thread runs keep its graph (`retain_graph`)? False outside of one.
+
+    Why: a backward inside of it must keep its own as well.
+    """
+    return current_graph_task() >= 0 and bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs `callback` when the current backward has finished. Why: there is no public hook for it."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d as c10d
 
-# The second of each pair is the name before 2.13, which deprecates it.
-_public_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_public_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_Group: Any = dist.ProcessGroup
+# The second of each pair is the name before 2.13.
+_all_gathers = getattr(_Group, "all_gather_single_coalesced", None) or _Group.allgather_into_tensor_coalesced
+_reduce_scatters = getattr(_Group, "reduce_scatter_single_coalesced", None) or _Group.reduce_scatter_tensor_coalesced
 
 
 def symmetric_buffer(nbytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
@@ -58,6 +59,20 @@ def new_process_group(
     return cast(torch.distributed.ProcessGroup, group)
 
 
+def copying_communicator(store: Any, rank: int, world: int, name: str, timeout: datetime.timedelta) -> Any:
+    """NCCL's communicator of `world` ranks that meet in `store`, which uses no multiprocessors where it can do without.
+
+    Why: one that torch knows as a process group ends with all others in `destroy_process_group()`, whatever memory it
+    knows, and giving that memory back ends the process then. The timeout is private among the options.
+    """
+    nccl: Any = vars(dist)["ProcessGroupNCCL"]  # builds without CUDA have none
+    options = nccl.Options()
+    options.config.cta_policy = nccl.NCCL_CTA_POLICY_ZERO
+    options.group_name, options._timeout = name, timeout
+    options.global_ranks_in_group = list(range(world))
+    return nccl(store, rank, world, options)
+
+
 def collectives_begun() -> dict[str, int]:
     """How many collectives this process has begun in each process group that counts them, by the group's name.
 
@@ -70,22 +85,14 @@ def collectives_begun() -> dict[str, int]:
     return begun
 
 
-def coalescing(group: torch.distributed.ProcessGroup, device: torch.device) -> Any:
-    """A scope whose all-gathers are launched together at its end; `works` of what it yields are then under way.
-
-    Why: there is no public way to put several collectives into one launch.
-    """
-    return c10d._coalescing_manager(group=group, device=device, async_ops=True)
-
-
 def all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts to gather each rank's `mine` in `output`, in rank order; its work.
-
-    Why: the public function takes longer, and is needed inside of `coalescing` alone.
-    """
-    if group in c10d._world.pg_coalesce_state:
-        return _public_all_gather(output, mine, group=group, async_op=True)
+    """Starts to gather each rank's `mine` in `output`, in rank order; its work. Why: the public one takes longer."""
     return group._allgather_base(output, mine, _all_gather_options())
+
+
+def all_gather_together(outputs: list[torch.Tensor], mine: list[torch.Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Several of them in one launch; their work. Why: there is no public way to that."""
+    return _all_gathers(group, outputs, mine, _all_gather_options())
 
 
 @cache
@@ -100,9 +107,14 @@ def reduce_scatter(
     output: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work:
     """Starts to reduce the ranks' flats, of which `output` becomes this rank's part; its work. Why: as `all_gather`."""
-    if group in c10d._world.pg_coalesce_state:
-        return _public_reduce_scatter(output, flat, op=op, group=group, async_op=True)
     return group._reduce_scatter_base(output, flat, _reduce_scatter_options(op))
+
+
+def reduce_scatter_together(
+    outputs: list[torch.Tensor], flats: list[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> dist.Work:
+    """Several of them in one launch; their work. Why: as `all_gather_together`."""
+    return _reduce_scatters(group, outputs, flats, _reduce_scatter_options(op))
 
 
 @cache

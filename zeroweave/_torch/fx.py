@@ -34,6 +34,20 @@ def operator_schema(target: Any) -> Any:
     return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and what `unflatten` needs. Why: as `map_tensors`."""
+    from torch.utils._pytree import tree_flatten
+
+    return tree_flatten(tree)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    """Containers nested as `flatten` found them, with other leaves. Why: as `map_tensors`."""
+    from torch.utils._pytree import tree_unflatten
+
+    return tree_unflatten(leaves, structure)
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """A copy of nested containers with `function` applied to every tensor.
 

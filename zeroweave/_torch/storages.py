@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, cast
 
@@ -14,6 +15,14 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     Why: a flat is freed only when nobody views it.
     """
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def at_address(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The contiguous tensor that lies at an address, which it does not own. Why: a graph's memory has no owner that
+    could be asked for it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=dtype, device=device).set_(cast(Any, storage)).view(shape)
 
 
 def lent(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,5 +81,5 @@ def owners(tensor: torch.Tensor) -> int:
     must not be freed. While C++ owns a tensor beside its Python object, PyTorch holds one more reference to that
     object; the node, which lives as long as any graph that the parameter is part of, reads no values.
     """
-    cpp = use_count(tensor)
+    cpp: int = tensor._use_count()  # type: ignore[attr-defined]
     return sys.getrefcount(tensor) + (cpp - 3 if cpp > 1 else 0)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from zeroweave._torch.streams import busy_wait
+
 Mark = Any
 """A point in time; what it is is the clock's affair."""
 
@@ -55,6 +57,9 @@ class Clock:
             if not mark:
                 mark.append(time.perf_counter())
 
+    def hold(self, seconds: float) -> None:
+        """The device waits for so long before it goes on, so that the host gets ahead of it; a CPU does not."""
+
     def allocated(self) -> int:
         """Bytes of device memory in use now; 0 where nobody counts."""
         return 0
@@ -89,6 +94,9 @@ class DeviceClock(Clock):
 
     def finish(self) -> None:
         torch.cuda.synchronize(self._device)
+
+    def hold(self, seconds: float) -> None:
+        busy_wait(seconds, self._device)
 
     def allocated(self) -> int:
         # as memory_allocated, which flattens all statistics first: ten times the price, for every instruction

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,6 +43,17 @@ class Traffic:
         return Traffic(self.calls - other.calls, self.payload - other.payload, self.wire - other.wire)
 
 
+class Collective(NamedTuple):
+    """What `Ledger.record` is told of a collective."""
+
+    kind: str
+    bucket: int
+    dtype: str
+    payload: int
+    group: str
+    world: int
+
+
 class _Mark(NamedTuple):
     """What is remembered of a collective; as `Issued`, and not in words, which few ever read."""
 
@@ -70,6 +82,7 @@ class Ledger:
         """of each kind calls, payload and wire, see `Traffic`"""
         self._at_begin: dict[str, Traffic] = {}
         self._gauges: dict[str, Gauge] = {}
+        self._aside: list[Collective] | None = None
         self._count = 0
         self._hash = 0
         """of all collectives so far: that of the last one, seeded with the hash of those before it"""
@@ -98,6 +111,9 @@ class Ledger:
         (None: all). This rank, and which of the groups of that name it is in, are no part of the hash.
         """
         world = self.world if world is None else world
+        if self._aside is not None:
+            self._aside.append(Collective(kind, bucket, dtype, payload, group, world))
+            return
         moved = self._moved.get(kind) or self._moved.setdefault(kind, [0, 0, 0])
         moved[0] += 1
         moved[1] += payload
@@ -105,6 +121,20 @@ class Ledger:
         self._count += 1
         self._hash = xxhash.xxh3_64_intdigest(f"{kind} {bucket} {dtype} {payload} {group}".encode(), self._hash)
         self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))
+
+    @contextmanager
+    def aside(self) -> Iterator[list[Collective]]:
+        """Collectives inside are put into the list that this yields, and do not count."""
+        self._aside = []
+        try:
+            yield self._aside
+        finally:
+            self._aside = None
+
+    def again(self, collectives: Iterable[Collective]) -> None:
+        """These are issued, at once, by a graph."""
+        for each in collectives:
+            self.record(*each)
 
     def entering(self, module: str, back: bool = False) -> None:
         """The module of this name is entered; what is issued from now on may be for it.

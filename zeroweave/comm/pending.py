@@ -2,33 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 
 import torch
 
 from zeroweave.comm.clock import Clock, Mark
 
 
-def beside(stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
-    """On `stream`, after everything that the current one was given so far; None: on the CPU, which has one order."""
-    return nullcontext() if stream is None else _behind(stream)
+class Side:
+    """A stream beside the computation's. What is issued inside comes after all that the current stream was given.
+
+    Not to be entered inside of itself. Its events are recorded again and again: who waits for an event waits for what
+    it stood for then.
+    """
+
+    def __init__(self, device: torch.device, priority: int = 0) -> None:
+        torch.cuda.init()  # the classes for all kinds of devices leave that to others
+        self.stream = torch.Stream(device=device, priority=priority)
+        self._device = device
+        self._fork = torch.Event(device=device)
+        self._ends: list[torch.Event] = []
+        """those that nobody has still to wait for"""
+
+    def __enter__(self) -> None:
+        self._fork.record(torch.accelerator.current_stream(self.stream.device_index))
+        self.stream.wait_event(self._fork)
+        self.stream.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stream.__exit__(kind, error, trace)
+
+    def pending(self, *alive: torch.Tensor) -> Beside:
+        """All that was issued here so far."""
+        event = self._ends.pop() if self._ends else torch.Event(device=self._device)
+        event.record(self.stream)
+        return Beside(event, *alive, ends=self._ends)
 
 
-@contextmanager
-def _behind(stream: torch.cuda.Stream) -> Iterator[None]:
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
+def side_of(device: torch.device, priority: int = 0) -> Side | None:
+    """A stream beside the computation on `device`; None on the CPU, which has one order."""
+    return Side(device, priority) if device.type == "cuda" else None
+
+
+def beside(side: Side | None) -> AbstractContextManager[None]:
+    """On that stream; None: on the CPU."""
+    return nullcontext() if side is None else side
 
 
 class Beside:
-    """What ends with an event of another stream (None: it is over), and what must stay alive until it is waited for."""
+    """What ends with an event of another stream (None: it is over), and what must stay alive until it is waited for.
 
-    __slots__ = ("_alive", "_event", "_waited")
+    `ends`: where the event goes when it has been waited for.
+    """
 
-    def __init__(self, event: torch.cuda.Event | None = None, *alive: torch.Tensor) -> None:
-        self._event, self._alive = event, alive
+    __slots__ = ("_alive", "_ends", "_event", "_waited")
+
+    def __init__(
+        self, event: torch.Event | None = None, *alive: torch.Tensor, ends: list[torch.Event] | None = None
+    ) -> None:
+        self._event, self._alive, self._ends = event, alive, ends
         self._waited = False
 
     def wait(self) -> None:
@@ -37,6 +72,8 @@ class Beside:
         self._waited = True
         if self._event is not None:
             self._event.wait()
+            if self._ends is not None:
+                self._ends.append(self._event)
         self._alive = ()
 
     def over(self, clock: Clock) -> Mark:

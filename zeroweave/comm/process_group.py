@@ -7,21 +7,38 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from zeroweave._torch.distributed import all_gather, coalescing, new_process_group, reduce_scatter
+from zeroweave._torch.distributed import (
+    all_gather,
+    all_gather_together,
+    new_process_group,
+    reduce_scatter,
+    reduce_scatter_together,
+)
 from zeroweave._torch.foreach import foreach_copy_
 from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.pending import Beside, beside
+from zeroweave.comm.pending import Beside, beside, side_of
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
+
+_LOANS: Final = 64
+"""So many are remembered at most."""
+
+
+class _Loan(NamedTuple):
+    """The memory of a flat as the backend gets it, and this rank's part of that."""
+
+    whole: torch.Tensor
+    mine: torch.Tensor
 
 
 class _Work:
@@ -56,6 +73,12 @@ class _Work:
             self._waited = stamp
 
 
+@cache
+def _name(dtype: torch.dtype) -> str:
+    """As the ledger has it."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _recording_nothing() -> AbstractContextManager[None]:
     """`torch.no_grad()`, where it is not so anyway: in a backward it is, and to enter it again takes long."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
@@ -73,12 +96,43 @@ def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool
         ledger.came()
 
 
-class _Launch(list[dist.Work]):
-    """Collectives of one kind that are issued together; empty until the scope ends in which they were asked for."""
+class _Launch:
+    """Collectives of one kind that are issued together, at the end of the scope in which they were asked for."""
+
+    def __init__(self) -> None:
+        self._outputs: list[torch.Tensor] = []
+        self._inputs: list[torch.Tensor] = []
+        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """inputs that are still to be made, and of what"""
+        self._op: dist.ReduceOp.RedOpType | None = None
+        self._work: dist.Work | None = None
+
+    def gather(self, output: torch.Tensor, mine: torch.Tensor, shard: torch.Tensor) -> None:
+        """`mine` is the shard, or what is still to be made of it."""
+        self._outputs.append(output)
+        self._inputs.append(mine)
+        if mine is not shard:
+            self._casts.append((mine, shard))
+
+    def reduce(self, output: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        self._outputs.append(output)
+        self._inputs.append(flat)
+        self._op = op
+
+    def issue(self, group: dist.ProcessGroup) -> None:
+        if not self._outputs:
+            return
+        for dtype in {mine.dtype for mine, _ in self._casts}:
+            made, shards = zip(*(cast for cast in self._casts if cast[0].dtype == dtype), strict=True)
+            foreach_copy_(made, shards)
+        if self._op is None:
+            self._work = all_gather_together(self._outputs, self._inputs, group)
+        else:
+            self._work = reduce_scatter_together(self._outputs, self._inputs, self._op, group)
 
     def wait(self) -> None:
-        for work in self:
-            work.wait()
+        if self._work is not None:
+            self._work.wait()
 
 
 def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
@@ -93,7 +147,7 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
         if (part := parts.get(piece.slot)) is None:
             view.zero_()
         elif part.numel() == piece.numel:
-            views.append(view if part.dim() == 1 else view.view(part.shape))
+            views.append(view if part.dim() == 1 else view.view_as(part))
             tensors.append(part)
         else:
             views.append(view)
@@ -112,7 +166,8 @@ class ProcessGroupTransport:
     What the backend is handed is lent: its threads hold tensors for longer than a collective takes, and nobody who
     counts the users of a storage may see them. Shards are not: nobody counts those, and most stay for good.
 
-    Reductions divide by `divisor` (None: the ranks of the group).
+    Reductions divide by `divisor` (None: the ranks of the group). `in_place`: shards that need no cast, too, are copied
+    into the flat and gathered from there.
 
     NCCL runs them on its own stream, which waits for the stream that issued them; gloo runs them on
     threads of its own. On a GPU casts and copies that prepare a collective run on a stream beside the
@@ -127,12 +182,17 @@ class ProcessGroupTransport:
         ledger: Ledger,
         name: str = WORLD,
         divisor: int | None = None,
+        in_place: bool = False,
     ) -> None:
         self.group, self.device, self.ledger = group, device, ledger
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._name, self._divisor = name, divisor or self.world
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.rank, self.world = group.rank(), group.size()
+        self._name, self._divisor, self._in_place = name, divisor or self.world, in_place
+        self._side = side_of(device, priority=-1)
+        self._launches = device.type == "cuda"
+        """can it issue several collectives at once? gloo has no launch to save"""
         self._launch: _Launch | None = None
+        self._loans: dict[tuple[int, int, torch.dtype], _Loan] = {}
+        """of flats that were gathered, by where they lay: buckets take turns in the same memory"""
         self._on_host = device.type == "cpu"
         """is what has been waited for there?"""
 
@@ -141,31 +201,45 @@ class ProcessGroupTransport:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        if "nccl" not in str(dist.get_backend(self.group)):
-            yield  # gloo has no launch to save
+        if not self._launches:
+            yield
             return
         launch = self._launch = _Launch()
         try:
-            with beside(self._stream), coalescing(self.group, self.device) as together:
-                yield
-            launch.extend(together.works)
+            yield
         finally:
             self._launch = None
+        with _recording_nothing(), beside(self._side):
+            launch.issue(self.group)
 
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.ledger.record(kind, bucket, dtype, tensor.nbytes, self._name, self.world)
+        self.ledger.record(kind, bucket, _name(tensor.dtype), tensor.nbytes, self._name, self.world)
+
+    def _lend(self, flat: torch.Tensor, layout: BucketLayout) -> _Loan:
+        key = flat.data_ptr(), flat.numel(), flat.dtype
+        if (loan := self._loans.get(key)) is None:
+            if len(self._loans) == _LOANS:
+                self._loans.clear()
+            start, stop = layout.shard_range(self.rank)
+            with torch.inference_mode(False):  # else nobody could write there later
+                whole = lent(flat)
+                loan = self._loans[key] = _Loan(whole, whole[start:stop])
+        return loan
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._count("all_gather", flat, layout.id)
-        target = lent(flat)
-        if shard.dtype == flat.dtype:
+        target, mine = self._lend(flat, layout)
+        as_it_is = shard.dtype == flat.dtype and not self._in_place
+        work: dist.Work | _Launch
+        if self._launch is not None:
+            work = self._launch
+            work.gather(target, shard if as_it_is else mine, shard)
+        elif as_it_is:
             work = all_gather(target, shard, self.group)
         else:
-            with beside(self._stream):
-                start, stop = layout.shard_range(self.rank)
-                work = all_gather(target, target[start:stop].copy_(shard), self.group)
-        return _Work(work if self._launch is None else self._launch, self.ledger, self._on_host, flat, shard)
+            with beside(self._side):
+                work = all_gather(target, mine.copy_(shard), self.group)
+        return _Work(work, self.ledger, self._on_host, flat, shard)
 
     def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
         """Makes a flat ready for a reduction; returns what the collective has to do."""
@@ -177,7 +251,8 @@ class ProcessGroupTransport:
         return dist.ReduceOp.SUM
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with _recording_nothing(), beside(self._stream):
+        work: dist.Work | _Launch
+        with _recording_nothing(), beside(self._side):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
             else:
@@ -186,17 +261,18 @@ class ProcessGroupTransport:
             kind = self._prepare(flat, op)
             self._count("reduce_scatter", flat, layout.id)
             chunks = layout.chunks
-            if min(chunks) == max(chunks):
-                work = reduce_scatter(lent(out), lent(flat), kind, self.group)
-            else:
+            if min(chunks) != max(chunks):
                 inputs = list(lent(flat).split(list(chunks)))
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
-        return _Work(
-            work if self._launch is None else self._launch, self.ledger, self._on_host, flat, out, *_tensors(parts)
-        )
+            elif self._launch is not None:
+                work = self._launch
+                work.reduce(lent(out), lent(flat), kind)
+            else:
+                work = reduce_scatter(lent(out), lent(flat), kind, self.group)
+        return _Work(work, self.ledger, self._on_host, flat, out, *_tensors(parts))
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        with _recording_nothing(), beside(self._stream):
+        with _recording_nothing(), beside(self._side):
             lay_out(out, parts, layout)
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)

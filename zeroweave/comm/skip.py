@@ -8,7 +8,7 @@ import torch
 
 from zeroweave.comm.around import Around
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.pending import Beside, beside
+from zeroweave.comm.pending import Beside, beside, side_of
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
@@ -25,14 +25,14 @@ class Skipping(Around):
     def __init__(self, inner: Transport, device: torch.device, planned: Ledger) -> None:
         super().__init__(inner)
         self._planned = planned
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = side_of(device)
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._plan("all_gather", flat.dtype, flat.numel(), layout)
-        with beside(self._stream), torch.no_grad():
+        with beside(self._side), torch.no_grad():
             flat.view(layout.world, -1).copy_(shard)
         return self._filled(flat, shard)
 
@@ -50,7 +50,7 @@ class Skipping(Around):
 
     def _zeros(self, kind: str, out: torch.Tensor, layout: Spread) -> Pending:
         self._plan(kind, out.dtype, layout.numel, layout)
-        with beside(self._stream), torch.no_grad():
+        with beside(self._side), torch.no_grad():
             out.zero_()
         return self._filled(out)
 
@@ -63,4 +63,4 @@ class Skipping(Around):
             self._planned.record(kind, layout.id, name, nbytes, layout.group, layout.world)
 
     def _filled(self, *alive: torch.Tensor) -> Pending:
-        return Beside(None if self._stream is None else self._stream.record_event(), *alive)
+        return Beside() if self._side is None else self._side.pending(*alive)

@@ -18,7 +18,7 @@ from zeroweave._torch.distributed import symmetric_buffer
 from zeroweave.comm.around import Around
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.pending import Beside, beside
+from zeroweave.comm.pending import Side
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import ConfigError
 from zeroweave.layout import BucketLayout
@@ -57,7 +57,7 @@ class SymmetricGathers(Around):
     def __init__(self, inner: Transport, group: dist.ProcessGroup, device: torch.device, ledger: Ledger) -> None:
         super().__init__(inner)
         self._group, self._device, self._ledger = group, device, ledger
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._side = Side(device, priority=-1)
         self._buffer: torch.Tensor | None = None
         self._handle: Any = None
         self._gauge: Gauge = ledger.gauge("symmetric memory")
@@ -88,7 +88,7 @@ class SymmetricGathers(Around):
         self.reserve(flat.nbytes // self.world)
         chunks = flat.view(self.world, -1)
         numel = chunks.shape[1]
-        with beside(self._stream):
+        with self._side:
             self._handle.barrier(channel=0)
             mine = self._handle.get_buffer(self.rank, (numel,), flat.dtype)
             mine.copy_(shard)
@@ -97,7 +97,7 @@ class SymmetricGathers(Around):
                 peer = (self.rank + step) % self.world
                 chunks[peer].copy_(self._handle.get_buffer(peer, (numel,), flat.dtype))
             chunks[self.rank].copy_(mine)
-        return Beside(self._stream.record_event(), flat, shard)
+        return self._side.pending(flat, shard)
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()  # copies have no launch to share

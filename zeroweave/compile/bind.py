@@ -133,7 +133,8 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
     def forward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
         region, held = caller.region()
-        places = {i: host.find(args[i]) for i in tensors}
+        find = host.find
+        places = {i: find(args[i]) for i in tensors}
         others = {place[0] for place in places.values() if place is not None} - held
         announced: list[Place] = []
         if split is not None:
@@ -161,7 +162,8 @@ def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles)
 
     def backward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
-        places = {i: host.find(args[i]) for i in bound}
+        find = host.find
+        places = {i: find(args[i]) for i in bound}
         uses = {place[0] for i in reads if (place := places[i]) is not None}
         if shared or uses:
             region = split.regions.get(tuple(places[i] for i in shared), "")

@@ -62,6 +62,7 @@ class Config(_Explained):
     bucket: sections.BucketConfig = sections.BucketConfig()
     reduce: sections.ReduceConfig = sections.ReduceConfig()
     compile: sections.CompileConfig = sections.CompileConfig()
+    transport: sections.TransportConfig = sections.TransportConfig()
     experts: sections.ExpertsConfig = sections.ExpertsConfig()
     activations: sections.ActivationsConfig = sections.ActivationsConfig()
     offload: sections.OffloadConfig = sections.OffloadConfig()

@@ -134,8 +134,18 @@ class CompileConfig(Section):
     passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Passes of your own behind the built-in ones, each as "module:function"."""
 
+    cuda_graphs: bool = False
+    """`engine.train_step` runs as CUDA graphs, once its steps have settled."""
+
     dynamic: bool | None = None
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
+
+
+class TransportConfig(Section):
+    """How data crosses ranks."""
+
+    gathers: Literal["auto", "copy_engine", "kernel"] = "auto"
+    """Parameters are gathered by NCCL's kernels, or by copy engines, inside one node; "auto": measured at the start."""
 
 
 class ExpertsConfig(Section):

@@ -35,10 +35,6 @@ class _Parameter(NamedTuple):
     slot: int
     version: int
 
-    @property
-    def tensor(self) -> torch.Tensor:
-        return self.bucket.real[self.slot]
-
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks of one engine, entered for each outermost forward."""
@@ -48,15 +44,16 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> object:
-        place = self._runtime.find(tensor)
-        if place is None or (frame := self._runtime.frame) is None:
+        runtime = self._runtime
+        place = runtime.find(tensor)
+        if place is None or (frame := runtime.frame) is None:
             # Detached, or a node that saves its own output would keep itself alive, and a view what it views. The
             # version is kept because autograd checks for later writes only where there are no hooks.
             attached = not tensor.is_leaf or view_base(tensor) is not None
             own = tensor.detach() if attached else tensor
-            return self._runtime.activations.save(own, version(tensor))
-        bucket, slot = self._runtime.buckets[place[0]], place[1]
-        if self._runtime.passes_through(tensor, place):
+            return runtime.activations.save(own, version(tensor))
+        bucket, slot = runtime.buckets[place[0]], place[1]
+        if runtime.passes_through(tensor, place):
             if slot >= 0:
                 return _Parameter(bucket, slot, version(bucket.real[slot]))
             return Saved(tensor.detach(), version(tensor))
@@ -66,16 +63,23 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         )
 
     def _unpack(self, saved: object) -> torch.Tensor:
-        if not isinstance(saved, _Handle):
-            assert isinstance(saved, (Saved, _Parameter))
-            tensor = self._runtime.activations.use(saved) if isinstance(saved, Saved) else saved.tensor
-            if version(tensor) != saved.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified since the forward, by "
-                    f"an inplace operation or engine.step(): {tensor.dtype} {list(tensor.shape)} is at "
-                    f"version {version(tensor)}; expected version {saved.version}"
-                )
-            return tensor
+        if isinstance(saved, Saved):
+            tensor = self._runtime.activations.use(saved)
+        elif isinstance(saved, _Parameter):
+            tensor = saved.bucket.real[saved.slot]
+        else:
+            assert isinstance(saved, _Handle)
+            return self._view(saved)
+        if version(tensor) != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified since the forward, by "
+                f"an inplace operation or engine.step(): {tensor.dtype} {list(tensor.shape)} is at "
+                f"version {version(tensor)}; expected version {saved.version}"
+            )
+        return tensor
+
+    def _view(self, saved: _Handle) -> torch.Tensor:
+        """What eager code has saved, once its bucket is usable."""
         if saved.generation != saved.bucket.generation:
             raise RuntimeError(
                 f"parameters of {saved.bucket.layout.name!r} have changed since the forward of this backward: "

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import reduce
+from operator import or_
 from typing import Final
 
 from zeroweave.comm.wire import Wire
@@ -18,6 +22,21 @@ from zeroweave.schedule import Costs, Schedule
 
 SCHEDULE_SECONDS: Final = 30.0
 """How long a rank waits for the others to make the same schedule, where `deadline_seconds` is not less."""
+
+
+_COURSE: Final = struct.Struct("<BQQQ")
+"""Course, hash of the schedule, count and hash of the collectives issued; the signals follow."""
+
+
+class Course(IntEnum):
+    """How a micro-step runs. The least of what the ranks wish for is what all can."""
+
+    PLAIN = 0
+    """as ever"""
+    TRIAL = 1
+    """as ever, and then its window is captured and compared with it"""
+    REPLAY = 2
+    """as a graph"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +56,7 @@ class Found:
 class Agreements:
     """What the ranks of one engine compare, and decide together.
 
-    While `transport` skips communication, each decides as if the others had said what it says. Each step
+    While steps are only tried out (`Wire.tries`), each decides as if the others had said what it says. Each step
     they tell each other which `signals` have come.
     """
 
@@ -61,26 +80,45 @@ class Agreements:
         """
         self._backwards = 0
         step, count = self._progress()
-        if not self._transport.skips:
+        if not self._transport.tries:
             self._alarm.post_counts(step, count)
         digest, found = self._progress.ledger.hash, nonfinite()
         flags = had_gradient + late + viewed
-        if not self._transport.skips:
+        if not self._transport.tries:
             flags += self._signals.flags
         mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
-        decision = decide([mine]) if self._transport.skips else self._agree(mine, "agreement")
+        decision = decide([mine]) if self._transport.tries else self._agree(mine, "agreement")
         if decision.differ:
             self.schedule(candidate)
         first, second = len(had_gradient), len(had_gradient) + len(late)
         third = second + len(viewed)
         flags = decision.flags
-        if not self._transport.skips:
+        if not self._transport.tries:
             self._signals.agree(flags[third:])
         return Found(decision, flags[:first], flags[first:second], flags[second:third])
 
+    def course(self, wish: Course, schedule: Schedule | None, ends: bool) -> Course:
+        """How all ranks run the micro-step that begins: PLAIN unless they follow one schedule. Collective.
+
+        `ends`: it ends its window; if it is replayed, this is the only agreement of its step.
+        """
+        step, count = self._progress()
+        fingerprint = 0 if schedule is None else schedule.fingerprint
+        mine = _COURSE.pack(wish, fingerprint, count, self._progress.ledger.hash) + self._signals.flags
+        ranks = self._control.all_gather_bytes(mine, f"the graph of step {step}")
+        told = [_COURSE.unpack_from(theirs) for theirs in ranks]
+        if len({each[1:] for each in told}) > 1:
+            return Course.PLAIN  # the agreement of the step says what differs
+        agreed = Course(min(each[0] for each in told))
+        if ends and agreed is Course.REPLAY:
+            noted = zip(*(theirs[_COURSE.size :] for theirs in ranks), strict=True)
+            self._signals.agree(bytes(reduce(or_, each) for each in noted))
+            self._agreed = count
+        return agreed
+
     def union(self, what: str, flags: bytes) -> bytes:
         """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""
-        if self._transport.skips:
+        if self._transport.tries:
             return flags
         ranks = self._control.all_gather_bytes(flags, f"{what} of step {self._progress.step}")
         if any(len(theirs) != len(flags) for theirs in ranks):
@@ -89,7 +127,7 @@ class Agreements:
 
     def backward(self) -> None:
         """Raises `AgreementError` unless all ranks have issued the same collectives up to this end of a backward."""
-        if self._transport.skips:
+        if self._transport.tries:
             return
         self._backwards += 1
         step, count = self._progress()
@@ -125,7 +163,7 @@ class Agreements:
 
         `schedule`: what they were measured on.
         """
-        if self._transport.skips:
+        if self._transport.tries:
             return None
         step, _ = self._progress()
         here = None if schedule is None else schedule.shape

@@ -13,10 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zeroweave.comm.choose import Choice, choose, refused
+from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
+from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import device_of, make_transport, own_group
 from zeroweave.comm.transport import Transport
 from zeroweave.comm.wire import Wire
@@ -29,6 +32,10 @@ from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.asked import Asked, OptimizerLike, asked_for
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints
+from zeroweave.engine.graphs.capturer import Capturer
+from zeroweave.engine.graphs.graphs import Graphs
+from zeroweave.engine.graphs.limits import captures_on, never_captured
+from zeroweave.engine.graphs.loop import Loop
 from zeroweave.engine.guard import Guard, Progress
 from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts
@@ -42,6 +49,7 @@ from zeroweave.errors import ConfigError, EngineError
 from zeroweave.experts import groups_of
 from zeroweave.layout import WORLD, BucketLayout, build_layout
 from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.rates import Rates, why_not_captured
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts
 from zeroweave.optim.states import States, agree, take
@@ -53,7 +61,7 @@ from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.faults import Faults
 from zeroweave.ranks.signals import Signals
-from zeroweave.ranks.start import backstop, start_process_group
+from zeroweave.ranks.start import at_end, backstop, start_process_group
 from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.schedule import BucketFacts, Facts
@@ -131,8 +139,13 @@ def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
 
 
 def _facts(
-    settings: Config, layouts: Iterable[BucketLayout], policy: Policy, optimizer: ShardedOptimizer | None
+    settings: Config,
+    layouts: Iterable[BucketLayout],
+    policy: Policy,
+    optimizer: ShardedOptimizer | None,
+    least: int | None = None,
 ) -> Facts:
+    """`least`: bytes from which on a bucket has a place; None: none has."""
     layouts = tuple(layouts)
     whole = settings.gradient_clipping is not None or checks(settings, layouts)
     by_bucket = optimizer is not None and optimizer.by_bucket and not whole
@@ -144,24 +157,62 @@ def _facts(
         update_by_bucket=by_bucket,
         free=policy.free_threshold is not None,
         offload=policy.offload_threshold is not None,
+        placed=frozenset(b.id for b in layouts if least is not None and b.world > 1 and b.nbytes >= least),
     )
 
 
-def _transport(
+def _transports(
     group: dist.ProcessGroup | None,
     control: Control,
     device: torch.device,
     ledger: Ledger,
     groups: Mapping[str, int],
     ends: ExitStack,
-) -> Transport:
-    """The transport over `group` and over the sharding groups, whose communicators are made here."""
+) -> dict[str, Transport]:
+    """The transports over `group` and over the sharding groups, whose communicators are made here."""
     transports = {WORLD: make_transport(group, device, ledger)}
     for name, count in groups.items():
         if (own := own_group(group, control, backstop(control.deadline_seconds), count)) is not None:
             ends.callback(dist.destroy_process_group, own)
         transports[name] = make_transport(own, device, ledger, name, divisor=control.world)
-    return Grouped(transports) if groups else transports[WORLD]
+    return transports
+
+
+def _copy_engines(
+    settings: Config,
+    transports: dict[str, Transport],
+    group: dist.ProcessGroup | None,
+    control: Control,
+    device: torch.device,
+    ledger: Ledger,
+    groups: Mapping[str, int],
+    largest: int,
+    ends: ExitStack,
+) -> tuple[Places, Choice]:
+    """Where buckets are gathered by copy engine, and why, or why none is; puts copy engines around `transports`.
+
+    `largest`: bytes of the largest bucket. The communicators are made here.
+    """
+    asked = settings.transport.gathers
+    if why := refused(asked, control, device, largest):
+        return Places(), Choice(why)
+    engines = CopyEngines(control, device)
+    places = Places(engines.make, ledger.gauge("symmetric memory"))
+    with ExitStack() as started:
+        started.callback(engines.close)
+        started.callback(places.close)
+        joined = {WORLD: engines.join(backstop(control.deadline_seconds))}
+        joined |= {name: engines.join(backstop(control.deadline_seconds), count) for name, count in groups.items()}
+        plain = group or dist.group.WORLD
+        assert plain is not None  # there are several ranks
+        choice = choose(asked, control, device, engines, plain, joined[WORLD], largest)
+        if choice.least is None:
+            return Places(), choice
+        at_end(ends, started.pop_all(), lambda: control.broken is not None)
+    for name, own in joined.items():
+        if own is not None:
+            transports[name] = engines.around(transports[name], own, ledger, name)
+    return places, choice
 
 
 def _assemble(
@@ -188,12 +239,17 @@ def _assemble(
     except EngineError as error:  # it names buckets that the layout does not have
         raise ConfigError(f"compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)
-    meeting = _transport(group, control, device, ledger, groups, ends)
-    meeting = fenced(meeting, device, settings.debug)
+    transports = _transports(group, control, device, ledger, groups, ends)
+    largest = max((b.nbytes for b in layouts), default=0)
+    gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
+    if optimizer is not None:
+        gathered_in, choice = _copy_engines(settings, transports, group, control, device, ledger, groups, largest, ends)
+    meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
-    runtime = Runtime(layouts, transport, policy, ledger.entering, transport.issuing, trains=optimizer is not None)
+    trains = optimizer is not None
+    runtime = Runtime(layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in)
     fill(runtime, named, asked.weights)
     runtime.transfers.finish()
     asked.buffers.give()
@@ -211,7 +267,10 @@ def _assemble(
     places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
-        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off)
+        looks = checks(settings, layouts)
+        graphed = settings.compile.cuda_graphs and captures_on(device) and why_not_captured(optimizer, looks) is None
+        rates = Rates(optimizer, device) if graphed else None
+        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates)
         states.clear()
     parts = EngineParts(
         model=model,
@@ -227,10 +286,12 @@ def _assemble(
         optimizer=sharded,
         original_dtypes=original,
         device=device,
+        gathers=choice,
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
-    return _compose(parts, _facts(settings, layouts, runtime.policy, sharded), asked.scheduler, signals, faults)
+    facts = _facts(settings, layouts, runtime.policy, sharded, choice.least)
+    return _compose(parts, facts, asked.scheduler, signals, faults)
 
 
 def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signals, faults: Faults) -> Engine:
@@ -251,6 +312,10 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
         shown.open()
     updating = faults.before(scaler, "take", "update")
     step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
+    loop = Loop(parts, faults.before(calls, "session", "forward"), window, step)
+    never = never_captured(parts, looks) if settings.compile.cuda_graphs else None
+    capturer = Capturer(parts.device) if settings.compile.cuda_graphs and never is None else None
+    graphs = Graphs(parts, loop, window, step, scaler, scheduler, capturer, never)
     values = Values(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)
     if parts.optimizer is not None:
@@ -265,8 +330,7 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
         if boundary and samples is not None:
             samples.step_ended(engine.global_steps, engine.stats)
 
-    calls = faults.before(calls, "session", "forward")
-    return Engine(parts, calls, scheduler, window, step, values, checkpoints, step_ended)
+    return Engine(parts, calls, scheduler, window, step, graphs, values, checkpoints, step_ended)
 
 
 def _adaptive(parts: EngineParts) -> Adaptive | None:

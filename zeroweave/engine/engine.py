@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zeroweave.comm.ledger import Ledger
-from zeroweave.eager.hooks import own_outputs
-from zeroweave.engine.calls import Calls, arguments_of, loss_of
+from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
+from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Plan, Recording, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
@@ -43,6 +43,7 @@ class Engine:
         scheduler: Scheduler,
         window: Window,
         step: OptimizerStep,
+        graphs: Graphs,
         values: Values,
         checkpoints: Checkpoints,
         step_ended: Callable[[Engine, bool], None],
@@ -52,6 +53,7 @@ class Engine:
         self._parts, self._runtime, self._guard = parts, parts.runtime, parts.guard
         self._calls = calls  # forwards
         self._window, self._step = window, step  # backwards up to an optimizer step, and that
+        self._graphs = graphs  # the calls of a training loop, as graphs where they can be
         self._values = values  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
@@ -90,34 +92,28 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Counters of this rank at this moment."""
-        return Stats.read(self._parts, self._calls, self._step.traffic, self._scheduler.seconds)
+        return Stats.read(self._parts, self._calls, self._graphs, self._step.traffic, self._scheduler.seconds)
 
     # ------------------------------------------------------------------ forward and backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
-        with self._guard("forward"):
-            args, kwargs = self._calls.inputs(args, kwargs)
-            with self._calls.session(), self._calls.compiling():
-                return own_outputs(self.module(*args, **kwargs), self._runtime)
+        return self._graphs.forward(args, kwargs)
 
     def train_step(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
         """One micro-step: forward, loss, backward, `step()`. Returns the detached, unscaled loss.
 
         `batch` is a mapping (keyword arguments), a tuple or list (arguments) or one argument. The loss is
         `loss_fn(output, batch)`, else the output itself if it is a tensor, else its `.loss`.
+
+        With `compile.cuda_graphs` it is one launch, once it has settled: see docs/performance.md.
         """
-        args, kwargs = arguments_of(batch)
-        output = self(*args, **kwargs)
-        with self._guard("loss_fn"):
-            loss = loss_of(output, batch, loss_fn)
-        self.backward(loss)
-        self.step()
-        return loss.detach()
+        loss, boundary = self._graphs.train_step(batch, loss_fn)
+        self._step_ended(self, boundary)
+        return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
-        with self._guard("backward"):
-            self._window.backward(self._window.scale(loss, by_steps=scale_wrt_gas), retain_graph)
+        self._graphs.backward(loss, retain_graph, scale_wrt_gas)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps; float32 at least where it is scaled."""
@@ -164,11 +160,7 @@ class Engine:
 
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
-        with self._guard("step"):
-            boundary = self._window.ends()
-            self._step.take(boundary)
-            self._window.micro_step_ended(boundary)
-        self._step_ended(self, boundary)
+        self._step_ended(self, self._graphs.step())
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
@@ -180,7 +172,7 @@ class Engine:
         The norm is float32, 0-dim, on the engine's device, without the loss scale; each parameter counts once. To be
         called between the boundary's backward and `step()`. Collective.
         """
-        return self._step.clip(max_norm)
+        return self._graphs.clip(max_norm)
 
     def get_global_grad_norm(self) -> float | None:
         """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""

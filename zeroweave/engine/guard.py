@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
@@ -49,6 +49,11 @@ class Guard:
         self._told: BaseException | None = None
         """the last exception that the other ranks were told of inside a block of `around`"""
         self._around = False
+        self._begins: Callable[[], None] = lambda: None
+
+    def attach(self, begins: Callable[[], None]) -> None:
+        """`begins()` is called inside of each block, first. Once: what it consists of needs a guard."""
+        self._begins = begins
 
     def __call__(self, place: str, clean: bool = True) -> AbstractContextManager[None]:
         """Guards the block called `place`; blocks inside it belong to it.
@@ -72,6 +77,10 @@ class Guard:
             instead = self.leave(place, error)
             assert instead is not None
             raise instead from None
+
+    def begin(self) -> None:
+        """What `attach` was given."""
+        self._begins()
 
     def leave(self, place: str, error: BaseException | None) -> BaseException | None:
         """It ends; `error` leaves it, or what is returned instead."""
@@ -138,6 +147,11 @@ class _Block:
 
     def __enter__(self) -> None:
         self._guard.enter(self._place, self._clean)
+        try:
+            self._guard.begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         instead = self._guard.leave(self._place, error)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from zeroweave.comm.choose import Choice
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.agreements import Agreements
@@ -37,6 +38,8 @@ class EngineParts:
     optimizer: ShardedOptimizer | None
     original_dtypes: Mapping[str, torch.dtype]
     device: torch.device
+    gathers: Choice
+    """which way they take, and why"""
     ends: ExitStack
     """ends what was started for the engine: its communicators, last the control group"""
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 from zeroweave.engine.guard import Guard
 from zeroweave.engine.parts import EngineParts
@@ -40,6 +40,8 @@ from zeroweave.schedule import (
 )
 
 _WARM_STEPS = 1
+_LONGEST_HOLD: Final = 1.0
+"""Seconds; see `Timeline`."""
 
 
 class Recording:
@@ -88,10 +90,14 @@ class Scheduler:
         """of what the next window follows"""
         self._as_expected = False
         """did the last window follow its schedule?"""
+        self._recorded = True
+        """is the record of the open window whole? What graphs have done of it is not in it"""
         self._recordings: list[Recording] = []
         """those that are open"""
         self._timeline: Timeline | None = None
         """of the open window, while it is timed"""
+        self._ended = self._took = 0.0
+        """when the last window ended, and how long it took, for the host"""
         self.seconds = 0.0
         """spent on making schedules"""
 
@@ -106,6 +112,11 @@ class Scheduler:
         enough = _WARM_STEPS + (self._record_steps if self._automatic else 0)
         return self._as_expected and self._kind is not None and self._kind.followed >= enough
 
+    @property
+    def is_timed(self) -> bool:
+        """Are the instructions of the open window timed?"""
+        return self._timeline is not None
+
     # ------------------------------------------------------------------ making schedules
     def _compile(
         self, record: tuple[Event, ...], settings: ScheduleSettings, costs: Costs | None, measured: Schedule | None
@@ -119,13 +130,17 @@ class Scheduler:
     def candidate(self, followed: bool) -> Schedule:
         """What this rank would follow after the step that ends now."""
         replay = self._runtime.replay
-        if followed:
+        if followed or not self._recorded:
             assert replay.schedule is not None
             return replay.schedule
         record = tuple(replay.record)
         known = self._kinds.measured_on(record)  # what was measured tells nothing about another record
         costs, measured = (None, None) if known is None else (known.costs, known.measured)
         return self._compile(record, self.settings, costs, measured)
+
+    def unrecorded(self) -> None:
+        """Graphs have done a part of the open window, which tells nothing about what to follow. On all ranks."""
+        self._recorded = False
 
     def register_pass(self, new: Pass, after: str | None) -> None:
         """Adds a pass behind the one called `after`, or at the end; takes effect with the next schedule."""
@@ -141,9 +156,12 @@ class Scheduler:
 
         A step that was not `applied` says nothing about the time that steps take.
         """
-        if self._transport.skips:  # nothing that is tried out decides anything
+        if self._transport.tries:  # nothing that is tried out decides anything
             self.abort()
             return self.schedule
+        self._recorded = True
+        now = time.perf_counter()
+        self._ended, self._took = now, now - self._ended
         step = self._take_step() if applied else None
         if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
             self._kind, self._as_expected = None, False
@@ -186,12 +204,15 @@ class Scheduler:
 
     # ------------------------------------------------------------------ recording
     def _time(self, on: bool) -> None:
-        timeline = self._timeline = Timeline(self._transport.clock) if on else None
+        # A graph's device never waits for the host: what its schedule is made from must not, either.
+        hold = min(self._took, _LONGEST_HOLD) if self._parts.config.compile.cuda_graphs else 0.0
+        timeline = self._timeline = Timeline(self._transport.clock, hold) if on else None
         self._runtime.replay.executor.note_times(timeline)
         self._transport.time(None if timeline is None else timeline.collectives)
 
     def abort(self) -> None:
-        """What was timed of the open window is no step."""
+        """What was recorded and timed of the open window is no step."""
+        self._recorded = True
         self._time(self._timeline is not None)
 
     def _take_step(self) -> Step | None:

@@ -26,10 +26,12 @@ class Snapshot:
     random numbers of the CPU and the device, the schedule, and counters. Tensors and containers stay the same
     objects, with their contents again; what has come into being since is dropped. Costs a second copy of the shards of
     trained parameters, the optimizer state and the buffers, on their devices.
+
+    Not `contents`: no tensor and no random number is kept, only what lives on the host.
     """
 
-    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep) -> None:
-        self._runtime, device = parts.runtime, parts.device
+    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep, contents: bool = True) -> None:
+        self._runtime, self._contents, device = parts.runtime, contents, parts.device
         self._schedule = self._runtime.replay.schedule
         self._runtime.transfers.finish()  # what lies in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
@@ -37,8 +39,9 @@ class Snapshot:
         self._back: list[Callable[[], object]] = [owner.remember() for owner in owners]
         """each brings something back"""
         self._back.append(partial(parts.progress.resume, parts.progress.step))
-        self._back.append(partial(torch.set_rng_state, torch.get_rng_state()))
-        if device.type == "cuda":
+        if contents:
+            self._back.append(partial(torch.set_rng_state, torch.get_rng_state()))
+        if contents and device.type == "cuda":
             self._back.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
         self._seen: set[int] = set()
         for bucket in self._trained:
@@ -60,7 +63,8 @@ class Snapshot:
         self._seen.add(id(value))
         match value:
             case torch.Tensor():
-                self._back.append(partial(value.copy_, value.detach().clone()))
+                if self._contents:
+                    self._back.append(partial(value.copy_, value.detach().clone()))
             case dict():
                 self._back += [value.clear, partial(value.update, dict(value))]
                 for item in value.values():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
+from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.parts import EngineParts
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.runtime import Runtime
@@ -20,8 +21,10 @@ class Memory:
     a narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. At most at
     once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
     ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
-    `gradient_flats_peak`, the gradient flats of reductions in flight. With offload, what
-    is gathered of a master in host memory counts as a shard; `host_…` is what of the same figures lies in host memory.
+    `gradient_flats_peak`, the gradient flats of reductions in flight. `symmetric`: the places in which copy engines
+    gather; flats lie there, and they stay. `graphs`: what CUDA graphs hold for their replays, beside the tensors that
+    lie there. With offload, what is gathered of a master in host memory counts as a shard; `host_…` is what of the same
+    figures lies in host memory.
     """
 
     shards: int
@@ -31,6 +34,8 @@ class Memory:
     local_sums: int
     flats_peak: int
     gradient_flats_peak: int
+    symmetric: int = 0
+    graphs: int = 0
     host_shards: int = 0
     host_masters: int = 0
     host_optimizer: int = 0
@@ -46,7 +51,7 @@ class Memory:
         return self.shards + self.masters + self.optimizer - self.host
 
     @classmethod
-    def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None) -> Memory:
+    def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None, graphs: int) -> Memory:
         homes = [bucket.home for bucket in runtime.buckets.values()]
         masters = [home for home in homes if home.wider]
         sources = [home for home in homes if not home.wider or home.on_host]
@@ -58,6 +63,8 @@ class Memory:
             local_sums=runtime.gradients.local_peak,
             flats_peak=runtime.flats.peak,
             gradient_flats_peak=runtime.gradients.staging.peak,
+            symmetric=runtime.places.nbytes,
+            graphs=graphs,
             host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
             host_masters=sum(home.master.nbytes for home in masters if home.on_host),
             host_optimizer=0 if optimizer is None else optimizer.offload.host_nbytes(),
@@ -72,10 +79,12 @@ class Stats:
     left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `found_templates`: those of them that
     Inductor's cache had, from an earlier run or another rank. `compile_seconds`: by phase, see `compile.phases`,
     and what making schedules took. `eager_regions`: regions that Dynamo gave up on, with its reason.
+    With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
+    micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
-    storages among them that a backward asked for before its schedule had brought them back. `last_step`, `total`:
-    traffic by kind of collective.
+    storages among them that a backward asked for before its schedule had brought them back. `gathers`: by kernel or by
+    copy engine, and why. `last_step`, `total`: traffic by kind of collective.
     """
 
     compiled_calls: int
@@ -88,16 +97,22 @@ class Stats:
     found_templates: int
     compile_seconds: dict[str, float]
     eager_regions: dict[str, str]
+    captured_windows: int
+    replayed_steps: int
+    uncaptured_steps: dict[str, int]
     freed_activations: int
     offloaded_activations: int
     offloaded_peak: int
     on_demand_reloads: int
+    gathers: str
     last_step: dict[str, Traffic]
     total: dict[str, Traffic]
     memory: Memory
 
     @classmethod
-    def read(cls, parts: EngineParts, calls: Calls, last_step: Mapping[str, Traffic], schedule_seconds: float) -> Stats:
+    def read(
+        cls, parts: EngineParts, calls: Calls, graphs: Graphs, last_step: Mapping[str, Traffic], schedule_seconds: float
+    ) -> Stats:
         runtime, templates = parts.runtime, calls.templates
         offloading = runtime.activations.offloading
         compiled = {} if templates is None else templates.phases.seconds
@@ -112,11 +127,15 @@ class Stats:
             found_templates=0 if templates is None else templates.found,
             compile_seconds={**compiled, "schedule": schedule_seconds},
             eager_regions=dict(calls.eager_regions),
+            captured_windows=graphs.known.captured,
+            replayed_steps=graphs.replayed,
+            uncaptured_steps=dict(graphs.known.uncaptured),
             freed_activations=runtime.activations.freed,
             offloaded_activations=0 if offloading is None else offloading.moved_before,
             offloaded_peak=0 if offloading is None else offloading.host.peak,
             on_demand_reloads=0 if offloading is None else offloading.on_demand,
+            gathers=str(parts.gathers),
             last_step=dict(last_step),
             total=dict(parts.progress.ledger.totals()),
-            memory=Memory.read(runtime, parts.optimizer),
+            memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),
         )

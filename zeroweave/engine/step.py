@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -16,6 +16,7 @@ from zeroweave.engine.window import Window
 from zeroweave.errors import NonFiniteError
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.scaler import Scaler
+from zeroweave.ranks.control import Decision
 from zeroweave.schedule import Instruction, Schedule
 
 _LOG: Final = logging.getLogger("zeroweave")
@@ -47,6 +48,8 @@ class OptimizerStep:
         """steps that did not, because gradients were not finite"""
         self.executed: tuple[Instruction, ...] = ()
         """the instructions of the last one"""
+        self.gradients_alike = False
+        """had this rank, in the last one, gradients of all parameters that any rank had gradients of?"""
         self.traffic = parts.progress.ledger.step()
         """what the last one and its window have sent; at first, what `initialize` has"""
         parts.progress.ledger.begin_step()
@@ -95,14 +98,34 @@ class OptimizerStep:
         followed = self._arrive()
         candidate = self._scheduler.candidate(followed)
         found = self._agree(candidate)
-        absent = self._runtime.gradients.absent(found.had_gradient)
+        gradients = self._runtime.gradients
+        absent = gradients.absent(found.had_gradient)
+        self.gradients_alike = absent == gradients.absent(gradients.had_gradient())
         applies = self._may_apply(found.decision.nonfinite)
         if applies:
             self._update(absent)
         else:
-            self._runtime.replay.finish(self._runtime.gradients.take, frozenset(absent))
+            self._runtime.replay.finish(self._give_up, frozenset(absent))
         self.executed = tuple(self._runtime.replay.executed)
         self._begin_next(candidate, found, applies)
+        self.applied = applies
+
+    def none_applied(self) -> None:
+        """A graph was a micro-step in the middle of its window."""
+        self.applied = False
+
+    def replayed(self, executed: tuple[Instruction, ...], nonfinite: bool) -> None:
+        """A graph was the optimizer step of a window that followed its schedule; `nonfinite`: it wrote nothing."""
+        schedule = self._runtime.replay.schedule
+        assert schedule is not None
+        applies = self._may_apply(nonfinite)
+        if applies:
+            for bucket in self._runtime.buckets.values():
+                if bucket.layout.trainable:
+                    bucket.renew()
+        self.executed = executed
+        alike = Decision(b"", adopt=True, record=schedule.shape)
+        self._begin_next(schedule, Found(alike, b"", b"", bytes(len(self._runtime.buckets))), applies)
         self.applied = applies
 
     def _arrive(self) -> bool:
@@ -148,6 +171,11 @@ class OptimizerStep:
         for bucket in absent:
             self._runtime.buckets[bucket].renew()
 
+    def _give_up(self, buckets: Sequence[int]) -> None:
+        """Nothing is done with the gradients of these buckets."""
+        for bucket in buckets:
+            self._runtime.gradients.take(bucket)
+
     def _begin_next(self, candidate: Schedule, found: Found, applied: bool) -> None:
         """The window is over, and another begins."""
         runtime, parts = self._runtime, self._parts
@@ -156,15 +184,15 @@ class OptimizerStep:
         if applied:
             runtime.replay.lingering.rewrite(found.viewed)
         self._scaler.next_window(stepped=applied)
-        if self._adaptive is not None and applied and not parts.transport.skips:
+        if self._adaptive is not None and applied and not parts.transport.tries:
             self._adaptive.step_ended(self._scheduler.settled)
         parts.stubs.gradients_gone()
         parts.progress.step_ended()
-        if applied and self.lr_scheduler is not None:
+        if applied and self.lr_scheduler is not None and not parts.transport.captures:
             self.lr_scheduler.step()
         if self._config.gather_after_step:
             self._shown.open()
-        if not parts.transport.skips:
+        if not parts.transport.tries:
             self.traffic = parts.progress.ledger.step()
             parts.progress.ledger.begin_step()
 

@@ -9,7 +9,7 @@ reduction and a local sum, and nothing is traced anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Literal
 
@@ -21,7 +21,7 @@ from zeroweave.engine.scheduler import Scheduler
 from zeroweave.errors import EngineError, UnsupportedWindow
 from zeroweave.notices import warn
 from zeroweave.optim.scaler import Scaler
-from zeroweave.runtime.runtime import Observer
+from zeroweave.runtime.backward import Observer
 
 _PIPELINES: Final = frozenset({"GPipe", "Pipe", "PipelineModule", "PipelineParallel", "PipelineStage"})
 """Names of the classes, in the libraries that have them, whose forward is a schedule of many."""
@@ -52,6 +52,23 @@ class Window(Observer):
         """was the loss of the present backward scaled, or the engine asked to?"""
         self._warned = False
         """was it said that a loss was not?"""
+        self.aborted = 0
+        """windows that were"""
+
+    @property
+    def steps(self) -> int:
+        """Micro-steps of the open window so far."""
+        return self._steps
+
+    @property
+    def backwards(self) -> int:
+        """Backwards that have trained since the last `step()`."""
+        return self._backwards
+
+    @property
+    def begins(self) -> bool:
+        """Would a backward now be the first of a window, whose backwards reduce as the stage has it?"""
+        return not self._steps and self._deferring is None and self._parts.between_windows
 
     def remember(self) -> Callable[[], None]:
         """What brings back, of all that steps change, what `abort` leaves."""
@@ -89,7 +106,7 @@ class Window(Observer):
     def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps unless told not to."""
         self._scaled, steps = True, self._divisor if by_steps else 1
-        return self._scaler.loss_scale.of(loss / steps if steps > 1 else loss)
+        return self._scaler.scale(loss / steps if steps > 1 else loss)
 
     @property
     def _divisor(self) -> int:
@@ -103,6 +120,23 @@ class Window(Observer):
                 hook = loss.register_hook(lambda _: self._runtime.note_backward(trains=True))
                 after.callback(hook.remove)  # later backwards of this loss may be others
             loss.backward(retain_graph=retain_graph)
+
+    def backward_from(
+        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], retain_graph: bool = False
+    ) -> None:
+        """The backward of a loss outside, of which these gradients of outputs have come."""
+        self._scaled = True
+        with ExitStack() as after:
+            for output in outputs:
+                hook = output.register_hook(lambda _: self._runtime.note_backward(trains=True))
+                after.callback(hook.remove)
+            torch.autograd.backward(outputs, gradients, retain_graph)
+
+    def backward_replayed(self) -> None:
+        """A graph was a backward that trains."""
+        self._backwards += 1
+        self._scaled = False
+        self._parts.stubs.gradients_wait()
 
     def reduces(self) -> bool:
         return self._deferring is None and (self._config.stage > 1 or self.is_boundary())
@@ -207,6 +241,7 @@ class Window(Observer):
     def abort(self) -> None:
         """Forgets the open window and what an exception left behind; the engine is dirty until all of that is done."""
         schedule = self._runtime.replay.schedule
+        self.aborted += 1
         with self._guard.cleaning():
             self._runtime.abort()
             self._runtime.next_window(schedule)

@@ -7,7 +7,8 @@ is skipped has written nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -51,11 +52,19 @@ class LossScale:
         """Can it not be lowered, so that an overflow has another reason than the scale?"""
         return not self.dynamic or self.value <= self._minimum
 
-    def of(self, loss: torch.Tensor) -> torch.Tensor:
-        """`loss` times the scale, in float32 at least; `loss` itself where the scale is 1."""
-        if self.value == 1.0:
+    @property
+    def is_one(self) -> bool:
+        """Is it 1, and stays so?"""
+        return self.value == 1.0 and not self.dynamic
+
+    def of(self, loss: torch.Tensor, value: torch.Tensor | None = None) -> torch.Tensor:
+        """`loss` times the scale, in float32 at least; `loss` itself where the scale is 1.
+
+        `value`: the scale on the device, float32, 0-dim, which another value may be put into.
+        """
+        if self.is_one or (self.value == 1.0 and value is None):
             return loss
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * (self.value if value is None else value)
 
     def update(self, overflow: bool) -> None:
         """After each optimizer step, and each that was skipped because gradients had overflowed."""
@@ -109,6 +118,21 @@ def checks(config: Config, layouts: Iterable[BucketLayout]) -> bool:
     return config.on_nonfinite is not None or loss_scale_of(config, layouts) is not None
 
 
+class Scalars:
+    """What the host knows of a step before it, and after it, on the device: float32, 0-dim. For steps in a graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale, self.inverse = torch.ones((), device=device), torch.ones((), device=device)
+        """the loss scale, and 1 / loss scale"""
+        self.found = torch.zeros((), device=device)
+        """1 where the last step found gradients that are not finite, on any rank, else 0"""
+
+    def take(self, scale: float) -> None:
+        """Losses are multiplied by `scale` from now on."""
+        self.scale.fill_(scale)
+        self.inverse.fill_(1.0 / scale)
+
+
 class Scaler:
     """What is done to a window's gradients on this rank between their reduction and the optimizer.
 
@@ -129,12 +153,36 @@ class Scaler:
         self.norm: torch.Tensor | None = None
         """the global norm that the last clipping found"""
         self._coefficient: torch.Tensor | None = None
+        self._scalars: Scalars | None = None
+
+    @contextmanager
+    def on_device(self, scalars: Scalars) -> Iterator[None]:
+        """Inside, the loss scale is what `scalars` hold, and nobody waits for the device: `nonfinite` tells there."""
+        self._scalars = scalars
+        try:
+            yield
+        finally:
+            self._scalars = None
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the loss scale."""
+        return self.loss_scale.of(loss, None if self._scalars is None else self._scalars.scale)
 
     def nonfinite(self) -> bool:
-        """Is any reduced gradient of this rank infinite or NaN? Waits for the reductions, and for the device."""
+        """Is any reduced gradient of this rank infinite or NaN? Waits for the reductions, and for the device.
+
+        False inside of `on_device`, where `Scalars.found` has what holds for all ranks.
+        """
         self._gradients.reductions.settle_all()
         shards = self._gradients.shards()
-        return bool(shards) and not bool(torch.stack(foreach_maxima(shards)).isfinite().all())
+        if self._scalars is None:
+            return bool(shards) and not bool(torch.stack(foreach_maxima(shards)).isfinite().all())
+        found = self._scalars.found.zero_()
+        if shards:
+            found.copy_(torch.stack(foreach_maxima(shards)).isfinite().all().logical_not())
+        self._transport.all_reduce_sum(found)
+        found.clamp_(max=1.0)
+        return False
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Makes the global 2-norm of the gradients at most `max_norm`; returns the norm before, fp32, 0-dim."""
@@ -149,12 +197,33 @@ class Scaler:
         return norm
 
     @property
+    def coefficient(self) -> torch.Tensor | None:
+        """What gradients are still to be multiplied by, because they were clipped; fp32, 0-dim."""
+        return self._coefficient
+
+    def gain(self, coefficient: torch.Tensor | None) -> None:
+        """Graphs have clipped gradients that the accounts have now."""
+        self._coefficient = coefficient
+
+    def found_norm(self, norm: torch.Tensor) -> None:
+        """A graph has clipped by this global norm, fp32, 0-dim."""
+        self.norm = norm
+
+    @property
     def _factor(self) -> torch.Tensor | float | None:
         """What a reduced gradient is multiplied by; None where that is 1."""
-        scale = self.loss_scale.value
         if self._coefficient is None:
-            return None if scale == 1.0 else 1.0 / scale
-        return self._coefficient if scale == 1.0 else self._coefficient / scale
+            return self._inverse
+        return self._coefficient if self._inverse is None else self._coefficient * self._inverse
+
+    @property
+    def _inverse(self) -> torch.Tensor | float | None:
+        """1 / loss scale; None where that is 1."""
+        if self.loss_scale.is_one:
+            return None
+        if self._scalars is not None:
+            return self._scalars.inverse
+        return None if self.loss_scale.value == 1.0 else 1.0 / self.loss_scale.value
 
     def take(self, bucket: int) -> torch.Tensor | None:
         """The gradient [shard_numel] of a bucket for the optimizer, which nobody else keeps; None if it has none."""

@@ -151,10 +151,14 @@ class StateOffload:
         if order:
             self._lift(order[0])
 
+    def comes(self, bucket: int) -> bool:
+        """Does something that an update of the bucket needs live in host memory?"""
+        return bucket in self._moments or (bucket in self._buckets and self._buckets[bucket].home.on_host)
+
     def _lift(self, bucket: int) -> None:
-        home = self._buckets[bucket].home
-        if bucket in self._lifted or not (bucket in self._moments or home.on_host):
+        if bucket in self._lifted or not self.comes(bucket):
             return
+        home = self._buckets[bucket].home
         self._transfers.retire(1)
         self._lifted[bucket] = home.lift() if home.on_host else None
         if bucket in self._moments:

@@ -7,9 +7,11 @@ optimizer computes from a fragment is, bit for bit, that part of what it compute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,12 +21,16 @@ from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
+from zeroweave.optim.rates import Rates
 from zeroweave.optim.room import Room
 from zeroweave.optim.state_offload import StateOffload
 from zeroweave.optim.states import Described, Gathered, Held, States, gather, take
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Transfers
+
+_AT_ONCE: Final = 256 << 20
+"""Bytes of masters that are updated in one call at most, where no bucket has more."""
 
 
 class ShardedOptimizer:
@@ -34,7 +40,7 @@ class ShardedOptimizer:
     `check_optimizer` must have passed. `states` replaces what the optimizer holds of trainable parameters: what it is
     to hold of this rank's fragments. What it holds of others (frozen ones, ones without elements) stays as it is.
     Trainable parameters in no group are never updated. Memory: the optimizer's own state, over the fragments; with
-    `moments_off` it lives in host memory, by way of `transfers`.
+    `moments_off` it lives in host memory, by way of `transfers`. `rates`: where learning rates live on the device.
     """
 
     def __init__(
@@ -45,8 +51,9 @@ class ShardedOptimizer:
         transfers: Transfers,
         states: States,
         moments_off: bool = False,
+        rates: Rates | None = None,
     ) -> None:
-        self.optimizer, self._device = optimizer, transfers.device
+        self.optimizer, self.rates, self._device = optimizer, rates, transfers.device
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
         self._fragments = {b.layout.id: Fragments(b) for b in trainable}
         self._users: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
@@ -71,6 +78,8 @@ class ShardedOptimizer:
                     optimizer.state[fragment] = states[bucket, slot]
         self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in self._parts}
         self.offload = StateOffload(transfers, views, self._fragments, optimizer, sorted(views) if moments_off else ())
+        self._at_once = max(_AT_ONCE, *(fragments.nbytes for fragments in self._fragments.values()))
+        """bytes of masters that are updated in one call: their gradients, cast, are alive at once"""
         self._packing = False
         """does PyTorch put a state dict together?"""
 
@@ -83,8 +92,8 @@ class ShardedOptimizer:
 
     def in_turn(
         self, take: Callable[[int], torch.Tensor | None], absent: Mapping[int, Set[int]], order: Sequence[int]
-    ) -> Callable[[int], None]:
-        """The function that a step calls with each bucket of `absent` in its turn; it updates by `take(bucket)`.
+    ) -> Callable[[Sequence[int]], None]:
+        """The function that a step calls with the buckets of `absent` in their turn; it updates by `take(bucket)`.
 
         That is the gradient [shard_numel], any floating dtype, or None. `absent`: of each bucket, the slots without a
         gradient on any rank; the optimizer skips them, as it does for a `.grad` of None. `order`: that of the turns. An
@@ -92,22 +101,53 @@ class ShardedOptimizer:
         function if the optimizer's groups have changed.
         """
         self.offload.expect([bucket for bucket in order if bucket in self._parts])
+        if self.rates is not None:
+            self.rates.take()
 
-        def update(bucket: int) -> None:
-            if (gradient := take(bucket)) is not None:
-                self._step({bucket: gradient}, absent, self._parts.get(bucket))
-            else:
-                self.offload.abort(bucket)
+        def taken(buckets: Sequence[int]) -> dict[int, torch.Tensor]:
+            return {bucket: gradient for bucket in buckets if (gradient := take(bucket)) is not None}
+
+        def update(buckets: Sequence[int]) -> None:
+            for together in self._calls(buckets):
+                gradients = taken(together)
+                for bucket in together:
+                    if bucket not in gradients:
+                        self.offload.abort(bucket)
+                    elif bucket not in self._parts:
+                        del gradients[bucket]  # no parameter of it is in any group
+                if gradients:
+                    moved = list(gradients)
+                    self._step(gradients, absent, self._parts_of(moved), moved)
 
         waiting = set(absent)
 
-        def update_when_all_came(bucket: int) -> None:
-            waiting.discard(bucket)
+        def update_when_all_came(buckets: Sequence[int]) -> None:
+            waiting.difference_update(buckets)
             if not waiting:
-                taken = {b: gradient for b in sorted(absent) if (gradient := take(b)) is not None}
-                self._step(taken, absent, self._whole)
+                self._step(taken(sorted(absent)), absent, self._whole, sorted(self._parts))
 
         return update if self.by_bucket else update_when_all_came
+
+    def _calls(self, buckets: Sequence[int]) -> Iterator[list[int]]:
+        """These buckets in the same order, by calls of the optimizer; one whose state comes from elsewhere comes alone.
+
+        A call's own work in Python is worth it for many fragments only.
+        """
+        together, nbytes = list[int](), 0.0
+        for bucket in buckets:
+            own = math.inf if self.offload.comes(bucket) else self._fragments[bucket].nbytes
+            if together and nbytes + own > self._at_once:
+                yield together
+                together, nbytes = [], 0.0
+            together.append(bucket)
+            nbytes += own
+        if together:
+            yield together
+
+    def _parts_of(self, buckets: Sequence[int]) -> list[list[nn.Parameter]]:
+        """What the optimizer's groups have of these buckets, which are in some."""
+        parts = [self._parts[bucket] for bucket in buckets]
+        return parts[0] if len(parts) == 1 else [list(chain(*groups)) for groups in zip(*parts, strict=True)]
 
     def state_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
         """What the optimizer holds for this rank's fragment of a slot; empty before its first step."""
@@ -157,6 +197,17 @@ class ShardedOptimizer:
         groups = zip(self.optimizer.param_groups, self._whole, strict=True)
         group = next((group for group, fragments in groups if any(f is fragment for f in fragments)), {})
         return self._device if group.get("capturable") or group.get("fused") else torch.device("cpu")
+
+    def tensors(self, bucket: int) -> list[torch.Tensor]:
+        """The tensors of the optimizer's state of a bucket's fragments, where they lie now."""
+        fragments = self._fragments.get(bucket)
+        held = [] if fragments is None else [self.optimizer.state.get(p, {}) for p in fragments.parameters]
+        return [value for state in held for value in state.values() if isinstance(value, torch.Tensor)]
+
+    def states(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+        """Fragments, and what the optimizer holds of them."""
+        fragments = [p for each in self._fragments.values() for p in each.parameters]
+        return [(p, self.optimizer.state[p]) for p in fragments if p in self.optimizer.state]
 
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
@@ -226,18 +277,18 @@ class ShardedOptimizer:
 
     def _step(
         self,
-        gradients: Mapping[int, torch.Tensor],
+        gradients: dict[int, torch.Tensor],
         absent: Mapping[int, Set[int]],
-        groups: list[list[nn.Parameter]] | None,
+        groups: list[list[nn.Parameter]],
+        moved: Sequence[int],
     ) -> None:
-        if groups is None:
-            return  # no parameter of this bucket is in any group
+        """Updates the fragments in `groups`, those of the buckets `moved`, by `gradients`, which are used up."""
         fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
-        moved = list(gradients) if groups is not self._whole else sorted(self._parts)
-        with self._holding(groups), self.offload.on_device(moved):
+        rates = nullcontext() if self.rates is None else self.rates.in_groups()
+        with self._holding(groups), self.offload.on_device(moved), rates:
             try:
                 for one, bucket in fragments:
-                    one.set_gradients(gradients[bucket], absent[bucket])
+                    one.set_gradients(gradients.pop(bucket), absent[bucket])
                 self.optimizer.step()
             finally:
                 for one, _ in fragments:

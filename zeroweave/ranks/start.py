@@ -6,6 +6,9 @@ import atexit
 import gc
 import os
 import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -45,3 +48,20 @@ def _end(process: int) -> None:
     if os.getpid() == process and dist.is_initialized() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()
         gc.collect()
+
+
+def at_end(ends: ExitStack, own: ExitStack, failed: Callable[[], bool]) -> None:
+    """Has `own` closed with `ends`, or else when the process ends, unless nobody has it any more by then.
+
+    Not where this rank has `failed`, or after an exception: the other ranks may be anywhere.
+    """
+    process, found = os.getpid(), weakref.ref(own)
+
+    def leave() -> None:
+        left = found()
+        if left is not None and os.getpid() == process and getattr(sys, "last_value", None) is None and not failed():
+            left.close()
+
+    atexit.register(leave)
+    ends.callback(own.close)
+    ends.callback(atexit.unregister, leave)

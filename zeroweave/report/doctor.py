@@ -21,6 +21,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from zeroweave.report.gathers import measured
+
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, FIRST_UNSUPPORTED_TORCH = (2, 11), (2, 14)
 COMPILE_SECONDS = 240
@@ -47,6 +49,7 @@ def checks() -> Iterator[Check]:
     yield gloo()
     yield nccl()
     yield peer_access()
+    yield from gathers()
     yield inductor("cpu")
     if torch.cuda.is_available():
         yield inductor("cuda")
@@ -115,6 +118,23 @@ def peer_access() -> Check:
     apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
     found = f"GPUs {', '.join(apart)} cannot reach each other's memory" if apart else "available"
     return Check("symmetric memory", "ok", found if count > 1 else "needs two GPUs in one machine")
+
+
+def gathers() -> Iterator[Check]:
+    """Whether parameters are gathered by kernels or by copy engines, and what both cost, a line for each size."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        yield Check("gathers", "ok", "by kernel: copy engines gather between GPUs of one machine")
+        return
+    try:
+        choice = measured(count)
+    except RuntimeError as error:
+        yield Check("gathers", "limited", f"not measured: {error}", 'train with {"transport": {"gathers": "kernel"}}')
+        return
+    yield Check("gathers", "ok", str(choice))
+    for mib, kernel, lost, copy, copy_lost in choice.table():
+        detail = f"kernel {kernel} ms, matmuls lose {lost}; copy engine {copy} ms, matmuls lose {copy_lost}"
+        yield Check(f"gathers of {mib} MiB", "ok", detail)
 
 
 PROBE = """

@@ -12,6 +12,20 @@ from zeroweave.runtime.tape import Frame, StepBack, Tape
 from zeroweave.schedule import Call
 
 
+class Observer:
+    """Whom the runtime tells about outermost backwards, once each, and asks about them. This one minds nothing."""
+
+    def reduces(self) -> bool:
+        """Does the backward that begins now reduce?"""
+        return True
+
+    def backward_began(self) -> None:
+        """A backward begins. An exception from here leaves it."""
+
+    def backward_ended(self, trained: bool) -> None:
+        """It is over. One that accumulates into no parameter, such as `torch.autograd.grad`, has not `trained`."""
+
+
 class WayBack:
     """The backwards of forward calls: which of them are open, and when the turns of buckets come.
 

@@ -14,11 +14,13 @@ from torch.autograd.graph import increment_version
 
 from zeroweave._torch.storages import marks, owners, storage_key, storage_use_count, version
 from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.flat import Flat
 from zeroweave.runtime.shard import Shard
+from zeroweave.schedule.build import Schedule
 
 
 class Bucket(Flat):
@@ -154,8 +156,7 @@ class Bucket(Flat):
         """The shard has new values: whatever was saved for a backward before, or kept, is out of date."""
         for index in self.referenced():
             self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
-        for parameter in self.real:
-            increment_version(parameter)
+        increment_version(self.real)
         self.generation += 1
         self._accept_writes()
 
@@ -205,16 +206,27 @@ class Directory:
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
-        if (hint := self._real.get(id(tensor))) is not None:
-            real, index, place = hint
-            if real[index] is tensor:
-                return place
+        if (hint := self._real.get(id(tensor))) is not None and hint[0][hint[1]] is tensor:
+            return hint[2]
         if (bucket := self._bucket.get(storage_key(tensor))) is None:
             return None
         slot = self._slot.get((bucket.id, int(tensor.storage_offset())), -1)
         if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():
             slot = -1
         return bucket.id, slot
+
+
+def seat(buckets: Mapping[int, Bucket], places: Places, schedule: Schedule | None) -> None:
+    """Gathers find their buckets where this schedule has them, whoever asks for them. Collective, between windows.
+
+    The schedule is one that all ranks have agreed on, and without one no bucket has a place. So the way of a gather
+    follows from what all ranks know: not from the order of calls, nor from who still views a flat on some rank.
+    """
+    numbers, sizes = ({}, ()) if schedule is None else (schedule.places, schedule.place_sizes)
+    there = places.fit(sizes)
+    for bucket_id, bucket in buckets.items():
+        number = numbers.get(bucket_id)
+        bucket.assign(None if number is None else there[number])
 
 
 class Lingering:

@@ -80,21 +80,20 @@ class Cursor:
         return instruction in self._instructions[self.index :]
 
     def to_event(self) -> Iterator[Instruction]:
-        """Takes all up to and including the next event or update, one by one; of a launch, all that belong to it."""
+        """Takes all up to and including the next event or update; of a launch, all that belong to it."""
         return self._take(self._views[self.index].behind)
 
     def trail(self) -> Iterator[Instruction]:
-        """Takes what follows and waits for nothing, one by one: all up to the next wait or event.
+        """Takes what follows and waits for nothing: all up to the next wait or event.
 
         A `Settle` waits for its reduction, so it comes when the next event does.
         """
         return self._take(self._views[self.index].trail)
 
     def rest(self) -> Iterator[Instruction]:
-        """Takes all that are left, one by one."""
+        """Takes all that are left."""
         return self._take(len(self._instructions))
 
     def _take(self, end: int) -> Iterator[Instruction]:
-        while self.index < end:
-            self.index += 1
-            yield self._instructions[self.index - 1]
+        start, self.index = self.index, max(self.index, end)
+        return iter(self._instructions[start : self.index])

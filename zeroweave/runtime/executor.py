@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
+from itertools import groupby, islice
+from typing import cast
 
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.bucket import Bucket, Lingering
@@ -37,6 +38,11 @@ class Staging:
         self._snapshots: Mapping[int, Snapshot] = {}
         self._waiting: dict[int, Snapshot] = {}
         """those that have not begun"""
+
+    @property
+    def busy(self) -> bool:
+        """Is there something that has to be told before buckets change?"""
+        return bool(self._snapshots)
 
     def begin(self, snapshots: Mapping[int, Snapshot]) -> None:
         """Buckets change behind these snapshots only."""
@@ -93,8 +99,8 @@ class Executor:
         """Notes the times of instructions there from now on."""
         self._timeline = timeline
 
-    def execute(self, instructions: Iterator[Instruction], update: Callable[[int], object] | None = None) -> None:
-        """Executes them in order; what a `Fuse` counts, in one launch. `update(bucket id)` is what `Update` does."""
+    def execute(self, instructions: Iterator[Instruction]) -> None:
+        """Executes them in order, all but updates; what a `Fuse` counts, in one launch."""
         timeline = self._timeline
         for instruction in instructions:
             self.executed.append(instruction)
@@ -114,10 +120,6 @@ class Executor:
                     self._gradients.issue(bucket)
                 case Settle(bucket):
                     self._gradients.reductions.settle(bucket)
-                case Update(bucket):
-                    assert update is not None
-                    self.staging.arrive(bucket)
-                    update(bucket)
                 case Stage(bucket):
                     self.staging.start(bucket)
                 case Free():
@@ -131,6 +133,29 @@ class Executor:
             if isinstance(instruction, Fuse):
                 with self._together():
                     self.execute(islice(instructions, instruction.count))
+
+    def finish(self, instructions: Iterable[Instruction], update: Callable[[Sequence[int]], object]) -> None:
+        """Executes the end of a window. `update(bucket ids)` is what neighbouring `Update`s do.
+
+        Where times are noted, each is done by itself.
+        """
+        for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
+            if not updates:
+                self.execute(neighbours)
+            elif self._timeline is None:
+                self._update(cast(Sequence[Update], tuple(neighbours)), update)
+            else:
+                for each in cast(Iterable[Update], neighbours):
+                    before = self._timeline.mark()
+                    self._update((each,), update)
+                    self._timeline.add(each, before)
+
+    def _update(self, instructions: Sequence[Update], update: Callable[[Sequence[int]], object]) -> None:
+        self.executed += instructions
+        buckets = [instruction.bucket for instruction in instructions]
+        for bucket in buckets:
+            self.staging.arrive(bucket)
+        update(buckets)
 
     def drop_holds(self) -> None:
         """Drops every hold."""

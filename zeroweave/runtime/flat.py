@@ -4,6 +4,10 @@ resharded   the flat's storage has 0 bytes; the shard is all there is
 gathering   storage is full size, the all-gather is under way (`unshard` of the first hold)
 usable      the current stream has waited for the gather (`wait`)
 lingering   no hold is left, but some tensor still views the flat; freed by a later `free`
+
+A flat may have a place (`assign`): then its storage lies there when it is gathered, which is how its gather takes the
+way that all ranks have agreed on. Who lies there on this rank alone, because something views it, leaves: its content
+goes to ordinary memory, and its views with it, since they share the storage and not the memory.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch
 
 from zeroweave._torch.storages import storage_use_count
 from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.places import Place
 from zeroweave.comm.transport import Gatherer, Pending, Transport
 from zeroweave.layout import BucketLayout
 
@@ -43,6 +48,10 @@ class Flat:
         self.storage.resize_(0)
         self.holds = 0
         self._pending: Pending | None = None
+        self._place: Place | None = None
+        """where the next gather finds it; None: in ordinary memory"""
+        self._at: Place | None = None
+        """where it lies; None: in ordinary memory, or nowhere"""
         self._references = storage_use_count(self.storage)
 
     @property
@@ -70,10 +79,47 @@ class Flat:
         """
         self.holds += 1
         if self.holds == 1 and self.layout.numel:
-            if not self.resident:
-                self.storage.resize_(self.layout.nbytes)
-                self._gauge.add(self.layout.nbytes)
+            self._move_in()
             self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
+
+    def assign(self, place: Place | None) -> None:
+        """Where it lies from its next gather on: equally on all ranks, and between two windows."""
+        self._place = place
+
+    def _move_in(self) -> None:
+        """Gives the storage its memory, where the gather has to find it; what lingers elsewhere comes along."""
+        if not self.resident:
+            self._gauge.add(self.layout.nbytes)
+            self._settle_in()
+        elif self._at is not self._place:
+            with torch.no_grad():
+                content = self._target.clone()
+                self._give_up()
+                self._settle_in()
+                self._target.copy_(content)
+
+    def _settle_in(self) -> None:
+        if self._place is None:
+            self.storage.resize_(self.layout.nbytes)
+        else:
+            self._place.take(self)
+            self._at = self._place
+
+    def _give_up(self) -> None:
+        """Lets go of the memory, in stream order."""
+        self.storage.resize_(0)
+        if self._at is not None:
+            self._at.left()
+            self._at = None
+
+    def leave(self) -> None:
+        """Lies in ordinary memory from now on: somebody else needs the place."""
+        if self._at is None:
+            return
+        self.wait()
+        self.storage.resize_(self.layout.nbytes)  # copies the content, in order of the current stream
+        self._at.left()
+        self._at = None
 
     def wait(self) -> None:
         """Makes the flat usable on the current stream."""
@@ -97,7 +143,7 @@ class Flat:
         self.check_unchanged()
         if self.kept(handed_in):
             return False
-        self.storage.resize_(0)
+        self._give_up()
         self._gauge.add(-self.layout.nbytes)
         return True
 

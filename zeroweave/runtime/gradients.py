@@ -8,7 +8,7 @@ usable: the window's first one is the gradient shard, later ones are added to it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -174,6 +174,16 @@ class Gradients:
         """A new window goes on with what another run had of a bucket; `unreduced`, of all buckets, as it was there."""
         self.unreduced = unreduced
         self._accounts[bucket_id].resume(balance, folded=unreduced)
+        self.local_peak = max(self.local_peak, self._local_bytes())
+
+    @property
+    def accounts(self) -> Mapping[int, Account]:
+        """Of the trainable buckets, by id."""
+        return self._accounts
+
+    def go_on(self, unreduced: bool) -> None:
+        """The accounts have gained what backwards have left; `unreduced`: those have not been reduced."""
+        self.unreduced = self.unreduced or unreduced
         self.local_peak = max(self.local_peak, self._local_bytes())
 
     def shard(self, bucket_id: int) -> torch.Tensor | None:

@@ -238,16 +238,16 @@ class Replay:
         pending = self._gradients.reductions.in_flight
         return *sorted(updates - set(pending)), *dict.fromkeys(pending)
 
-    def finish(self, update: Callable[[int], object], updates: frozenset[int]) -> None:
-        """The optimizer step: settles, updates (`update(bucket id)`), and drops the kept buckets."""
+    def finish(self, update: Callable[[Sequence[int]], object], updates: frozenset[int]) -> None:
+        """The optimizer step: settles, updates (`update(bucket ids)`), and drops the kept buckets."""
         if self.arrive():
-            self.executor.execute(self._cursor.rest(), update)
+            self.executor.finish(self._cursor.rest(), update)
         else:
             if self._frees:
                 self._execute(Free())
             order = self.update_order(updates)
             self._execute(*map(Settle, self._gradients.reductions.in_flight))  # the first update allocates
-            self.executor.execute(map(Update, order), update)
+            self.executor.finish(map(Update, order), update)
             self.executor.drop_holds()
 
     def clear(self) -> None:

@@ -19,13 +19,14 @@ import torch
 from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing
 from zeroweave._torch.storages import place_key
 from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.activations import Activations
-from zeroweave.runtime.backward import WayBack
-from zeroweave.runtime.bucket import Bucket, Directory
+from zeroweave.runtime.backward import Observer, WayBack
+from zeroweave.runtime.bucket import Bucket, Directory, seat
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
 from zeroweave.runtime.policy import Policy
@@ -37,26 +38,12 @@ from zeroweave.runtime.transfers import Transfers
 from zeroweave.schedule import Call, Schedule
 
 
-class Observer:
-    """Whom the runtime tells about outermost backwards, once each, and asks about them. This one minds nothing."""
-
-    def reduces(self) -> bool:
-        """Does the backward that begins now reduce?"""
-        return True
-
-    def backward_began(self) -> None:
-        """A backward begins. An exception from here leaves it."""
-
-    def backward_ended(self, trained: bool) -> None:
-        """It is over. One that accumulates into no parameter, such as `torch.autograd.grad`, has not `trained`."""
-
-
 class Runtime:
     """Buckets, gradients and replay of one engine.
 
     `entering(name, back)` hears of each call before anything is gathered for it; `back`: inside a backward?
     `issuing`: the scope of what is to count as a part of a gather. `trains`: does a forward in grad mode belong to a
-    window? An engine without an optimizer has none.
+    window? An engine without an optimizer has none. `places`: where schedules may have buckets gathered.
     """
 
     def __init__(
@@ -67,7 +54,9 @@ class Runtime:
         entering: Callable[[str, bool], None] = lambda name, back: None,
         issuing: Callable[[], AbstractContextManager[None]] = nullcontext,
         trains: bool = True,
+        places: Places | None = None,
     ) -> None:
+        self.places, self._seated = places or Places(), True
         self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
         self._observer = Observer()
         self.flats = Gauge()
@@ -252,9 +241,9 @@ class Runtime:
     def passes_through(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
         """Is this view, found at `place`, one that a compiled forward has just saved? Each is asked for once."""
         key = _saved_key(tensor, place)
-        if self._saved[key] <= 0:
+        if not (left := self._saved.get(key, 0)):
             return False
-        self._saved[key] -= 1
+        self._saved[key] = left - 1
         return True
 
     def use_in_backward(self, bucket: Bucket, origin: Frame) -> None:
@@ -371,7 +360,19 @@ class Runtime:
         self._back.clear()
         self.gradients.reset()
         self.gradients.set_order(None if schedule is None else schedule.reduce_order())
+        changes = schedule is not self.replay.schedule or not self._seated
         self.replay.next_window(schedule)
+        if changes:  # once nobody holds a bucket, which would have to move
+            self._seated = True
+            seat(self.buckets, self.places, schedule)
+
+    def unseat(self) -> None:
+        """Until the next window nothing is gathered in places: graphs may have left there what they go on with.
+
+        Equally on all ranks.
+        """
+        self._seated = False
+        seat(self.buckets, self.places, None)
 
     def restart_peaks(self) -> None:
         """The peaks of memory are measured anew: the schedule has changed."""

@@ -73,16 +73,23 @@ class _Copied(NamedTuple):
 
 
 class Timeline:
-    """One step's marks. `collectives` is where the transport notes its own."""
+    """One step's marks. `collectives` is where the transport notes its own.
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    `hold`: so many seconds the device waits at the first of them. Then it never waits for the host, if that takes no
+    longer for the step, and the times are the device's alone.
+    """
+
+    def __init__(self, clock: Clock, hold: float = 0.0) -> None:
+        self._clock, self._hold = clock, hold
         self._marked: list[_Marked] = []
         self._copied: list[_Copied] = []
         self.collectives: list[Timing] = []
 
     def mark(self) -> Mark:
         """Where the compute stream is now."""
+        if self._hold:
+            self._clock.hold(self._hold)
+            self._hold = 0.0
         return self._clock.mark()
 
     def add(self, instruction: Instruction, before: Mark) -> None:

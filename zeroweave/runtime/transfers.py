@@ -23,7 +23,7 @@ import torch
 from zeroweave._torch.storages import lent, version
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.pending import beside
+from zeroweave.comm.pending import beside, side_of
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
@@ -37,8 +37,8 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device, self._side = device, side_of(device)
+        self.stream = None if self._side is None else self._side.stream
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] in host memory."""
@@ -50,22 +50,22 @@ class CopyStream:
 
     def issue(self) -> AbstractContextManager[None]:
         """What is copied inside comes after everything that the current stream has been given so far."""
-        return beside(self.stream)
+        return beside(self._side)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies between two tensors of one shape and dtype, one on the device; inside of `issue`."""
         target.copy_(source, non_blocking=True)
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.Event | None:
         """The end of what has been issued so far, for `wait`."""
         return None if self.stream is None else self.stream.record_event()
 
-    def wait(self, mark: torch.cuda.Event | None) -> None:
+    def wait(self, mark: torch.Event | None) -> None:
         """What the current stream is given from now on comes after a mark: inside of `issue`, the copies."""
         if mark is not None:
             torch.cuda.current_stream(self._device).wait_event(mark)
 
-    def reach(self, mark: torch.cuda.Event | None) -> None:
+    def reach(self, mark: torch.Event | None) -> None:
         """The host waits for a mark, in any thread."""
         if mark is not None:
             with torch.cuda.device(self._device):  # a new thread would set up the first device for itself
@@ -88,10 +88,10 @@ class HostTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.copied: torch.cuda.Event | None = None
+        self.copied: torch.Event | None = None
         """the end of the last copy from or to it"""
 
-    def busy_until(self, mark: torch.cuda.Event | None) -> None:
+    def busy_until(self, mark: torch.Event | None) -> None:
         """It is copied from or to; the copy is over at `mark`."""
         self.copied = mark
 
@@ -101,7 +101,7 @@ class Upload:
 
     __slots__ = ("_tensors", "event")
 
-    def __init__(self, tensors: tuple[torch.Tensor, ...], event: torch.cuda.Event | None) -> None:
+    def __init__(self, tensors: tuple[torch.Tensor, ...], event: torch.Event | None) -> None:
         self._tensors, self.event = tensors, event
 
     def wait(self) -> tuple[torch.Tensor, ...]:
@@ -140,7 +140,7 @@ class Snapshot:
         self._originals = {index for index, tensor in enumerate(tensors) if tensor.device.type == "cpu"}
         """those that are read where they lie"""
         self._started = len(self._originals) == len(tensors)
-        self._mark: torch.cuda.Event | None = None
+        self._mark: torch.Event | None = None
         self._next = 0
         """the first that nobody has read to its end"""
         self._reading = self._dropped = False
@@ -253,7 +253,7 @@ class _Leaving(NamedTuple):
     """Device tensors that a download reads: the stream that they belong to has to wait before they are freed."""
 
     stream: torch.cuda.Stream
-    event: torch.cuda.Event
+    event: torch.Event
     tensors: list[torch.Tensor]
 
 
@@ -263,7 +263,7 @@ class _Gathering:
     __slots__ = ("_event", "_inner", "_over", "_staged")
 
     def __init__(
-        self, inner: Pending, event: torch.cuda.Event | None, staged: torch.Tensor, over: Callable[[int], None]
+        self, inner: Pending, event: torch.Event | None, staged: torch.Tensor, over: Callable[[int], None]
     ) -> None:
         self._inner, self._event, self._over = inner, event, over
         self._staged: torch.Tensor | None = staged
@@ -381,7 +381,7 @@ class Transfers:
         with self._issuing():
             upload = self.upload([shard])
             # The collective waits for the stream of the upload, and the computation does not.
-            with nullcontext() if stream is None else torch.cuda.stream(stream):
+            with nullcontext() if stream is None else stream:
                 (staged,) = upload.wait()
                 pending = transport.all_gather(flat, lent(staged), layout)
                 event = None if stream is None else self._up.mark()

@@ -43,6 +43,7 @@ from zeroweave.schedule.instructions import (
     needs,
     project,
 )
+from zeroweave.schedule.places import assign
 from zeroweave.schedule.save import read, write
 from zeroweave.schedule.verify import verify
 
@@ -113,6 +114,19 @@ class Schedule:
         return frozenset(first), frozenset(last)
 
     @cached_property
+    def places(self) -> dict[int, int]:
+        """Of the buckets that copy engines gather: in which place each lies. See ``places.assign``."""
+        return assign(self.instructions, self.gathers, self.drops, self.facts)
+
+    @cached_property
+    def place_sizes(self) -> tuple[int, ...]:
+        """Bytes of each place: those of the largest bucket in it."""
+        sizes = [0] * (max(self.places.values(), default=-1) + 1)
+        for bucket, place in self.places.items():
+            sizes[place] = max(sizes[place], self.facts.sizes[bucket])
+        return tuple(sizes)
+
+    @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
         """After each instruction, bytes of flats and gradient flats, and of activations in host memory only."""
         sizes, moved = self.facts.sizes, needs(self.record)
@@ -154,7 +168,7 @@ class Schedule:
         return index
 
     def describe(self, instruction: Instruction) -> str:
-        """One instruction in words, buckets by name: ``Run layers.0 forward [layers.0]``."""
+        """One instruction in words, buckets by name: ``Run layers.0 forward [layers.0]``, ``Unshard layers.1 at 0``."""
         name = self.facts.name
         match instruction:
             case Run(call, uses):
@@ -168,6 +182,8 @@ class Schedule:
                 return "Free"
             case Fuse(count):
                 return f"Fuse {count}"
+            case Unshard(bucket) if bucket in self.places:
+                return f"Unshard {name(bucket)} at {self.places[bucket]}"
             case _:
                 return f"{type(instruction).__name__} {name(instruction.bucket)}"
 
@@ -292,6 +308,7 @@ class Schedule:
         words += [f"{facts.keep if facts.keep == 'auto' else sorted(facts.keep)} {facts.fuse} {facts.memory}"]
         words += ["activations are moved to host memory"] * facts.offload
         words += ["buckets are staged for checkpoints"] * facts.stage
+        words += [f"{facts.name(bucket)} lies in place {place}" for bucket, place in sorted(self.places.items())]
         return words
 
 

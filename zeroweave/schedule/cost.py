@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -57,7 +57,7 @@ class Prediction:
 
     seconds: of the step. starts: when the compute stream comes to each instruction. waits: how long it waits for
     communication, for each instruction that waits at all, by index. memory: bytes of flats, gradient flats and
-    activations after each instruction.
+    activations after each instruction. copied: seconds of the gathers by copy engine.
     """
 
     seconds: float
@@ -65,6 +65,7 @@ class Prediction:
     waits: dict[int, float]
     memory: tuple[int, ...]
     spans: tuple[Span, ...]
+    copied: float = field(default=0.0, kw_only=True)
 
     @cached_property
     def peak(self) -> int:
@@ -95,6 +96,8 @@ def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
 def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     """Plays a schedule on three lanes: the compute stream, the collectives in the order of their issue, and copies.
 
+    Gathers by copy engine have a lane of their own.
+
     A collective starts when everything issued to the compute stream before it is done (its storage may have
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
     until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
@@ -105,8 +108,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     """
     _check(schedule, costs)
     copies = _Copies(schedule, costs)
-    sizes = schedule.facts.sizes
-    now = free = 0.0  # of the compute lane, of the collectives' lane
+    facts, sizes = schedule.facts, schedule.facts.sizes
+    now = copied = 0.0  # of the compute lane; seconds of gathers by copy engine
+    free = {False: 0.0, True: 0.0}  # of the lanes of collectives: by kernel, by copy engine
     event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
     due: list[tuple[int, int]] = []  # reductions that wait for the last of their Fuse: index, bucket
     arrives: dict[int, float] = {}
@@ -122,9 +126,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         return now + seconds
 
     def send(lane: Kind, index: int, bucket: int, spared: float) -> float:
-        start = max(now, free)
-        over = start + max(0.0, costs.seconds(lane, bucket, sizes[bucket]) - spared)
+        nonlocal copied
+        copies = facts.by_copy_engine(lane, bucket)
+        start = max(now, free[copies])
+        over = start + max(0.0, costs.seconds(lane, bucket, sizes[bucket]) - (0.0 if copies else spared))
+        copied += (over - start) * copies
         spans.append(Span(lane, index, start, over))
+        free[copies] = over
         return over
 
     def wait(index: int, until: float) -> float:
@@ -141,9 +149,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         match instruction:
             case Unshard(bucket):
                 if index in schedule.gathers:
-                    free = send("all_gather", index, bucket, costs.gather.alpha * (together > 0 and launched))
+                    spared = costs.gather.alpha * (together > 0 and launched)
+                    arrives[bucket] = send("all_gather", index, bucket, spared)
                     launched = True
-                    arrives[bucket] = free
                 together = max(0, together - 1)
             case Wait(bucket):
                 now = wait(index, arrives.get(bucket, 0.0))
@@ -154,8 +162,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                     due.append((index, instruction.bucket))
                     together = max(0, together - 1)
                     for number, (at, bucket) in enumerate(due if not together else ()):
-                        free = send("reduce_scatter", at, bucket, costs.reduce.alpha * (number > 0))
-                        flying.setdefault(bucket, deque()).append(free)
+                        over = send("reduce_scatter", at, bucket, costs.reduce.alpha * (number > 0))
+                        flying.setdefault(bucket, deque()).append(over)
                     due = due if together else []
                 event += 1
                 if isinstance(instruction, Run):
@@ -174,7 +182,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         memory.append(flats + (max(0, costs.activations[event] - away) if event >= 0 else 0))
     if behind is not None:
         now = compute(*behind)
-    return Prediction(max(now, free), tuple(starts), waits, tuple(memory), tuple(spans))
+    return Prediction(max(now, *free.values()), tuple(starts), waits, tuple(memory), tuple(spans), copied=copied)
 
 
 class _Copies:

@@ -124,6 +124,8 @@ class Facts:
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     fuse: issue neighbouring gathers, or reductions, of small buckets in one launch (see passes/fuse.py).
+    placed: buckets that copy engines gather, each in a place of its own or one that it shares with others that are
+    gathered at other times (see places.py).
     memory: bytes of flats, gradient flats and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
     costs: what was measured; None before.
@@ -139,6 +141,7 @@ class Facts:
     stage: bool = False
     keep: Annotated[frozenset[int] | Literal["auto"], Field(alias=IN_FILES["keep"])] = frozenset()
     fuse: bool = False
+    placed: frozenset[int] = frozenset()
     memory: int | None = None
     costs: Costs | None = None
 
@@ -146,7 +149,7 @@ class Facts:
         if len(self.by_id) != len(self.buckets):
             raise ScheduleError("two buckets have the same id")
         chosen = () if self.keep == "auto" else self.keep
-        for name, ids in (("kept_by_stage", self.kept_by_stage), ("keep", chosen)):
+        for name, ids in (("kept_by_stage", self.kept_by_stage), ("keep", chosen), ("placed", self.placed)):
             if unknown := sorted(set(ids) - self.by_id.keys()):
                 raise ScheduleError(f"{name} names unknown buckets: {unknown}")
         if self.depth < 1 or (self.prefetch != "auto" and self.prefetch < 0):
@@ -160,6 +163,10 @@ class Facts:
     def sizes(self) -> dict[int, int]:
         """Bytes of the full flats, by bucket."""
         return {bucket.id: bucket.nbytes for bucket in self.buckets}
+
+    def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
+        """Does a collective run beside those by kernel, in a queue of its own?"""
+        return kind == "all_gather" and bucket in self.placed
 
     def name(self, bucket: int) -> str:
         return self.by_id[bucket].name if bucket in self.by_id else f"<unknown bucket {bucket}>"

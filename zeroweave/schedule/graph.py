@@ -16,7 +16,8 @@ from zeroweave.schedule.instructions import Call, End, Reduce, Reshard, Run, Set
 Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]
 """compute: the order of the record. values: a call needs its bucket gathered. gradient: a reduction needs the
 gradient, its settling the result, the update what has settled. storage: a gather needs what the drop before it
-freed, a drop the last call that reads. lane: collectives run in the order of their issue."""
+freed, a drop the last call that reads. lane: collectives run in the order of their issue, those by copy engine beside
+the others."""
 
 _End: TypeAlias = tuple[float, tuple[int, Reason] | None]
 
@@ -94,7 +95,7 @@ def dependencies(schedule: Schedule) -> Graph:
     dropped: dict[int, int] = {}
     reduced: dict[int, list[int]] = {}
     settled: dict[int, int] = {}
-    collective: int | None = None
+    collective: dict[bool, int] = {}  # the last one by kernel, and by copy engine
 
     def edge(start: int | None, stop: int, reason: Reason) -> None:
         if start is not None:
@@ -104,8 +105,9 @@ def dependencies(schedule: Schedule) -> Graph:
         match instruction:
             case Unshard(bucket) if index in schedule.gathers:
                 edge(dropped.get(bucket), index, "storage")
-                edge(collective, index, "lane")
-                gather[bucket] = collective = index
+                copies = schedule.facts.by_copy_engine("all_gather", bucket)
+                edge(collective.get(copies), index, "lane")
+                gather[bucket] = collective[copies] = index
             case Wait(bucket):
                 edge(gather.get(bucket), index, "values")
                 waited[bucket] = index
@@ -129,7 +131,7 @@ def dependencies(schedule: Schedule) -> Graph:
                 elif isinstance(instruction, End):
                     read.update(dict.fromkeys(begun[instruction.call].pop(), index))
                 elif isinstance(instruction, Reduce):
-                    edge(collective, index, "lane")
+                    edge(collective.get(False), index, "lane")
                     reduced.setdefault(instruction.bucket, []).append(index)
-                    collective = index
+                    collective[False] = index
     return Graph(schedule, tuple(edges))

@@ -137,9 +137,9 @@ class Step:
         times: dict[tuple[str, int], deque[tuple[float, float]]] = {}
         for sent, bucket, issued, over in collectives:
             times.setdefault((sent, bucket), deque()).append((issued, over))
-        free = 0.0
+        free = {False: 0.0, True: 0.0}  # of the queues of collectives: by kernel, by copy engine
         last = "the start of the step"
-        lane = ""
+        lane = {False: "", True: ""}
         operations: list[Operation] = []
         flying: dict[int, deque[int]] = {}  # bucket -> its reductions' places in operations
         gathered: dict[int, int] = {}
@@ -174,13 +174,14 @@ class Step:
                     flying.setdefault(bucket, deque()).append(len(operations))
                 facts = schedule.facts.by_id[bucket]
                 # One that is over before its predecessor ran beside it, as gloo's may.
-                begin = free if issued < free < over else issued
-                after = f"{lane}, which ran before it" if begin > issued else last
-                free = max(over, free)
+                beside = schedule.facts.by_copy_engine(kind, bucket)
+                begin = free[beside] if issued < free[beside] < over else issued
+                after = f"{lane[beside]}, which ran before it" if begin > issued else last
+                free[beside] = max(over, free[beside])
                 operations.append(
                     Operation(kind, facts.id, facts.name, facts.nbytes, index, issued, begin, over, 0.0, after)
                 )
-                lane = f"the {kind} of {facts.name}"
+                lane[beside] = f"the {kind} of {facts.name}"
             if is_event(instruction):
                 last = schedule.describe(instruction)
         return cls(schedule, tuple(moments), tuple(operations), tuple(Copy(*each) for each in copies), waits)

@@ -47,6 +47,9 @@ class Listing(Protocol):
     def calls(self) -> dict[tuple[Call, int], tuple[int, int]]: ...
 
     @property
+    def places(self) -> dict[int, int]: ...
+
+    @property
     def lasting(self) -> frozenset[int]: ...
 
     def describe(self, instruction: Instruction) -> str: ...
@@ -57,7 +60,8 @@ def verify(schedule: Listing) -> None:
 
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped
     that was not taken, none while a call or a gather still needs the storage, and none is left at the end; a
-    kept bucket is gathered exactly once. Gradients: only trainable buckets are reduced, each at least once;
+    kept bucket is gathered exactly once. Places: a bucket that copy engines gather has one, and nobody else is there
+    while it is gathered. Gradients: only trainable buckets are reduced, each at least once;
     every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight, and none at an update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after
     the first update nothing is gathered, run or reduced. Activations: freed once at most, where ``free`` asks for
@@ -101,6 +105,8 @@ class _State:
     def __init__(self, schedule: Listing) -> None:
         self.facts = schedule.facts
         self.lasting = schedule.lasting
+        self.places = schedule.places
+        self.lying: dict[int, int] = {}  # place -> the bucket that is there
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.holds = dict.fromkeys(self.facts.by_id, 0)
         self.readers = dict.fromkeys(self.facts.by_id, 0)  # open calls that use the bucket
@@ -208,7 +214,16 @@ class _State:
                 raise ScheduleError("the bucket is kept and must be gathered once")
             self.gathers[bucket] += 1
             self.waited.discard(bucket)
+            self._lie(bucket)
         self.holds[bucket] += 1
+
+    def _lie(self, bucket: int) -> None:
+        """The bucket begins to lie in its place, if it has one."""
+        place = self.places.get(bucket)
+        if (place is not None) != (bucket in self.facts.placed):
+            raise ScheduleError("whether a bucket has a place is for the facts to say")
+        if place is not None and self.lying.setdefault(place, bucket) != bucket:
+            raise ScheduleError(f"{self.facts.name(self.lying[place])} lies in place {place}")
 
     def _run(self, call: Call, uses: tuple[int, ...], lasts: bool) -> None:
         for bucket in uses:
@@ -229,6 +244,8 @@ class _State:
                 raise ScheduleError("the last hold is dropped while the bucket is in use")
             if bucket not in self.waited:
                 raise ScheduleError("the last hold is dropped while the bucket is being gathered")
+            if bucket in self.places:
+                del self.lying[self.places[bucket]]
         self.holds[bucket] -= 1
 
     def _reduce(self, bucket: int) -> None:

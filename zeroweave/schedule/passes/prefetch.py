@@ -34,9 +34,10 @@ def prefetch(schedule: Schedule) -> Schedule:
     After:   Unshard 0 · Unshard 1 · Wait 0 · Run 0 · Reshard 0 · Unshard 2 · Wait 1 · Run 1 · Reshard 1 · …
 
     ``facts.prefetch`` is a number of calls, or "auto": each gather is then issued as late as its measured time
-    allows it to be over when it is needed, behind the gathers before it and between the reductions, and no
-    earlier than the memory has room for; one call ahead where nothing was measured, or where that is predicted
-    to be as fast. Never above the same bucket's previous ``Reshard``, an ``Update``, or the start of the step.
+    allows it to be over when it is needed, behind the gathers before it and between the reductions (by copy engine,
+    beside them), and no earlier than the memory has room for; one call ahead where nothing was measured, or where that
+    is predicted to be as fast. Never above the same bucket's previous ``Reshard``, an ``Update``, or the start of the
+    step.
     """
     ahead, costs = schedule.facts.prefetch, schedule.costs
     if ahead != "auto":
@@ -67,7 +68,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
     instructions = schedule.instructions
     events = Events(schedule, costs)
     begins = [0.0, *accumulate(costs.compute)]  # of each event, if nothing waited
-    lane = _reductions_end(schedule, costs, begins)
+    reductions, beside = _reductions_end(schedule, costs, begins), [0.0] * (len(begins) + 1)
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
     later = float("inf")  # when the gather behind must start at the latest
@@ -75,6 +76,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
         nbytes = schedule.facts.by_id[bucket].nbytes
         seconds = costs.seconds("all_gather", bucket, nbytes) * _MARGIN
         over = min(begins[events.before[wait]], later)
+        lane = beside if schedule.facts.by_copy_engine("all_gather", bucket) else reductions
         event = here = events.before[index]
         while event > events.before[behind] and max(begins[event], lane[event]) + seconds > over:
             if not events.fits(nbytes, event - 1, event, most):

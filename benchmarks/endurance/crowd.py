@@ -1,17 +1,15 @@
-"""Trains for hundreds of steps, several models at once on the same GPUs, and says which runs ended with an error.
-
-    python -m benchmarks.endurance --steps 400 --rounds 3
+"""Trains several models at once on the same GPUs, and says which runs ended with an error.
 
 No times are taken: that the runs disturb each other is meant, as a guard that fires by its timing must be met here.
-Each run is one of `benchmarks.lm`, at one stage. Exit code 1 when one fails.
+Each run is one of `benchmarks.lm`, at one stage.
 """
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +17,6 @@ from pathlib import Path
 
 STREAMS = ("qwen3-8b:1024", "llama-1b:512,llama-1b:256", "llama-1b:1024")
 """Runs one after the other, as model:seq; the streams side by side."""
-STAGES = (3, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -65,17 +62,8 @@ def runs(stream: str, rounds: int, stages: Sequence[int], steps: int) -> Iterato
             yield from (Run(model, int(seq), stage, steps) for stage in stages)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m benchmarks.endurance", description=(__doc__ or "").split("\n", 1)[0])
-    p.add_argument("--steps", type=int, default=400)
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--stream", action="append", default=[], metavar="MODEL:SEQ,…", help="instead of the usual streams")
-    p.add_argument("--stages", type=int, nargs="+", default=STAGES)
-    p.add_argument("--gpus", type=int, default=None)
-    p.add_argument("--lower", default="inductor")
-    p.add_argument("--seconds", type=float, default=3600.0, help="no run begins after this time")
-    p.add_argument("--out", type=Path, required=True, help="folder for logs and compiler caches")
-    a = p.parse_args(arguments)
+def main(a: Namespace) -> int:
+    """Exit code 1 when a run fails."""
     end = time.monotonic() + a.seconds
 
     def follow(stream: str) -> tuple[int, int, int]:
@@ -99,7 +87,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         passed, failed, left = map(sum, zip(*pool.map(follow, streams), strict=True))
     print(f"{passed} runs passed, {failed} failed, {left} left out for time")
     return int(failed > 0 or not passed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

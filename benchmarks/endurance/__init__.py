@@ -1,0 +1,1 @@
+"""Training for long: several models at once (`crowd`), and the same steps as CUDA graphs and not (`alike`)."""

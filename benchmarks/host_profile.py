@@ -1,0 +1,59 @@
+"""Where the host's time of one step goes: cProfile of the thread that trains, and of the one that runs backwards."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+
+LINES = 60
+PER_THREAD = sys.version_info < (3, 12)
+"""Does a profile see one thread alone? From Python 3.12 on it sees all."""
+
+
+def profile(step: Callable[[], object], device: torch.device) -> str:
+    """Runs `step` once; the tables of both threads, sorted by own time.
+
+    A device's backwards run in a thread of autograd's own, the same one for all of them. It is reached from inside of
+    another small backward. Where a profile sees all threads, there is one table.
+    """
+    caller = threading.get_ident()
+    backward: cProfile.Profile | None = None
+
+    def begin() -> None:
+        nonlocal backward
+        if PER_THREAD and threading.get_ident() != caller:
+            backward = cProfile.Profile()
+            backward.enable()
+
+    def end() -> None:
+        if backward is not None:
+            backward.disable()
+
+    in_backward_thread(begin, device)
+    training = cProfile.Profile()
+    training.enable()
+    step()
+    training.disable()
+    in_backward_thread(end, device)
+    text = f"{'the thread that trains' if PER_THREAD else 'all threads'}\n{table(training)}"
+    return text if backward is None else f"{text}\nthe thread that runs backwards\n{table(backward)}"
+
+
+def in_backward_thread(call: Callable[[], None], device: torch.device) -> None:
+    """Runs `call` where a backward on `device` runs: in a thread of autograd's, on a CPU in this one."""
+    leaf = torch.zeros((), device=device, requires_grad=True)
+    result = leaf * 1
+    result.register_hook(lambda gradient: call())
+    torch.autograd.backward(result)
+
+
+def table(profile: cProfile.Profile) -> str:
+    text = io.StringIO()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(LINES)
+    return text.getvalue()

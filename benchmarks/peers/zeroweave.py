@@ -1,0 +1,87 @@
+"""zeroweave, by `engine.train_step` or by the ordinary loop, in any of its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.models import Shape
+from benchmarks.peers.common import Options, Trainer, adamw, mean
+from benchmarks.peers.subject import Subject
+
+BUILT_IN: Mapping[str, Mapping[str, Any]] = {"graphs": {"compile": {"cuda_graphs": True}}}
+"""The variants that need no words on the command line."""
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` wins; nested tables are merged key by key."""
+    merged = dict(base)
+    for key, value in over.items():
+        nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if nested else value
+    return merged
+
+
+def configuration(stage: int, variants: Sequence[str], options: Options) -> dict[str, Any]:
+    """The config of one setting: zeroweave's own for this comparison, the command line's, then each variant's."""
+    lowering: dict[str, Any] = {"enabled": False} if options.lower == "none" else {"lower": options.lower}
+    config: dict[str, Any] = {
+        "stage": stage,
+        "gradient_accumulation_steps": options.gas,
+        "precision": {"params": "bfloat16", "reduce": "bfloat16"},
+        "compile": lowering,
+    }
+    for over in (options.zeroweave, *({**BUILT_IN, **options.variants}[name] for name in variants)):
+        config = merge(config, over)
+    return config
+
+
+def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.device, options: Options) -> Trainer:
+    import zeroweave as zw
+
+    config = configuration(stage, variants, options)
+    subject = Subject(shape, options.hf)
+    model = subject.build(device, torch.bfloat16)
+    engine = zw.initialize(model, adamw(model.parameters(), device), config)
+
+    def train_step(tokens: Tensor) -> Tensor:
+        return engine.train_step(subject.batch(tokens))
+
+    def plain(tokens: Tensor) -> Tensor:
+        loss = subject.loss(engine(**subject.batch(tokens)))
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    micro_step = {"train_step": train_step, "plain": plain}[options.loop]
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        return mean(map(micro_step, batches), len(batches))
+
+    def details() -> dict[str, Any]:
+        stats = engine.stats
+        return {
+            "config": config,
+            "compiled_calls": stats.compiled_calls,
+            "eager_calls": stats.eager_calls,
+            "on_demand_unshards": stats.on_demand_unshards,
+            "departures": stats.departures,
+            "templates": stats.templates,
+            "graphs": stats.graphs,
+            "eager_regions": dict(stats.eager_regions),
+            "captured_windows": stats.captured_windows,
+            "replayed_steps": stats.replayed_steps,
+            "uncaptured_steps": dict(stats.uncaptured_steps),
+            "traffic": {
+                kind: {"calls": traffic.calls, "payload": traffic.payload, "wire": traffic.wire}
+                for kind, traffic in stats.last_step.items()
+            },
+            "memory": asdict(stats.memory),
+            "schedule": engine.schedule.text() if engine.schedule is not None else None,
+        }
+
+    return Trainer(step, details, engine.destroy, lambda: engine.stats.memory.graphs)

@@ -1,0 +1,36 @@
+"""Ranks that replay their steps decide together, and send what ranks send that do not: by graphs on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.harness import Pools
+from tests.support.marks import daily
+from tests.support.replays import Case, compared
+
+ROWS = [
+    *(Case(stage, gas, loop, dropout=0.1) for stage in (1, 2, 3) for gas, loop in ((1, "plain"), (3, "train_step"))),
+    Case(2, 2, "clipped", decay=True, overflow=20),
+    *(Case(stage, 3, "busy", steps=56, dropout=0.1) for stage in (2, 3)),
+]
+UNEVEN = [Case(stage, gas, "uneven", dropout=0.1) for stage in (1, 2, 3) for gas in (1, 2)]
+
+
+@daily("case", ROWS[2:3], [*ROWS[:2], *ROWS[3:]], ids=str)
+def test_replayed_steps_are_exact(pools: Pools, case: Case) -> None:
+    for differs, graphed in pools(2).run(compared, case):
+        assert not differs and graphed["captured"] and graphed["replayed"] >= 8 * case.gas, (differs, graphed)
+
+
+@daily("case", UNEVEN[3:4], [*UNEVEN[:3], *UNEVEN[4:]], ids=str)
+def test_what_one_rank_alone_does_ends_no_step(pools: Pools, case: Case) -> None:
+    found = pools(2).run(compared, case)
+    for differs, graphed in found:
+        assert not differs and graphed["replayed"] >= 8 * case.gas, (differs, graphed)
+    assert len({graphed["replayed"] for _, graphed in found}) == 1
+
+
+@pytest.mark.matrix
+def test_three_ranks(pools: Pools) -> None:
+    for differs, graphed in pools(3).run(compared, Case(3, 2, "plain", dropout=0.1)):
+        assert not differs and graphed["replayed"] >= 16

@@ -1,0 +1,138 @@
+"""Replayed steps are exact, and leave the engine as steps that ran: by graphs on the CPU, in a world of one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import zeroweave as zw
+from tests.support.graphs import on_cpu
+from tests.support.marks import daily
+from tests.support.replays import Case, batch_of, compared, loss_fn, micro_step, start, train
+
+CASES = [
+    *(Case(stage, gas, loop, dropout=0.1) for stage in (1, 2, 3) for gas in (1, 4) for loop in ("train_step", "plain")),
+    *(Case(stage, 2, "clipped", decay=True) for stage in (2, 3)),
+    *(Case(3, gas, loop, overflow=20, clipping=0.1, decay=True) for gas in (1, 3) for loop in ("train_step", "plain")),
+    Case(2, sizes=(4, 6)),
+    Case(2, 2, config={"precision": {"accumulate": "bfloat16"}, "reduce": {"depth": 1}}),
+]
+
+
+@daily("case", CASES[1::8], [case for case in CASES if case not in CASES[1::8]], ids=str)
+def test_replayed_steps_are_exact(case: Case) -> None:
+    differs, graphed = compared(case)
+    assert not differs
+    assert graphed["captured"] == len(case.sizes) and not graphed["told"]
+    assert graphed["replayed"] >= case.gas * (case.steps - 7 - 5 * len(case.sizes)), graphed["uncaptured"]
+
+
+@daily(("stage", "gas"), [(3, 3)], [(1, 1), (1, 3), (2, 1), (2, 3), (3, 1)])
+def test_whatever_else_a_program_does_is_exact(stage: int, gas: int) -> None:
+    case = Case(stage, gas, "busy", steps=64, dropout=0.1)
+    differs, graphed = compared(case)
+    assert not differs
+    assert graphed["captured"] >= 3 and graphed["replayed"] >= 8 * gas, (graphed["uncaptured"], graphed["told"])
+
+
+def test_micro_steps_in_the_middle_share_their_graphs() -> None:
+    few, many = (train(Case(2, gas, steps=12), graphs=True) for gas in (4, 9))
+    assert few["replayed"] and many["replayed"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda model: setattr(model, "reads", True), "not permitted"),
+        (lambda model: setattr(model, "noise", iter(range(10**6)).__next__), "does not compute the same twice"),
+    ],
+)
+def test_what_cannot_be_captured_trains_on_and_is_told_once(spoil: Any, why: str) -> None:
+    with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(Case(), graphs=True)
+        device.serve(engine)
+        spoil(engine.module)
+        for step in range(16):
+            engine.train_step(batch_of(Case(), step, 0), loss_fn)
+        told = [str(each.message) for each in caught if "cuda_graphs" in str(each.message)]
+        assert len(told) == 1 and why in told[0], told
+        assert engine.stats.replayed_steps == 0 and engine.global_steps == 16
+        engine.destroy()
+
+
+def test_a_backward_that_no_graph_can_serve_is_an_error_that_says_so() -> None:
+    with on_cpu() as device:
+        case = Case(loop="plain")
+        engine = start(case, graphs=True)
+        device.serve(engine)
+        for step in range(14):
+            micro_step(engine, case, batch_of(case, step, 0))
+        assert engine.stats.replayed_steps
+        output = engine(*batch_of(case, 20, 0))
+        with pytest.raises(zw.EngineError, match="gradients of other outputs"):
+            engine.backward(output["loss"] + output["spread"])
+        engine.zero_grad()
+        micro_step(engine, case, batch_of(case, 21, 0))
+        loss = engine(*batch_of(case, 22, 0))["loss"]
+        engine.backward(loss)
+        with pytest.raises(RuntimeError, match="second time"):
+            engine.backward(loss)
+        engine.zero_grad()
+        engine.destroy()
+
+
+def scaled(graphs: bool) -> tuple[list[float], int]:
+    """Losses that read tensors which are neither parameters nor buffers, and how often steps were captured."""
+    with on_cpu() as device:
+        engine = start(Case(), graphs)
+        device.serve(engine)
+        model, weight = engine.module, torch.full((), 2.0)
+        model.table = {"scale": torch.full((), 3.0)}
+
+        def weighted(output: Any, batch: Any) -> Any:
+            return output["loss"] * weight * model.table["scale"]
+
+        losses = []
+        for step in range(24):
+            if step == 12:
+                model.table["scale"] = torch.full((), 5.0)
+            losses.append(float(engine.train_step(batch_of(Case(), step, 0), weighted)))
+        captured = engine.stats.captured_windows
+        engine.destroy()
+    return losses, captured
+
+
+def test_what_modules_and_losses_hold_is_kept_and_looked_for() -> None:
+    assert scaled(graphs=True) == (scaled(graphs=False)[0], 2)
+
+
+def test_options_that_change_with_each_step_end_the_attempts() -> None:
+    with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(Case(), graphs=True)
+        device.serve(engine)
+        for step in range(24):
+            engine.optimizer.param_groups[0]["weight_decay"] = step / 1000
+            engine.train_step(batch_of(Case(), step, 0), loss_fn)
+        told = [str(each.message) for each in caught if "cuda_graphs" in str(each.message)]
+        assert len(told) == 1 and "change with each step" in told[0] and engine.stats.captured_windows <= 3, told
+        engine.destroy()
+
+
+def test_batches_that_no_graph_can_serve_train_on() -> None:
+    with on_cpu() as device:
+        engine = start(Case(), graphs=True)
+        device.serve(engine)
+        for step in range(12):
+            x, factor = batch_of(Case(), step, 0)
+            engine.train_step((x[:1].expand(4, -1), factor), loss_fn)
+        assert any("expanded" in why for why in engine.stats.uncaptured_steps)
+        for step in range(20):
+            engine(*batch_of(Case(), step, 0))  # forwards without a backward
+            micro_step(engine, Case(loop="plain"), batch_of(Case(), step, 1))
+        assert engine.global_steps == 32
+        engine.destroy()

@@ -1,0 +1,178 @@
+"""Steps as CUDA graphs, as far as no GPU is needed: what a graph can serve, what is compared, and who is told."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zeroweave as zw
+from zeroweave.engine.graphs.batch import Batch, Uncapturable
+from zeroweave.engine.graphs.contents import Copies, Whereabouts, contents, different, digests
+from zeroweave.optim.rates import Rates, why_not_captured
+
+CPU = torch.device("cpu")
+
+
+def tiny() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def loss_fn(output: torch.Tensor, batch: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def signature(batch: Any) -> object:
+    return Batch(batch, CPU).signature
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def test_one_graph_serves_batches_that_are_nested_alike() -> None:
+    ids = torch.arange(6).view(2, 3)
+    one = {"ids": ids, "labels": ids, "scale": 2.0}
+    other = ids + 1
+    assert signature(one) == signature({"ids": other, "labels": other, "scale": 2.0})
+    assert signature({"ids": ids}) == signature({"ids": ids + 1})
+    assert signature(one) != signature({**one, "labels": ids.clone()})  # the same tensor twice, or two
+    assert signature(one) != signature({**one, "scale": 3.0})
+    assert signature([ids]) != signature((ids,))
+    assert signature(ids) != signature(ids[:, :2]) != signature(ids.int())
+    assert signature(ids.t()) != signature(ids.t().contiguous())
+
+
+def test_a_batch_is_put_together_again_from_other_tensors() -> None:
+    ids = torch.arange(6).view(2, 3)
+    batch = Batch({"ids": ids.t(), "more": [ids.t(), None, "x"]}, CPU)
+    copies = batch.copies()
+    assert [c.stride() for c in copies] == [t.stride() for t in batch.tensors]
+    again = batch.of(copies)
+    assert again["more"][1:] == [None, "x"] and torch.equal(again["ids"], ids.t()) and again["ids"] is copies[0]
+
+
+@pytest.mark.parametrize(
+    ("batch", "why"),
+    [
+        ([torch.zeros(2, requires_grad=True)], "requires grad"),
+        ([torch.zeros(2, device="meta")], "move batches to cpu"),
+        ([object()], "a object"),
+        ([torch.eye(2).to_sparse()], "layout torch.sparse_coo"),
+    ],
+)
+def test_what_no_graph_can_read(batch: Any, why: str) -> None:
+    with pytest.raises(Uncapturable, match=why):
+        Batch(batch, CPU)
+
+
+# ---------------------------------------------------------------------- contents
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_digests_see_each_bit_and_its_place(dtype: torch.dtype) -> None:
+    a = torch.arange(1001).to(dtype)
+    changed, swapped = a.clone(), a.clone()
+    changed[1000] = 0 if changed[1000] else 1
+    swapped[[0, 999]] = swapped[[999, 0]]
+    found = digests({"a": [a], "same": [a.clone()], "changed": [changed], "swapped": [swapped], "none": []})
+    assert found["a"] == found["same"] != found["changed"] and found["none"] == 0
+    assert (found["a"] == found["swapped"]) == torch.equal(a, swapped)
+    # two tensors are told apart from one, and minus zero from zero
+    assert different(digests({"x": [a, changed]}), digests({"x": [changed, a]})) == {"x"}
+    zero = torch.zeros(3)
+    assert digests({"x": [zero]}) != digests({"x": [-zero]})
+
+
+def test_what_a_step_changes_is_known_by_name_and_by_address() -> None:
+    model = tiny()
+    engine = zw.initialize(model, torch.optim.AdamW(model.parameters()), {"compile": {"enabled": False}})
+    engine.train_step(torch.ones(4, 8), loss_fn)
+    parts = engine._parts
+    before, copies, there = digests(contents(parts)), Copies(parts, None), Whereabouts(parts)
+    engine.train_step(torch.ones(4, 8), loss_fn)
+    changed = different(before, digests(contents(parts)))
+    assert {"buffer 1.running_mean", "buffer 1.num_batches_tracked"} < changed
+    assert len([name for name in changed if name.startswith(("parameters", "optimizer state"))]) >= 2
+    copies.restore()
+    assert digests(contents(parts)) == before and there.hold()
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.5
+    assert not there.hold()
+    there = Whereabouts(parts)
+    engine.set_full("0.weight", torch.ones(8, 8), "exp_avg")  # into the tensor that is there
+    assert there.hold()
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    assert not there.hold()
+    there, model[1].running_mean = Whereabouts(parts), torch.zeros(8)
+    assert not there.hold()
+    engine.destroy()
+
+
+# ---------------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize(
+    ("make", "looks", "why"),
+    [
+        (lambda p: torch.optim.AdamW(p, fused=True), True, None),
+        (lambda p: torch.optim.SGD(p, lr=0.1, fused=True), True, None),
+        (lambda p: torch.optim.AdamW(p, capturable=True), False, None),
+        (lambda p: torch.optim.AdamW(p, capturable=True), True, "cannot skip"),
+        (lambda p: torch.optim.AdamW(p), False, "make it with fused=True"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), False, "make it with fused=True"),
+        (lambda p: torch.optim.Adagrad(p), False, "capturable=True"),
+    ],
+)
+def test_which_optimizers_a_graph_can_hold(make: Any, looks: bool, why: str | None) -> None:
+    found = why_not_captured(make([nn.Parameter(torch.ones(3))]), looks)
+    assert found is None if why is None else why in str(found)
+
+
+def test_rates_are_read_from_the_device_and_given_back() -> None:
+    one, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([{"params": [one], "lr": 0.5}, {"params": [other], "lr": 0.25}], fused=True)
+    rates = Rates(optimizer, CPU)
+    one.grad, other.grad = torch.ones(3), torch.ones(3)
+    rates.take()
+    with rates.in_groups():
+        optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    assert one.tolist() == [0.5] * 3 and other.tolist() == [0.75] * 3
+    optimizer.param_groups[0]["lr"] = 0.125
+    found = torch.ones(())
+    with rates.holding(found):  # as in a graph: the rates of the last take, and nothing where `found` is 1
+        rates.take()
+        with rates.in_groups():
+            optimizer.step()
+        found.zero_()
+        with rates.in_groups():
+            optimizer.step()
+    assert one.tolist() == [0.0] * 3 and not hasattr(optimizer, "found_inf")
+    rates.take()
+    with rates.in_groups():
+        optimizer.step()
+    assert one.tolist() == [-0.125] * 3
+
+
+# ---------------------------------------------------------------------- engines
+
+
+def test_where_no_graph_can_be_steps_run_as_ever_and_it_is_told_once() -> None:
+    losses: dict[bool, list[float]] = {}
+    for graphs in (False, True):
+        model = tiny()
+        config = {"compile": {"enabled": False, "cuda_graphs": graphs}}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=0.1), config)
+            losses[graphs] = [float(engine.train_step(torch.ones(4, 8), loss_fn)) for _ in range(4)]
+        told = [str(each.message) for each in caught if "cuda_graphs" in str(each.message)]
+        stats = engine.stats
+        assert len(told) == graphs and (not graphs or "the engine computes on cpu" in told[0])
+        assert stats.uncaptured_steps == ({"the engine computes on cpu": 4} if graphs else {})
+        assert stats.captured_windows == stats.replayed_steps == 0
+        engine.destroy()
+    assert losses[True] == losses[False]

@@ -1,0 +1,41 @@
+"""The implementations on GPUs: what gathers, what is captured, what is profiled, and that all train alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import host_profile, lm
+
+
+def run(arguments: str, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+    """The rows of a run, by implementation. Whether its ratios hold is not asked of so small a model."""
+    code = lm.main([*arguments.split(), "--gpus", "2", "--steps", "8", "--warm", "5", "--out", str(out)])
+    assert code == 0, capsys.readouterr().out
+    return {row["impl"]: row for row in json.loads((out / "lm.json").read_text())["rows"]}
+
+
+def test_all_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "zeroweave-z3,fsdp2-z3,fsdp2-ce-z3,fsdp2-ce-rs-z3,compute-graphs"
+    asked = f"--model small --seq 256 --lower aot_eager --impl {names} --profile --host-profile"
+    rows = run(asked, tmp_path, capsys)
+    for name, row in rows.items():
+        assert row["losses"] == pytest.approx(rows["fsdp2-z3"]["losses"], abs=5e-3), name
+        assert row["note"] is None, name
+        assert 0 < row["steady_gib"] and 0 < row["peak_gib"] <= row["peak_reserved_gib"] <= row["device_gib"], name
+    assert "AllGather" in rows["fsdp2-z3"]["profile"], "a kernel gathers"
+    for name in ("fsdp2-ce-z3", "fsdp2-ce-rs-z3"):
+        assert "AllGather" not in rows[name]["profile"], rows[name]["profile"]
+    backwards = [name for name in names.split(",") if name != "compute-graphs"]
+    for name in backwards if host_profile.PER_THREAD else []:
+        assert "the thread that runs backwards" in (tmp_path / f"host-{name}.txt").read_text()
+
+
+def test_stage_2_and_micro_steps_of_transformers_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "zeroweave-z2,fsdp2-ce-z2,compute"
+    asked = f"--hf --model small --seq 256 --gas 2 --loop plain --lower aot_eager --impl {names}"
+    rows = run(asked, tmp_path, capsys)
+    for name, row in rows.items():
+        assert row["losses"] == pytest.approx(rows["fsdp2-ce-z2"]["losses"], abs=5e-3), name

@@ -1,0 +1,115 @@
+"""Gathers by copy engine: the bits of kernels' gathers, and no kernel of NCCL's for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.gpu import copy_engine_jobs as jobs
+from tests.gpu import graph_jobs
+from tests.gpu.graph_jobs import Case
+from tests.gpu.leaving import WAYS
+from zeroweave.report.gathers import measured
+
+Ranks = Callable[..., list[Any]]
+
+CHANGES: list[dict[str, Any]] = [
+    {"prefetch": 1},
+    {"fuse": True},
+    {"prefetch": 3, "depth": 4},
+    {"keep": "all"},
+    {"keep": "none", "prefetch": 0, "fuse": False, "depth": 1},
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode", "accumulated"), [(1, "eager", 2), (2, "inductor", 1), (3, "inductor", 1), (3, "eager", 2)]
+)
+def test_the_bits_are_those_of_kernels(ranks: Ranks, stage: int, mode: str, accumulated: int) -> None:
+    for kernel, copies in ranks(jobs.both, stage, mode, 30, accumulated):
+        assert kernel.losses == copies.losses and kernel.parameters == copies.parameters
+        assert copies.symmetric > 0 and copies.gathers.startswith("by copy engine"), copies
+        assert kernel.symmetric == 0 and kernel.gathers.startswith("by kernel"), kernel
+        assert kernel.departures == copies.departures == 0
+
+
+@pytest.mark.parametrize(("stage", "prefetch"), [(3, 0), (3, 1), (2, 1)])
+def test_departures_views_and_evaluation(ranks: Ranks, stage: int, prefetch: int) -> None:
+    for kernel, copies in ranks(jobs.both_strayed, stage, prefetch):
+        assert kernel == copies
+        assert kernel[2] > 0 and copies[3], copies
+
+
+@pytest.mark.parametrize("least", [1, 1 << 20])
+def test_every_schedule_gives_the_same_gradients(ranks: Ranks, least: int) -> None:
+    for found in ranks(jobs.schedules, CHANGES, least):
+        assert all(same and followed for same, followed, *_ in found), found
+        assert [fused for _, _, fused, *_ in found] == [False, True, True, True, False]
+        assert all(placed and (rest > 0) == (least > 1) for *_, placed, rest, _ in found), found
+        sizes = [symmetric for *_, symmetric in found]
+        assert sizes == sorted(sizes) and sizes[-1] > sizes[0], "places are made as they are needed, and stay"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_kernel_gathers(ranks: Ranks, stage: int) -> None:
+    for traced, scheduled, issued in ranks(jobs.kernels, stage):
+        assert scheduled["all_gather"] > 0 and scheduled == issued, (scheduled, issued)
+        assert traced == {kind: count for kind, count in scheduled.items() if kind != "all_gather"}, traced
+
+
+def test_all_ranks_choose_the_same_way(ranks: Ranks) -> None:
+    (told, least, table, seconds, losses), *others = ranks(jobs.automatic)
+    print(told, *table, f"{seconds:.2f} s to initialize", sep="\n")
+    assert table and all(float(cell) >= 0 for row in table for cell in row), table
+    for other in others:
+        assert other[:3] == (told, least, table)
+    assert all(loss == loss for loss in losses)
+
+
+def test_captured_gathers_are_replayed(ranks: Ranks) -> None:
+    for eager, replayed, kept in ranks(jobs.captured):
+        assert eager and replayed and kept, (eager, replayed, kept)
+
+
+PLACED: dict[str, Any] = {"transport": {"gathers": "copy_engine"}}
+
+
+@pytest.mark.parametrize(
+    "case", [Case(3, more=PLACED), Case(3, 4, "eager", delays=True, more=PLACED), Case(2, 4, more=PLACED)], ids=str
+)
+def test_captured_steps_are_exact(ranks: Ranks, case: Case) -> None:
+    for differs, run in ranks(graph_jobs.compared, case):
+        assert not differs
+        assert run.captured == 1 and run.replayed >= case.steps * case.gas // 2, run.uncaptured
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whatever_else_a_program_does_between_captured_steps_is_exact(ranks: Ranks, stage: int) -> None:
+    for differs, run in ranks(graph_jobs.compared, Case(stage, loop="busy", steps=70, more=PLACED)):
+        assert not differs
+        assert run.captured >= 2 and run.replayed >= 20, run.uncaptured
+
+
+@pytest.mark.parametrize(("stage", "accumulated"), [(3, 1), (3, 4), (2, 2)])
+def test_evaluation_between_replays_disturbs_nothing(ranks: Ranks, stage: int, accumulated: int) -> None:
+    for same, replayed in ranks(jobs.both_between, stage, accumulated):
+        assert same and replayed > 10 * accumulated, (same, replayed)
+
+
+def test_the_doctor_measures() -> None:
+    choice = measured(2)
+    print(choice, *choice.table(), sep="\n")
+    assert len(list(choice.table())) == 5
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_program_may_end_without_ending_its_engine(way: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, "-m", "tests.gpu.leaving", way], capture_output=True, text=True, timeout=180)
+    assert done.stdout.count("leaves") == 2, done.stderr
+    assert (done.returncode == 0) == (way != "exit"), done.stderr
+    assert "terminate called" not in done.stderr and "Segmentation" not in done.stderr, done.stderr

@@ -1,0 +1,66 @@
+"""Steps as CUDA graphs: the same numbers, bit by bit, and what cannot be a graph trains as ever and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import graph_jobs
+from tests.gpu.graph_jobs import Case
+
+Ranks = Callable[..., list[Any]]
+
+EXACT = [
+    *(Case(stage, gas, delays=True) for stage in (1, 2, 3) for gas in (1, 4)),
+    *(Case(stage, mode="inductor", clipping=0.5, schedule=True) for stage in (2, 3)),
+    *(Case(stage, gas, dtype="float16", clipping=1.0, schedule=True, overflow=30) for stage, gas in [(1, 4), (3, 1)]),
+    Case(2, 4, dtype="float16", overflow=31, dropout=0.1, delays=True),
+    *(Case(stage, gas, dropout=0.2) for stage, gas in [(1, 1), (2, 1), (3, 4)]),
+    Case(3, mode="eager", dropout=0.1),
+    Case(3, optimizer="sgd"),
+    Case(2, optimizer="capturable", schedule=True),
+    Case(3, lengths=(64, 48)),
+    Case(2, more={"precision": {"reduce": "float32"}}),
+    *(Case(stage, gas, loop="plain", delays=True) for stage in (1, 2, 3) for gas in (1, 4)),
+    *(Case(stage, 2, loop="clipped", model="Rich", schedule=True) for stage in (2, 3)),
+    Case(3, 4, loop="plain", dtype="float16", clipping=1.0, overflow=30, dropout=0.1, schedule=True),
+    Case(2, loop="plain", mode="inductor", dropout=0.1),
+]
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_captured_steps_are_exact(ranks: Ranks, case: Case) -> None:
+    for differs, run in ranks(graph_jobs.compared, case):
+        assert not differs
+        assert run.captured == len(case.lengths) and run.replayed >= case.steps * case.gas // 2, run.uncaptured
+        assert not run.told and len(set(run.collectives[-20:])) == 1, run
+        assert 0 < run.held < torch.cuda.get_device_properties(0).total_memory
+        if case.overflow is not None:
+            assert run.skipped == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_whatever_else_a_program_does_between_captured_steps_is_exact(ranks: Ranks, stage: int) -> None:
+    for differs, run in ranks(graph_jobs.compared, Case(stage, loop="busy", steps=70)):
+        assert not differs
+        assert run.captured >= 2 and run.replayed >= 25, run.uncaptured
+
+
+REFUSED = [
+    (Case(3, model="Reading"), "operation not permitted"),
+    (Case(3, model="Coined"), "random numbers on the CPU"),
+    (Case(2, model="Counting"), "does not compute the same twice"),
+    (Case(3, optimizer="plain"), "fused=True"),
+    (Case(3, more={"offload": {"optimizer": "all"}}), "offload"),
+]
+
+
+@pytest.mark.parametrize(("case", "why"), REFUSED, ids=str)
+def test_what_cannot_be_captured_trains_as_ever_and_is_told_once(ranks: Ranks, case: Case, why: str) -> None:
+    for rank, (differs, run) in enumerate(ranks(graph_jobs.compared, case)):
+        assert run.replayed == 0 and any(why in reason for reason in run.uncaptured), run.uncaptured
+        assert case.model == "Counting" or not differs  # its capture is one call more
+        assert len(run.told) == (rank == 0) and (rank or why in run.told[0]), run.told

@@ -1,0 +1,45 @@
+"""What ends with an engine, or with the process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+
+from zeroweave.ranks.start import at_end
+
+SCRIPT = """
+from contextlib import ExitStack
+from zeroweave.ranks.start import at_end
+ends, own = ExitStack(), ExitStack()
+own.callback(print, "closed")
+at_end(ends, own, lambda: {failed})
+{then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "failed", "told"),
+    [
+        ("", False, "closed\n"),
+        ("raise SystemExit(3)", False, "closed\n"),
+        ("ends.close(); print('over')", False, "closed\nover\n"),
+        ("raise ValueError", False, ""),
+        ("", True, ""),
+        ("del ends, own", False, ""),
+    ],
+)
+def test_it_ends_with_the_process_unless_it_has_before(then: str, failed: bool, told: str) -> None:
+    script = SCRIPT.format(then=then, failed=failed)
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == told
+
+
+def test_it_ends_once() -> None:
+    ends, own, closed = ExitStack(), ExitStack(), list[int]()
+    own.callback(closed.append, 1)
+    at_end(ends, own, lambda: False)
+    ends.close()
+    ends.close()
+    assert closed == [1]

@@ -1,0 +1,89 @@
+"""Engines on the CPU that gather in places, as on GPUs whose copy engines gather: the same decisions, other memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from zeroweave.comm.choose import Choice
+from zeroweave.comm.copy_engine import CopyEngineGathers
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.places import Place, Places
+from zeroweave.comm.process_group import ProcessGroupTransport
+from zeroweave.comm.transport import Transport
+from zeroweave.ranks.control import Control
+
+
+class Slab:
+    """Memory that one storage has at a time; it tells it by its size, an odd number of bytes that no other has."""
+
+    def __init__(self, nbytes: int, number: int) -> None:
+        self.nbytes, self.address = nbytes + 2 * number + 1, number
+        self._storage: torch.UntypedStorage | None = None
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        assert storage.nbytes() == 0
+        assert self._storage is None or self._storage.nbytes() != self.nbytes, "somebody is there"
+        storage.resize_(self.nbytes)
+        self._storage = storage
+
+    def close(self) -> None:
+        pass
+
+
+class Slabs:
+    """Counts what happens in the places of the engines that are made while `on_gloo` is in force."""
+
+    def __init__(self) -> None:
+        self.made = self.gathers = self.evicted = 0
+
+    def make(self, nbytes: int) -> Slab:
+        self.made += 1
+        return Slab(nbytes, self.made)
+
+    def placed(self, flat: torch.Tensor) -> bool:
+        is_placed = flat.untyped_storage().nbytes() % 2 == 1
+        self.gathers += is_placed
+        return is_placed
+
+    def copy_engines(
+        self,
+        settings: Any,
+        transports: dict[str, Transport],
+        group: dist.ProcessGroup | None,
+        control: Control,
+        device: torch.device,
+        ledger: Ledger,
+        groups: Any,
+        largest: int,
+        ends: ExitStack,
+    ) -> tuple[Places, Choice]:
+        """In the place of the assembly's: copy engines are taken for a process group."""
+        for name, transport in transports.items():
+            if isinstance(transport, ProcessGroupTransport):
+                way = f"{name} by copy engine"
+                engine = ProcessGroupTransport(transport.group, device, ledger, way, in_place=True)
+                transports[name] = CopyEngineGathers(transport, engine, self.placed)
+        places = Places(self.make, ledger.gauge("symmetric memory"))
+        ends.callback(places.close)
+        return places, Choice("a test wants it", least=1)
+
+
+def placed(job: Callable[..., Any], *arguments: Any) -> tuple[Any, Slabs]:
+    """What a job returns whose engines gather in places."""
+    slabs, vacate = Slabs(), Place.vacate
+
+    def counted(place: Place) -> None:
+        slabs.evicted += place._tenant is not None
+        vacate(place)
+
+    with (
+        patch("zeroweave.engine.assembly._copy_engines", slabs.copy_engines),
+        patch.object(Place, "vacate", counted),
+    ):
+        return job(*arguments), slabs

@@ -1,0 +1,274 @@
+"""Programs that train with graphs on the CPU, and without: what comes of them has to be the same."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroweave as zw
+from tests.support.graphs import on_cpu
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.line, self.dropout = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.dropout(torch.tanh(self.line(self.norm(x))))
+        return out
+
+
+class Net(nn.Module):
+    """Gives a loss, times `factor` (0-dim), which a test makes infinite, and something beside it."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1)
+        self.noise: Callable[[], float] = lambda: 0.0
+        self.reads = False
+
+    def forward(self, x: Tensor, factor: Tensor) -> dict[str, Any]:
+        for block in self.blocks:
+            x = block(x)
+        loss = self.head(self.norm(x)).square().mean() * factor * (1.0 + self.noise())
+        if self.reads:
+            loss = loss * (1.0 if loss.item() < math.inf else 2.0)
+        return {"loss": loss, "spread": x.std(), "name": "net"}
+
+
+@dataclass(frozen=True)
+class Case:
+    stage: int = 3
+    gas: int = 1
+    loop: str = "train_step"
+    """or "plain"; "clipped", by hand; "busy": with other things in between; "uneven": some of them on one rank only"""
+    dropout: float = 0.0
+    clipping: float | None = None
+    overflow: int | None = None
+    """the step in which gradients are infinite; with a dynamic loss scale"""
+    decay: bool = False
+    """a learning rate that falls"""
+    sizes: tuple[int, ...] = (4,)
+    """of the batches, in turn"""
+    steps: int = 30
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def start(case: Case, graphs: bool) -> Any:
+    torch.manual_seed(0)
+    model = Net(case.dropout)
+    # a tensor, which all steps read alike
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n) if case.decay else None
+    config: dict[str, Any] = {
+        "stage": case.stage,
+        "gradient_accumulation_steps": case.gas,
+        "compile": {"enabled": False, "cuda_graphs": graphs},
+        **case.config,
+    }
+    if case.clipping is not None:
+        config["gradient_clipping"] = case.clipping
+    if case.overflow is not None:
+        config["precision"] = {"loss_scale": "dynamic", "initial_loss_scale": 256.0, "loss_scale_window": 5}
+    return zw.initialize(model, optimizer, config, lr_scheduler=decay)
+
+
+def batch_of(case: Case, step: int, micro: int, rank: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + micro + 10**6 * rank)
+    size = case.sizes[step % len(case.sizes)]
+    if case.loop == "uneven" and step == 14 and rank == 1:
+        size += 2
+    infinite = step == case.overflow and micro == case.gas // 2
+    return torch.randn(size, WIDTH, generator=generator), torch.tensor(math.inf if infinite else 1.0)
+
+
+def loss_fn(output: Any, batch: Any) -> Tensor:
+    loss: Tensor = output["loss"]
+    return loss
+
+
+def micro_step(engine: Any, case: Case, batch: tuple[Tensor, Tensor]) -> Tensor:
+    if case.loop == "train_step":
+        loss: Tensor = engine.train_step(batch, loss_fn)
+        return loss
+    loss = engine(*batch)["loss"] * 1.5
+    engine.backward(loss)
+    if case.loop == "clipped" and engine.is_gradient_accumulation_boundary():
+        engine.clip_grad_norm_(0.1)
+        if engine.global_steps in (14, 18):  # somebody looks at what was clipped
+            engine.local("head.weight", "grad")
+    engine.step()
+    return loss.detach()
+
+
+def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A micro-step with something else in it, another thing in each of some steps."""
+    if step % 4 == 1:  # which disturbs nothing
+        with torch.no_grad():
+            engine.eval()
+            engine(*batch)
+            engine.train()
+    x, factor = batch
+    match step if micro == case.gas // 2 else -1:
+        case 12:  # gradients are read
+            engine.backward(engine(*batch)["loss"])
+            assert engine.local("head.weight", "grad") is not None or case.gas > 1
+            engine.step()
+        case 14:  # one forward more, without a backward
+            engine(*batch)
+            return micro_step(engine, case, batch)
+        case 16 if case.stage > 1 or case.gas == 1:  # two forwards, one backward; their sum comes first there
+            loss = engine(*batch)["loss"] + 0.5 * engine(x * 2, factor)["loss"]
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+        case 18:  # the same backward twice
+            loss = engine(*batch)["loss"]
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+        case 20:  # a window is given up
+            engine.backward(engine(*batch)["loss"])
+            engine.zero_grad()
+            for each in range(micro + 1):
+                micro_step(engine, case, batch_of(case, step, each, engine.rank))
+        case 22:  # one backward more in the window
+            engine.set_gradient_accumulation_boundary(False)
+            micro_step(engine, case, batch)
+            engine.set_gradient_accumulation_boundary(None)
+            return micro_step(engine, case, batch) if case.gas == 1 else factor * 0
+        case 24:
+            with engine.no_sync():
+                engine.backward(engine(*batch)["loss"])
+            engine.step()
+        case 26:
+            engine.backward(engine(*batch)["loss"])
+            assert torch.is_tensor(engine.full("head.weight"))
+            engine.clip_grad_norm_(0.05) if case.gas == 1 else None
+            engine.step()
+        case 42 if case.gas == 1:  # part of the model by itself, in the loss; their sum comes first without graphs
+            engine.backward(engine(*batch)["loss"] + engine.module.head(x).square().mean())
+            engine.step()
+        case 44:  # and in a backward of its own
+            engine.backward(engine(*batch)["loss"])
+            engine.backward(engine.module.head(x).square().mean())
+            engine.step()
+        case 46 if case.stage > 1 or case.gas == 1:  # the modes change between two forwards
+            one = engine(*batch)["loss"]
+            engine.eval()
+            other = engine(*batch)["loss"]
+            engine.train()
+            engine.backward(one + other)
+            engine.step()
+        case 48:  # an option between backward and step
+            engine.backward(engine(*batch)["loss"])
+            engine.optimizer.param_groups[0]["weight_decay"] += 0.01
+            engine.step()
+        case 50:  # a forward, and its window is given up
+            engine(*batch)
+            engine.zero_grad()
+            for each in range(micro + 1):
+                micro_step(engine, case, batch_of(case, step, each, engine.rank))
+        case _:
+            return micro_step(engine, case, batch)
+    return factor * 0
+
+
+def uneven(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A micro-step in which one rank does something that the others do not, in some steps."""
+    match step if micro == case.gas // 2 else -1:
+        case 12:
+            engine.backward(engine(*batch)["loss"])
+            if engine.rank == 0:
+                assert engine.local("head.weight") is not None
+            engine.step()
+        case 16:  # a loss that does not come from the model
+            loss = engine(*batch)["loss"]
+            engine.backward(torch.zeros((), requires_grad=True) if engine.rank == 1 else loss)
+            engine.step()
+        case 18:
+            loss = engine(*batch)["loss"]
+            if engine.rank == 1:
+                assert engine.local("head.weight") is not None
+            engine.backward(loss)
+            engine.step()
+        case 20:
+            if engine.rank == 1:
+                engine.local("head.weight")
+            return micro_step(engine, case, batch)
+        case _:
+            return micro_step(engine, case, batch)
+    return batch[1] * 0
+
+
+def between(engine: Any, step: int) -> None:
+    """What is done between two windows."""
+    if step == 28:
+        engine.reschedule(prefetch=0)
+    if step == 34:
+        with engine.full_parameters() as parameters, torch.no_grad():
+            parameters["head.bias"].add_(0.01)
+    if step == 36:
+        engine.optimizer.param_groups[0]["weight_decay"] = 0.02
+    if step == 40:
+        engine.set_full("head.weight", torch.full((1, WIDTH), 0.1))
+
+
+def train(case: Case, graphs: bool) -> dict[str, Any]:
+    kept, norms, applied = [], [], []
+    with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = start(case, graphs)
+        device.serve(engine)
+        torch.manual_seed(7 + engine.rank)
+        for step in range(case.steps):
+            for micro in range(case.gas):
+                batch = batch_of(case, step, micro, engine.rank)
+                if case.loop == "uneven":
+                    kept.append(uneven(engine, case, step, micro, batch))
+                elif case.loop == "busy":
+                    kept.append(busy(engine, case, step, micro, batch))
+                else:
+                    kept.append(micro_step(engine, case, batch))
+                applied.append(engine.was_step_applied())
+            norms.append(engine.get_global_grad_norm())
+            if case.loop == "busy":
+                between(engine, step)
+        stats = engine.stats
+        result = {
+            "losses": [float(loss) for loss in kept],
+            "norms": norms,
+            "applied": applied,
+            "values": {name: value.tolist() for name, value in engine.state_dict().items()},
+            "steps": (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.loss_scale),
+            "rate": float(engine.optimizer.param_groups[0]["lr"]),
+            "random": torch.rand(3).tolist(),
+            "replayed": stats.replayed_steps,
+            "captured": stats.captured_windows,
+            "graphs": device.captured,
+            "uncaptured": stats.uncaptured_steps,
+            "told": [str(each.message) for each in caught if "cuda_graphs" in str(each.message)],
+        }
+        engine.destroy()
+    return result
+
+
+SAME = ("losses", "norms", "applied", "values", "steps", "rate", "random")
+
+
+def compared(case: Case) -> tuple[list[str], dict[str, Any]]:
+    """What differs between the program with graphs and without, and what came of it with graphs."""
+    graphed, plain = train(case, graphs=True), train(case, graphs=False)
+    differs = [what for what in SAME if repr(graphed[what]) != repr(plain[what])]
+    return differs, {key: value for key, value in graphed.items() if key not in SAME}

@@ -1,0 +1,189 @@
+"""Gathers by copy engines: NCCL moves the bytes without a kernel, so that matmuls keep all multiprocessors.
+
+It does so in a communicator that may use no multiprocessors, where every rank's flat lies at the same offset of memory
+that all have registered together. Elsewhere it takes a kernel without a word, and where ranks lie at different offsets
+the numbers are wrong. So each place (`comm.places`) is one piece of memory, registered as a whole, in which a flat
+begins at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+
+from zeroweave._torch.distributed import copying_communicator
+from zeroweave.comm.around import Around
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.process_group import ProcessGroupTransport
+from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.ranks.control import Control
+
+_GRAIN: Final = 2 << 20
+_LEAST: Final = 20 << 20
+"""PyTorch takes memory in multiples of the one, and at least the other for all but small tensors."""
+
+
+class Registered:
+    """A piece of device memory that communicators know: one block of a pool that nobody else allocates from.
+
+    A storage gets it by being resized inside the pool. PyTorch hands a free block out to the stream that allocated it
+    first, and inside a capture it takes the capture's own pool for whatever the capturing stream allocates. So the
+    block is always asked for on one stream, which runs nothing. The order of its users is that of ordinary flats: a
+    gather follows whatever the stream that issues it was given before, and a storage is given up when the current
+    stream has waited for its gather and was given the last work that reads it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, allocator: Any, closed: Callable[[int], object]) -> None:
+        """`allocator`: the backend's, whose memory can be registered. `closed(address)` hears of the end."""
+        self.nbytes = max(_LEAST, -(-nbytes // _GRAIN) * _GRAIN)
+        self._device, self._closed = device, closed
+        self._stream = torch.Stream(device=device)
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool(allocator)
+        self._known_to: list[Any] = []
+        self.address = self.tensor().data_ptr()
+
+    def tensor(self) -> torch.Tensor:
+        """All of it as a uint8 tensor; free again when that goes."""
+        with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
+            return torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
+            storage.resize_(self.nbytes)
+        if storage.data_ptr() != self.address:
+            raise RuntimeError("a flat does not lie in its place: its values would be gathered elsewhere")
+
+    def register(self, backends: list[Any]) -> None:
+        """Makes it known to communicators, one after the other. Collective over the ranks of each."""
+        torch.cuda.synchronize(self._device)
+        for backend in backends:
+            backend.register_mem_pool(self._pool, symm=True)
+            self._known_to.append(backend)
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._closed(self.address)
+        while self._known_to:
+            self._known_to.pop().deregister_mem_pool(self._pool)
+
+
+class CopyEngineGathers(Around):
+    """A transport whose gathers take `engine` where the flat lies in registered memory; all else is `inner`'s.
+
+    `placed(flat)`: does it? The same on all ranks, see `runtime.bucket.seat`.
+    """
+
+    def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
+        super().__init__(inner)
+        self._engine, self._placed = engine, placed
+        self._scope: ExitStack | None = None
+        self._launching = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """One launch for each run of neighbours that are `inner`'s: copies have no launch to share."""
+        with ExitStack() as scope:
+            self._scope, self._launching = scope, False
+            try:
+                yield
+            finally:
+                self._scope = None
+
+    def _launch(self, on: bool) -> None:
+        """What comes next belongs into a launch of `inner`, or not."""
+        if self._scope is None or on == self._launching:
+            return
+        self._launching = on
+        if on:
+            self._scope.enter_context(self._inner.together())
+        else:
+            self._scope.close()
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        placed = self._placed(flat)
+        self._launch(not placed)
+        return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        self._launch(True)
+        return self._inner.reduce_scatter(out, parts, layout, op)
+
+
+class CopyEngines:
+    """The communicators of one engine that gather by copy engines, and the memory that they know."""
+
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self._control, self._device = control, device
+        self._backends: list[Any] = []
+        self._addresses: set[int] = set()
+        """where memory that they know begins"""
+        self.why_not = ""
+        """why memory could not be had last, on the first rank that had none"""
+
+    def join(self, timeout: timedelta, groups: int = 1) -> Any:
+        """A communicator of this engine's ranks; with `groups`, that many: each rank's is that of its number.
+
+        Collective, like all methods but `placed`. None where it is one of a single rank. It is used once here: before
+        that nothing can be registered.
+        """
+        control = self._control
+        if control.board is None or control.world == groups:
+            return None
+        name = f"copy engines of {groups}.{control.rank % groups}"
+        own = copying_communicator(
+            control.board.part(name), control.rank // groups, control.world // groups, name, timeout
+        )
+        self._backends.append(own)
+        own.allreduce([torch.ones(1, device=self._device)]).wait()
+        torch.cuda.synchronize(self._device)
+        control.barrier("the start of gathers by copy engines")  # a rank that meets the others still needs the board
+        return own
+
+    def close(self) -> None:
+        """The communicators end; what they know was closed before."""
+        while self._backends:
+            self._backends.pop().shutdown()
+
+    def around(self, transport: Transport, own: Any, ledger: Ledger, name: str = WORLD) -> CopyEngineGathers:
+        """`transport`, that of the sharding group `name`, with gathers by `own` of what lies in registered memory."""
+        engine = ProcessGroupTransport(own, self._device, ledger, f"{name} by copy engine", in_place=True)
+        return CopyEngineGathers(transport, engine, self.placed)
+
+    def placed(self, flat: torch.Tensor) -> bool:
+        """Does the flat begin where registered memory does?"""
+        return flat.data_ptr() in self._addresses
+
+    def make(self, nbytes: int) -> Registered | None:
+        """Registered memory of at least `nbytes`; None on all ranks where one cannot have it."""
+        made: list[Registered] = []
+
+        def allocate() -> None:
+            made.append(Registered(nbytes, self._device, self._backends[0].mem_allocator, self._addresses.discard))
+
+        def register() -> None:
+            made[0].register(self._backends)
+
+        # Registering waits for the others: nobody begins before all have something to register.
+        if self.done_by_all(allocate) and self.done_by_all(register):
+            self._addresses.add(made[0].address)
+            return made[0]
+        for memory in made:
+            memory.close()
+        return None
+
+    def done_by_all(self, step: Callable[[], None]) -> bool:
+        """Takes a step that may fail; has it failed on no rank?"""
+        why = ""
+        try:
+            step()
+        except RuntimeError as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reasons = self._control.all_gather_object(why, "memory for gathers by copy engines")
+        self.why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
+        return not self.why_not

@@ -1,0 +1,109 @@
+"""The device, as graphs need it: captures, random numbers, room."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+import torch
+
+from zeroweave.engine.graphs.batch import Uncapturable
+from zeroweave.optim.room import Room
+
+
+class Graph(Protocol):
+    """What the device was given once."""
+
+    def replay(self) -> None:
+        """The device is given it again."""
+
+
+class Capturer:
+    """Captures for one engine. Its graphs share a pool of memory, because no two of its windows are open at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        # Of its own, because work on the default stream cannot be captured.
+        self._stream = torch.cuda.Stream(device)
+
+    @contextmanager
+    def graph(self) -> Iterator[Graph]:
+        """What the device is given inside becomes the graph; nothing is executed."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            # Other threads, such as those of the backend, may ask for things that are forbidden inside of a capture.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield graph
+            except BaseException:
+                with suppress(Exception):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Around captures. The graphs have memory of their own, so what is cached goes first.
+
+        Uncapturable at the end if random numbers of the CPU were drawn inside: a graph would repeat them for ever. They
+        come again as they would have without what was done inside.
+        """
+        self.finish()
+        torch.cuda.empty_cache()
+        numbers, more = torch.get_rng_state(), random.getstate()
+        with _no_garbage():
+            try:
+                yield
+                drawn = not torch.equal(numbers, torch.get_rng_state()) or more != random.getstate()
+            finally:
+                torch.set_rng_state(numbers)
+                random.setstate(more)
+        if drawn:
+            raise Uncapturable("the model, or its loss, draws random numbers on the CPU, which a graph would repeat")
+
+    @property
+    def random(self) -> torch.Tensor:
+        """The state of the device's random numbers, in host memory."""
+        return torch.cuda.get_rng_state(self._device)
+
+    def resume_random(self, state: torch.Tensor) -> None:
+        """They come as they came from that state on."""
+        torch.cuda.set_rng_state(state, self._device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool that no tensor has. Replays use them, and nobody else can."""
+        segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
+        return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+
+    def home(self, nbytes: int) -> torch.device | None:
+        """Where so many bytes have room, beside what a step takes; None for the device. Local."""
+        busy = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+        room = Room.now(self._device).device or 0
+        return None if room > nbytes + busy + busy // 4 else torch.device("cpu")
+
+    def finish(self) -> None:
+        """The host waits for the device."""
+        torch.cuda.synchronize(self._device)
+
+    def forget(self) -> None:
+        """Memory that was given up goes back to where others can have it."""
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Inside, no garbage is collected: it may free what has been captured, or wait for the device."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

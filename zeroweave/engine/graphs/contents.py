@@ -1,0 +1,175 @@
+"""What steps change: by name, compared bit by bit, and where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from zeroweave.engine.graphs.batch import Uncapturable
+from zeroweave.engine.parts import EngineParts
+from zeroweave.runtime.bucket import Bucket
+
+_WORDS: Final = 1 << 24
+"""So many words of a tensor are looked at in one go."""
+_FACTOR: Final = -7046029254386353131
+"""2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all 64 bits."""
+
+
+def contents(parts: EngineParts) -> dict[str, list[torch.Tensor]]:
+    """Names for people, and the tensors: shards of trained parameters, the optimizer's state, buffers."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for bucket in _trained(parts):
+        found[f"parameters of {bucket.layout.name}"] = [bucket.shard]
+        if parts.optimizer is not None:
+            found[f"optimizer state of {bucket.layout.name}"] = parts.optimizer.tensors(bucket.id)
+    for name, buffer in parts.model.named_buffers():
+        found[f"buffer {name}"] = [buffer]
+    return found
+
+
+def check(parts: EngineParts) -> None:
+    """Uncapturable where some of that cannot be copied and compared."""
+    for name, tensors in contents(parts).items():
+        for tensor in tensors:
+            plain = tensor.layout == torch.strided
+            if not plain or any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+                raise Uncapturable(f"{name} is sparse, or its elements share memory")
+
+
+class Copies:
+    """Copies of all of that; `home`: where they live, None for where the tensors do."""
+
+    def __init__(self, parts: EngineParts, home: torch.device | None) -> None:
+        self._parts = parts
+        tensors = [tensor for tensors in contents(parts).values() for tensor in tensors]
+        self._kept = [(t, t.detach().clone() if home is None else t.detach().to(home, copy=True)) for t in tensors]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The tensors have their contents again; between two windows."""
+        for tensor, copy in self._kept:
+            tensor.copy_(copy)
+        for bucket in _trained(self._parts):
+            bucket.renew()
+
+
+class Whereabouts:
+    """Where everything lay that graphs read and write, and what of the optimizer's options they took for constant.
+
+    Loading, for instance, puts other tensors there. Asked before each window, so it looks for the objects themselves.
+    """
+
+    def __init__(self, parts: EngineParts, functions: Iterable[Any] = ()) -> None:
+        """`functions`: the losses that are captured. What these and the modules hold beside parameters stays alive."""
+        self._parts = parts
+        self._shards = self._shards_now()
+        self._places = parts.runtime.places.addresses
+        self._options = self._options_now()
+        owners = [module._buffers for module in parts.model.modules() if module._buffers]
+        self._buffers = [(held, name, b, b.data_ptr()) for held in owners for name, b in held.items() if b is not None]
+        self._held = [each for module in parts.model.modules() for each in held_by(vars(module))]
+        self._held += [each for function in functions for each in captured_by(function)]
+        states = [] if parts.optimizer is None else parts.optimizer.states()
+        self._states = [(fragment, state, list(state.items())) for fragment, state in states]
+
+    def hold(self) -> bool:
+        """Is all of it still there?"""
+        if (self._shards_now(), self._places) != (self._shards, self._parts.runtime.places.addresses):
+            return False
+        if any(held.get(name) is not b or b.data_ptr() != address for held, name, b, address in self._buffers):
+            return False
+        if any(found() is not tensor for found, tensor in self._held):
+            return False
+        optimizer = self._parts.optimizer
+        if optimizer is None:
+            return True
+        now = optimizer.optimizer.state
+        if any(now.get(fragment) is not state for fragment, state, _ in self._states):
+            return False
+        if any(state.get(key) is not value for _, state, items in self._states for key, value in items):
+            return False
+        return self._options_now() == self._options
+
+    def _shards_now(self) -> list[int]:
+        return [bucket.shard.data_ptr() for bucket in self._parts.runtime.buckets.values()]
+
+    def _options_now(self) -> list[str]:
+        groups = [] if self._parts.optimizer is None else self._parts.optimizer.optimizer.param_groups
+        changing = ("params", "lr", "initial_lr")
+        return [repr(value) for group in groups for key, value in group.items() if key not in changing]
+
+
+_Held = tuple[Callable[[], object], torch.Tensor]
+"""How to find a tensor, and the tensor."""
+
+
+def held_by(attributes: Mapping[str, object]) -> Iterator[_Held]:
+    """The tensors among attributes, and those in lists, tuples and dictionaries among them."""
+    for name, value in attributes.items():
+        if name in ("_parameters", "_buffers", "_modules"):
+            continue
+        if isinstance(value, torch.Tensor):
+            yield partial(attributes.get, name), value
+        elif isinstance(value, list | tuple):
+            yield from ((partial(_item, attributes, name, at), t) for at, t in enumerate(value) if torch.is_tensor(t))
+        elif isinstance(value, dict):
+            yield from ((partial(_item, attributes, name, at), t) for at, t in value.items() if torch.is_tensor(t))
+
+
+def captured_by(function: Any) -> Iterator[_Held]:
+    """The tensors in a function's closure."""
+    for cell in getattr(function, "__closure__", None) or ():
+        if torch.is_tensor(value := _content(cell)):
+            yield partial(_content, cell), value
+
+
+def _content(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _item(attributes: Mapping[str, Any], name: str, at: Any) -> object:
+    try:
+        return attributes[name][at]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _trained(parts: EngineParts) -> list[Bucket]:
+    return [bucket for bucket in parts.runtime.buckets.values() if bucket.layout.trainable]
+
+
+@torch.no_grad()
+def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """int64, 0-dim, on the tensors' device: equal for tensors that are equal bit by bit, and else almost never.
+
+    The words w of all tensors enter as the sum of w_i * (2 i + 1) * c modulo 2^64: in another order or with another
+    word it is another sum.
+    """
+    total, begin = None, 0
+    for tensor in tensors:
+        flat = tensor.detach().resolve_conj().contiguous().view(-1)
+        flat = flat.clone() if flat.data_ptr() % 4 else flat
+        words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
+        for piece in words.split(_WORDS):
+            index = torch.arange(begin, begin + piece.numel(), device=piece.device)
+            part = (piece.to(torch.int64) * (2 * index + 1) * _FACTOR).sum()
+            total = part if total is None else total + part
+            begin += piece.numel()
+    return torch.zeros((), dtype=torch.int64) if total is None else total
+
+
+def digests(named: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, int]:
+    """Of each. Waits for the device."""
+    sums = {name: digest(tensors) for name, tensors in named.items()}
+    return {name: int(value) for name, value in sums.items()}
+
+
+def different(one: Mapping[str, int], other: Mapping[str, int]) -> set[str]:
+    """The names under which two have different digests."""
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}

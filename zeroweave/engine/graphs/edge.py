@@ -1,0 +1,54 @@
+"""Where the program's own operations meet those of a graph: gradients of outputs come in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from zeroweave._torch.autograd import keeps_graph
+
+Arrive = Callable[[Sequence[torch.Tensor | None]], None]
+TWICE: Final = "Trying to backward through the graph a second time: the first one must be told retain_graph=True"
+
+
+class _Edge(torch.autograd.Function):
+    """Hands outputs on, and tells of their gradients as they come back: all at once, None where there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, arrive: Arrive, anchor: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.arrive = arrive
+        ctx.set_materialize_grads(False)
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.arrive(gradients)
+        return (None,) * (2 + len(gradients))
+
+
+def go_on(
+    roots: list[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+    backward: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], bool], object],
+) -> None:
+    """The backward goes on from `roots`, whose gradients these are. Forgets them, unless the graph is to be kept."""
+    if not roots:
+        raise RuntimeError(TWICE)
+    which = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    keep = keeps_graph()
+    with torch.enable_grad():
+        backward([roots[index] for index in which], [g for g in gradients if g is not None], keep)
+    if not keep:
+        roots.clear()
+
+
+def waiting(outputs: Sequence[torch.Tensor], trained: Sequence[int], arrive: Arrive) -> list[torch.Tensor]:
+    """The outputs, none of which has a way back. To those at the indices `trained` a backward can come: to `arrive`."""
+    if not trained:
+        return list(outputs)
+    anchor = torch.empty(0, requires_grad=True)
+    taken = _Edge.apply(arrive, anchor, *(outputs[index] for index in trained))
+    found = dict(zip(trained, taken, strict=True))
+    return [found.get(index, output) for index, output in enumerate(outputs)]

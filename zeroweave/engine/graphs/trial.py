@@ -1,0 +1,302 @@
+"""A window that runs as ever, is captured when it is over, and is compared with its graphs, bit by bit.
+
+    before      what the window will change is copied
+    the window  runs as ever; what its calls are given and return is kept
+    behind it   each call is captured · everything is as it was before the window · the graphs are replayed
+
+Where the replay left what the window had left, the graphs stand in for later windows. Where it did not, the window runs
+once more as ever. What is different then, too, differs from run to run, and cannot be compared; if anything else was
+different, the graphs are refused. So the engine goes on from where a window that ran as ever has left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from zeroweave.engine.graphs.batch import Batch, Uncapturable, copy
+from zeroweave.engine.graphs.capturer import Capturer, Graph
+from zeroweave.engine.graphs.contents import Copies, Whereabouts, check, contents, different, digests
+from zeroweave.engine.graphs.loop import Loop, LossFunction
+from zeroweave.engine.graphs.parts import CapturedWindow, Kind, Left, Outputs, Part
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.snapshot import Snapshot
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.window import Window
+from zeroweave.optim.scaler import Scalars, Scaler
+from zeroweave.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a trial works with: the objects of one engine."""
+
+    parts: EngineParts
+    loop: Loop
+    window: Window
+    step: OptimizerStep
+    scaler: Scaler
+    scalars: Scalars
+    capturer: Capturer
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Steps inside are run for graphs; what they do on the host is undone at the end, and counts for nothing."""
+        parts, optimizer = self.parts, self.parts.optimizer
+        assert optimizer is not None and optimizer.rates is not None
+        before = Snapshot(parts, self.window, self.step, contents=False)
+        found = self.scalars.found if self.scaler.checks else None
+        try:
+            with parts.transport.capturing(), self.scaler.on_device(self.scalars), optimizer.rates.holding(found):
+                yield
+        finally:
+            with parts.transport.capturing():
+                self.window.abort()
+            before.restore()
+
+    def join(self) -> None:
+        """What is under way is over for the current stream: another graph could not wait for it."""
+        self.parts.runtime.gradients.reductions.settle_all()
+        for bucket in self.parts.runtime.buckets.values():
+            bucket.wait()
+
+    def copies(self) -> Copies:
+        """Of what a window changes, where they have room."""
+        nbytes = sum(t.nbytes for tensors in contents(self.parts).values() for t in tensors)
+        return Copies(self.parts, self.capturer.home(nbytes))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A call of the window. `given`: the tensors that it was given, in memory of their own.
+
+    `batch`: of a forward or a whole micro-step. `which`: of a backward, the outputs that it had gradients of. `value`:
+    the largest norm of a clipping. `random`: what was random on the device when it began.
+    """
+
+    kind: Kind
+    key: object
+    given: Sequence[torch.Tensor]
+    random: torch.Tensor
+    batch: Batch | None = None
+    which: Sequence[int] = ()
+    value: float = 0.0
+    boundary: bool = False
+    loss_fn: LossFunction | None = None
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A part, and what it does: the state before it, that behind it, and the instructions in between."""
+
+    part: Part
+    does: tuple[object, object, object]
+
+    def does_as(self, other: _Captured) -> bool:
+        return (self.part.kind, self.part.key, self.does) == (other.part.kind, other.part.key, other.does)
+
+
+def _shared(captured: Sequence[_Captured]) -> list[Part]:
+    """The parts of a window. Micro-steps in its middle that do the same with the same memory are one.
+
+    A forward and its backward go together: the one saves activations where the other reads them.
+    """
+    chosen: list[int] = []
+    for index, each in enumerate(captured):
+        size = {"train_step": 1, "forward": 2, "backward": 0}.get(each.part.kind, 1)
+        earlier = (
+            at
+            for at in range(index)
+            if size and all(a.does_as(b) for a, b in zip(captured[at:], captured[index : index + size], strict=False))
+        )
+        if size:
+            found = next(earlier, index)
+            chosen += range(found, found + size)
+    assert len(chosen) == len(captured)
+    return [captured[index].part for index in chosen]
+
+
+class Played:
+    """The calls of a trial, made once more: what goes from one to the next."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._forward: Outputs | None = None
+
+    @property
+    def trained(self) -> list[int]:
+        """The indices of the last forward's outputs that a backward can come to."""
+        return [] if self._forward is None else self._forward.trained
+
+    def __call__(self, taken: Taken, given: Sequence[torch.Tensor]) -> Outputs:
+        """Makes the call with these tensors; what it returns, without a way back."""
+        bench, loop, result = self._bench, self._bench.loop, None
+        match taken.kind:
+            case "train_step":
+                assert taken.batch is not None
+                result, boundary = loop.train_step(taken.batch.of(given), taken.loss_fn)
+                if boundary != taken.boundary:
+                    raise Uncapturable("the window ends elsewhere")
+            case "forward":
+                assert taken.batch is not None
+                args, kwargs = taken.batch.of(given)
+                self._forward = Outputs(loop.forward(args, kwargs))
+                return self._forward.detached()
+            case "backward":
+                assert self._forward is not None
+                trained = self._forward.trained
+                roots = [self._forward.tensors[trained[index]] for index in taken.which]
+                self._forward = None
+                bench.window.backward_from(roots, given)
+            case "clip":
+                result = bench.step.clip(taken.value)
+            case "step":
+                loop.step()
+        return Outputs(result)
+
+
+@dataclass
+class Trial:
+    """Begins between two windows. `add` is called before each call, or as its gradients come; `returned` behind it."""
+
+    bench: Bench
+    schedule: Schedule
+    taken: list[Taken] = field(default_factory=list)
+    results: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._before: Copies | None = None
+        self._buffers: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """Keeps what the window will change. Uncapturable, or RuntimeError, where that cannot be done."""
+        check(self.bench.parts)
+        self.bench.scalars.take(self.bench.scaler.loss_scale.value)
+        self._buffers = self._buffers_now()
+        self._before = self.bench.copies()
+
+    def add(self, kind: Kind, key: object, given: Sequence[torch.Tensor] = (), **more: Any) -> None:
+        """A call, given these tensors; `more`: see `Taken`."""
+        random = self.bench.capturer.random
+        self.taken.append(Taken(kind, key, given, random, **more))
+        self.results.append([])
+
+    def returned(self, tensors: Sequence[torch.Tensor]) -> None:
+        """What the last call has returned."""
+        self.results[-1] = [tensor.detach().clone() for tensor in tensors]
+
+    # ------------------------------------------------------------------ behind the window
+    def capture(self) -> CapturedWindow:
+        """Uncapturable where it cannot be done. Executes nothing on the device. Local."""
+        bench, parts = self.bench, self.bench.parts
+        departures, now = parts.runtime.replay.departures, self._buffers_now()
+        with bench.capturer.alone(), bench.trying():
+            play = Played(bench)
+            try:
+                captured = [self._captured(taken, play) for taken in self.taken]
+            except Uncapturable:
+                raise
+            except Exception as error:
+                words = str(error).strip().splitlines() or [""]
+                raise Uncapturable(f"{type(error).__name__}: {words[0]}") from error
+            if parts.runtime.replay.departures != departures:
+                raise Uncapturable("the window does not follow its schedule")
+            executed = bench.step.executed
+            norm = None if parts.config.gradient_clipping is None else bench.scaler.norm
+        changed = different(self._buffers, now)
+        buffers = [buffer for name, buffer in parts.model.named_buffers() if name in changed]
+        functions = tuple(taken.loss_fn for taken in self.taken)
+        shared, there = _shared(captured), Whereabouts(parts, functions)
+        return CapturedWindow(self.schedule, there, shared, executed, norm, buffers, functions)
+
+    def _buffers_now(self) -> dict[str, int]:
+        return digests({name: [buffer] for name, buffer in self.bench.parts.model.named_buffers()})
+
+    def _captured(self, taken: Taken, play: Played) -> _Captured:
+        """A call as a graph."""
+        bench, runtime = self.bench, self.bench.parts.runtime
+        before, ran = self._state(), len(runtime.replay.executed)
+        inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in taken.given]
+        graph: Graph | None = None
+        with bench.parts.progress.ledger.aside() as collectives:
+            if taken.kind == "step" and not taken.boundary:
+                outputs = play(taken, inputs)
+            else:
+                copy(inputs, taken.given)
+                with bench.capturer.graph() as graph:
+                    outputs = play(taken, inputs)
+                    bench.join()
+        left = None if taken.boundary else Left.of(runtime.gradients, bench.scaler)
+        part = Part(taken.kind, taken.key, graph, inputs, outputs, collectives, left, play.trained)
+        return _Captured(part, (before, self._state(), runtime.replay.executed[ran:]))
+
+    def _state(self) -> object:
+        """What one call leaves to the next, and where."""
+        runtime = self.bench.parts.runtime
+        flats = [(bucket.id, bucket.flat.data_ptr()) for bucket in runtime.buckets.values() if bucket.resident]
+        return Left.of(runtime.gradients, self.bench.scaler), flats
+
+    def left(self, results: Sequence[Sequence[torch.Tensor]]) -> dict[str, int]:
+        """Digests of what a window leaves. Waits for the device."""
+        named = contents(self.bench.parts)
+        for index, (taken, tensors) in enumerate(zip(self.taken, results, strict=True)):
+            if tensors:
+                named[f"the result of {taken.kind} {index + 1}"] = list(tensors)
+        return digests(named)
+
+    def rewind(self) -> None:
+        """Tensors are what they were before the window."""
+        assert self._before is not None
+        self._before.restore()
+
+    def replayed(self, window: CapturedWindow) -> list[list[torch.Tensor]]:
+        """Runs the graphs; what they return."""
+        results = []
+        for taken, part in zip(self.taken, window.parts, strict=True):
+            self.bench.capturer.resume_random(taken.random)
+            part.replay(taken.given)
+            results.append(part.results())
+        return results
+
+    def rerun(self) -> list[list[torch.Tensor]]:
+        """Makes the calls once more as ever, as far as the device goes; what they return. Collective."""
+        results, play = [], Played(self.bench)
+        with self.bench.trying(), self.bench.parts.progress.ledger.aside():
+            for taken in self.taken:
+                self.bench.capturer.resume_random(taken.random)
+                results.append([tensor.clone() for tensor in play(taken, taken.given).tensors])
+        return results
+
+    def forget(self) -> None:
+        """The copies go."""
+        self._before = None
+        self.bench.capturer.forget()
+
+
+def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], str | None]) -> str | None:
+    """Why the graphs of a window must not be used; None if they may. `tell(why)`: any rank's reason. Collective.
+
+    What the window changed is then as it has left it.
+    """
+    capturer = trial.bench.capturer
+    random = capturer.random
+    there = trial.left(trial.results)
+    trial.rewind()
+    wrong = different(there, trial.left(trial.replayed(window)))
+    why = tell(", ".join(sorted(wrong)) or None)
+    if why is not None:
+        trial.rewind()
+        again = different(there, trial.left(trial.rerun()))
+        first = next((name for name in there if name.startswith("the result of")), "")
+        if first in again:
+            why = "the model does not compute the same twice, so that its graph cannot be compared"
+        else:
+            names = ", ".join(sorted(wrong - again))
+            why = f"its replay differs in {names}" if names else None
+        why = tell(why)
+    capturer.resume_random(random)
+    return why

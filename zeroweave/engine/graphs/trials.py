@@ -1,0 +1,140 @@
+"""The trial of one engine: what the calls of its window tell it, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zeroweave._torch.autograd import keeps_graph
+from zeroweave.engine.graphs.batch import Batch, Uncapturable
+from zeroweave.engine.graphs.edge import go_on, waiting
+from zeroweave.engine.graphs.known import Known
+from zeroweave.engine.graphs.parts import Kind, Outputs, gradients_key
+from zeroweave.engine.graphs.trial import Bench, Trial, compared
+from zeroweave.engine.scheduler import Scheduler
+
+
+class Trials:
+    """At most one is on. What comes of it goes to `known`."""
+
+    def __init__(self, bench: Bench, scheduler: Scheduler, known: Known) -> None:
+        self._bench, self._scheduler, self._known, self._parts = bench, scheduler, known, bench.parts
+        self._trial: Trial | None = None
+        self._spoilt: str | None = None
+        """why it tells nothing"""
+
+    @property
+    def on(self) -> bool:
+        return self._trial is not None
+
+    def begin(self) -> None:
+        """The window that begins is tried. On all ranks."""
+        assert self._scheduler.schedule is not None
+        self._parts.runtime.release_kept()
+        self._trial, self._spoilt = Trial(self._bench, self._scheduler.schedule), None
+        try:
+            self._trial.begin()
+        except (Uncapturable, RuntimeError) as error:  # on this rank, which tells the others behind the window
+            self.spoil(str(error))
+
+    def spoil(self, why: str) -> None:
+        """On this rank, for now."""
+        self._spoilt = self._spoilt or why
+
+    def drop(self) -> None:
+        """The engine ends."""
+        self._trial = None
+
+    # ------------------------------------------------------------------ the calls of its window
+    def note(self, kind: Kind, key: object, given: Batch | None = None, **more: Any) -> None:
+        """A call is about to be made. `key`: None where no graph can serve it; `more`: see `Taken`."""
+        if self._trial is None:
+            return
+        if self._trial.taken and self._trial.taken[-1].kind == "forward":
+            self.spoil("a forward of it has no backward")
+        if key is None:
+            self.spoil("no graph can serve one of its calls")
+        else:
+            self._trial.add(kind, key, () if given is None else given.copies(), batch=given, **more)
+
+    def returned(self, *tensors: torch.Tensor) -> None:
+        """It was made, and has returned these."""
+        if self._trial is not None and self._spoilt is None:
+            self._trial.returned(tensors)
+
+    def apart(self, result: Any) -> Any:
+        """What a forward has returned, without its way back: a backward comes to `_backward`, and goes on from there.
+
+        So the program, which may keep its loss, keeps no node of the model's graph: nodes belong to the stream on which
+        they were made, and one of these could not be captured.
+        """
+        if self._trial is None:
+            return result
+        try:
+            outputs = Outputs(result)
+        except Uncapturable as error:
+            self.spoil(str(error))
+            return result
+        self.returned(*outputs.tensors)
+        trained = outputs.trained
+        roots = [outputs.tensors[index] for index in trained]
+        return outputs.of(waiting(outputs.detached().tensors, trained, partial(self._backward, roots)))
+
+    def _backward(self, roots: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Gradients have come for the outputs of a forward."""
+        if self._trial is not None:
+            if not self._trial.taken or self._trial.taken[-1].kind != "forward" or keeps_graph():
+                self.spoil("its loop is not forward, backward, step")
+            which = [index for index, gradient in enumerate(gradients) if gradient is not None]
+            copies = [gradient.clone() for gradient in gradients if gradient is not None]
+            self._trial.add("backward", ("backward", gradients_key(gradients)), copies, which=which)
+        go_on(roots, gradients, self._bench.window.backward_from)
+
+    # ------------------------------------------------------------------ its end
+    def end(self) -> None:
+        """The window is over. Collective where a trial is on."""
+        trial, self._trial = self._trial, None
+        if trial is None:
+            return
+        with self._parts.guard("the capture of a step"):
+            try:
+                self._judge(trial)
+            finally:
+                trial.forget()
+
+    def _judge(self, trial: Trial) -> None:
+        """Are its graphs to be used? Collective."""
+        first = trial.taken[0].key if trial.taken else None
+        if (why := self._any_reason(self._why_spoilt(trial))) is not None:
+            self._known.spoilt(first, why)
+            return
+        window = None
+        try:
+            window, failed = trial.capture(), None
+        except Uncapturable as error:
+            failed = str(error)
+        why = self._any_reason(failed)
+        if why is None and window is not None:
+            why = compared(trial, window, self._any_reason)
+        if why is not None or window is None:
+            self._known.refuse(first, str(why))
+        else:
+            self._known.add(window)
+
+    def _why_spoilt(self, trial: Trial) -> str | None:
+        """Why the window that has just run tells nothing."""
+        if self._spoilt is not None:
+            return self._spoilt
+        if not self._scheduler.settled or self._scheduler.schedule is not trial.schedule:
+            return "it did not follow its schedule"
+        if not self._bench.step.gradients_alike:
+            return "some parameters have gradients on other ranks only"
+        return "somebody refers to parameters" if any(self._parts.runtime.replay.lingering.viewed()) else None
+
+    def _any_reason(self, why: str | None) -> str | None:
+        """The first reason that any rank has; None if none has one. Collective."""
+        ranks = self._parts.control.all_gather_object(why, "the capture of a step")
+        return next((f"rank {rank}: {theirs}" for rank, theirs in enumerate(ranks) if theirs is not None), None)
