@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.run import parse_args
 
 from tests.support.commands import zeroweave
 from zeroweave.report.launch import exit_reason, first_line, parse, under_runner
-from zeroweave.report.runner import own_frames
+from zeroweave.report.runner import own_frames, own_store
 
 LEAVES_A_GROUP = """
 import sys
@@ -129,3 +130,19 @@ def test_short_names_of_the_number_of_ranks(short: list[str]) -> None:
     options = parse([*short, "train.py", "-n", "7", "--nproc", "9"])
     assert options.nproc_per_node == "2" and options.training_script_args == ["-n", "7", "--nproc", "9"]
     assert parse(["train.py"]).nproc_per_node == parse_args(["train.py"]).nproc_per_node
+
+
+def test_ranks_that_were_started_again_under_a_static_rendezvous_meet_at_a_store_of_their_own() -> None:
+    shared = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    first = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(shared.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert own_store(first | {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}) is None
+    assert own_store({"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}) is None
+    ports, kept = {shared.port}, []
+    for start in "12":
+        ranks = [first | {"RANK": rank, "TORCHELASTIC_RESTART_COUNT": start} for rank in "01"]
+        kept += [own_store(rank) for rank in ranks]
+        assert {rank["TORCHELASTIC_USE_AGENT_STORE"] for rank in ranks} == {"False"}
+        (port,) = {int(rank["MASTER_PORT"]) for rank in ranks}
+        dist.TCPStore("localhost", port, is_master=False).set("from", start)
+        ports.add(port)
+    assert len(ports) == 3

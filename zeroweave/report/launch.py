@@ -3,7 +3,7 @@
 `launch` takes torchrun's own arguments and differs from it in seven things:
 
 * restarts get a TCPStore of their own (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`); without it gloo recovers from
-  `--max-restarts` only sometimes;
+  `--max-restarts` only sometimes (with `--master-port` the runner gives them one);
 * `OMP_NUM_THREADS` is 1 unless the user set it, without a warning;
 * on one machine a free port is used, unless the user chose a rendezvous;
 * `--nproc` and `-n` are short for `--nproc-per-node`;

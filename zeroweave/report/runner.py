@@ -7,6 +7,8 @@ failed one and hides a failed run's own exit code. So, when the script is over:
   destroyed;
 * failed: the traceback is printed, without the lines of this runner, and the process leaves with its exit
   code by `os._exit` after all other exit handlers. Destroying the group here could wait for ever for a peer.
+
+Before the script, ranks that were started again get a store of their own (`own_store`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,37 @@ import gc
 import os
 import runpy
 import sys
+from collections.abc import MutableMapping
+from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+
+_START_SECONDS = 900
+"""How long a rank waits for rank 0 when it was started again; a static rendezvous waits as long for a launcher."""
+
+
+def own_store(environment: MutableMapping[str, str]) -> dist.TCPStore | None:  # type: ignore[name-defined]
+    """Has ranks that were started again meet at a new store; rank 0 keeps it alive by what is returned.
+
+    Under a static rendezvous (`--node-rank`, `--master-port`) all starts of a job share the store of the first
+    launcher, with the keys that the last start has left there. A rank that reads them before its peer has written
+    anew connects to a process that is gone. So rank 0 opens a store at a port of its own, and says there at which.
+    """
+    start = int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    if not start or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store, address = dist.TCPStore, environment["MASTER_ADDR"]  # type: ignore[attr-defined]
+    patience = timedelta(seconds=_START_SECONDS)
+    shared = store(address, int(environment["MASTER_PORT"]), is_master=False, timeout=patience)
+    key, opened = f"zeroweave/start/{start}/port", None
+    if environment["RANK"] == "0":  # init_process_group finds the server that this process has at its port
+        opened = store(address, 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+        shared.set(key, str(opened.port))
+    environment["MASTER_PORT"] = shared.get(key).decode()
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    return opened
 
 
 def run_script(arguments: list[str]) -> None:
@@ -44,7 +73,7 @@ def own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 
 def main() -> int:
-    code = 0
+    code, opened = 0, None
 
     def leave() -> None:
         if code and dist.is_initialized():
@@ -54,6 +83,7 @@ def main() -> int:
 
     atexit.register(leave)  # first, so that it acts after all other handlers
     try:
+        opened = own_store(os.environ)
         record(run_script)(sys.argv[1:])
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -70,6 +100,7 @@ def main() -> int:
     if code == 0 and dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
+    del opened  # its server was this process's until here
     return code
 
 
