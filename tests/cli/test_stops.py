@@ -171,10 +171,10 @@ def test_killed_ranks_are_started_again_and_go_on(way: str, phase: str, tmp_path
     assert not [path.name for path in (tmp_path / "saved").iterdir() if path.name.startswith(".")]
 
 
-@daily(
+@pytest.mark.matrix
+@pytest.mark.parametrize(
     ("fault", "first"),
-    [("stage,rank=1,step=6", 3)],
-    [("stage,step=3", 0), ("write,rank=0", 0), ("write,rank=1", 0), ("publish", 0)],
+    [("stage,rank=1,step=6", 3), ("stage,step=3", 0), ("write,rank=0", 0), ("write,rank=1", 0), ("publish", 0)],
 )
 def test_ranks_that_are_killed_while_they_save_beside_the_steps_go_on(fault: str, first: int, tmp_path: Path) -> None:
     """`first`: the step of the last checkpoint that is there whatever happens first, the other ranks or the writer."""

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 
-import pytest
-
+from tests.support.marks import daily
 from zeroweave.ranks.start import at_end
 
 SCRIPT = """
@@ -20,13 +19,12 @@ at_end(ends, own, lambda: {failed})
 """
 
 
-@pytest.mark.parametrize(
+@daily(
     ("then", "failed", "told"),
+    [("", False, "closed\n"), ("raise ValueError", False, "")],
     [
-        ("", False, "closed\n"),
         ("raise SystemExit(3)", False, "closed\n"),
         ("ends.close(); print('over')", False, "closed\nover\n"),
-        ("raise ValueError", False, ""),
         ("", True, ""),
         ("del ends, own", False, ""),
     ],

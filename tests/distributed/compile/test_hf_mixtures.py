@@ -13,7 +13,6 @@ import zeroweave as zw
 from tests.compile.frame_models import counting_frames, plainly_trained
 from tests.support.harness import Pools
 from tests.support.marks import WITH_INDUCTOR as MODES
-from tests.support.marks import daily
 from tests.support.reference import worst
 
 EPSILON = torch.finfo(torch.float32).eps
@@ -72,7 +71,8 @@ def check(result: dict[str, Any], mode: str) -> None:
     assert result["error"][0] <= result["allowed"], result
 
 
-@daily("name", ["qwen3_moe"], ["mixtral"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_under_inductor(name: str) -> None:
     check(trained(name, 3, "inductor", layers=1, steps=2), "inductor")
 

@@ -83,6 +83,7 @@ def placed_kinds(stage: int, mode: str) -> tuple[list[int], int]:
     return departed, slabs.made
 
 
+@pytest.mark.matrix
 def test_windows_of_several_kinds_share_what_was_made(pools: Pools) -> None:
     for departed, made in pools(2).run(placed_kinds, 3, "eager"):
         assert all(index < 2 * len(MIXED) for index in departed)
