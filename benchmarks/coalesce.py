@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lower", choices=["inductor", "aot_eager", "none"], default="inductor", help="none: eager")
     p.add_argument("--blocks", action="store_true", help="each layer a block: a region and a bucket of its own")
     p.add_argument("--accumulate", choices=["bfloat16", "float32"], default="bfloat16", help="dtype of local sums")
+    p.add_argument("--graphs", action="store_true", help="zeroweave's windows as CUDA graphs; wants --warm 16")
     p.add_argument("--timeout", type=float, default=50.0, help="seconds for each stage of zeroweave")
     p.add_argument("--peer-timeout", type=float, default=40.0, help="seconds for each stage of DeepSpeed")
     p.add_argument("--out", type=Path, default=None, help="folder for coalesce.md, coalesce.json and coalesce.log")
@@ -68,7 +69,8 @@ def worst(ranks: Sequence[Row]) -> Row:
         values = [getattr(row, name) for row in ranks]
         return None if None in values else max(values)
 
-    return replace(first, **{name: most(name) for name in ("backwards_ms", "step_ms", "peak", "resident", "flushed")})
+    figures = ("backwards_ms", "step_ms", "peak", "pool", "resident", "flushed")
+    return replace(first, **{name: most(name) for name in figures})
 
 
 def measure(
@@ -140,7 +142,8 @@ def table(rows: Sequence[Row]) -> str:
         if row.missing is not None:
             cells += [f"– ({row.missing})"] + [""] * (len(COLUMNS) - 5)
         else:
-            cells += [figure(row.peak), figure(row.resident), figure(row.flushed)]
+            beside = "" if row.pool is None else f" + {figure(row.pool)} of graphs"
+            cells += [figure(row.peak) + beside, figure(row.resident), figure(row.flushed)]
             cells += [figure(row.backwards_ms, 2), ratio(row), figure(row.step_ms, 2)]
             cells += [", ".join(f"{calls} {kind}" for kind, calls in sorted((row.collectives or {}).items()))]
             cells += [figure(row.wire)]
@@ -169,7 +172,10 @@ def verdicts(rows: Sequence[Row], known_size: bool) -> list[tuple[bool, str]]:
         peer = by_key.get(("deepspeed", row.stage, row.mode, row.n))
         limits = []
         if peer is not None and peer.peak is not None and peer.resident is not None:
-            limits = [("window resident", row.resident, peer.resident), ("peak window", row.peak, peer.peak)]
+            limits = [
+                ("window resident", row.resident, peer.resident),
+                ("peak window", row.peak + (row.pool or 0.0), peer.peak),
+            ]
         elif known_size:
             limits = [("window resident", row.resident, KNOWN_RESIDENT)]
         for what, mine, theirs in limits:
@@ -183,7 +189,7 @@ def title(a: argparse.Namespace, about: dict[str, Any]) -> str:
     return (
         f"{a.layers} × Linear({a.width}, {a.width}){' in blocks' if a.blocks else ''}, bf16, {a.rows} rows, "
         f"local sums in {a.accumulate}, {a.gpus} × {about.get('device', '?')}, torch {about.get('torch', '?')}, "
-        f"zeroweave {compiled}, DeepSpeed {about.get('version', 'not measured')}"
+        f"zeroweave {compiled}{' as CUDA graphs' if a.graphs else ''}, DeepSpeed {about.get('version', 'not measured')}"
     )
 
 
@@ -218,7 +224,7 @@ def plan(a: argparse.Namespace) -> tuple[list[Spec], list[str]]:
         engines.remove("deepspeed")
         notes.append("DeepSpeed is not installed")
     sizes = (a.width, a.layers, a.rows, numbers(a.backwards), modes, a.warm, a.rounds, a.lower, a.blocks, a.accumulate)
-    specs = [Spec(name, stage, *sizes) for name in engines if name != "plain" for stage in numbers(a.stages)]
+    specs = [Spec(name, stage, *sizes, a.graphs) for name in engines if name != "plain" for stage in numbers(a.stages)]
     if "plain" in engines:  # it has neither stages nor reductions
         specs.append(replace(Spec("plain", 0, *sizes), modes=("coalesce",)))
     return specs, notes

@@ -32,7 +32,10 @@ MODES = ("baseline", "no_sync", "coalesce")
 
 @dataclass(frozen=True)
 class Spec:
-    """One engine at one stage. `lower`: zeroweave's, or "none" for eager. `accumulate`: dtype of local sums."""
+    """One engine at one stage. `lower`: zeroweave's, or "none" for eager. `accumulate`: dtype of local sums.
+
+    `graphs`: its windows are CUDA graphs; then each gathers the parameters itself, at every stage.
+    """
 
     engine: str
     stage: int
@@ -46,6 +49,7 @@ class Spec:
     lower: str
     blocks: bool
     accumulate: str
+    graphs: bool = False
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Row:
     """One rank's figures of one kind of window. `missing`: why there are none.
 
     Milliseconds are medians. MiB are of this rank's GPU above what was allocated before the window, None without one.
+    `pool`: MiB that graphs have beside that, at any time.
     `collectives` (kind -> calls) and `wire` (MiB that this rank sends) are those of a window and its step.
     """
 
@@ -70,6 +75,7 @@ class Row:
     loss: float | None = None
     details: dict[str, Any] | None = None
     missing: str | None = None
+    pool: float | None = None
 
 
 class Block(nn.Module):
@@ -149,15 +155,16 @@ def start(spec: Spec, device: torch.device) -> Any:
         return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
     import zeroweave as zw
 
+    compiled: dict[str, Any] = {"enabled": False} if spec.lower == "none" else {"lower": spec.lower}
     return zw.initialize(
         model.to(device),
         torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda"),
         {
             "stage": spec.stage,
             # as DeepSpeed keeps them: a window of stages 1 and 2 then begins with the parameters at hand in both
-            "gather_after_step": spec.stage < 3,
+            "gather_after_step": spec.stage < 3 and not spec.graphs,
             "precision": {"params": "bfloat16", "accumulate": spec.accumulate},
-            "compile": {"enabled": False} if spec.lower == "none" else {"lower": spec.lower},
+            "compile": compiled | {"cuda_graphs": spec.graphs},
         },
     )
 
@@ -213,6 +220,8 @@ class Measured:
             stats = self._engine.stats
             row.details = {"departures": stats.departures, "on_demand": stats.on_demand_unshards}
             row.details |= {"graphs": stats.graphs, "eager_regions": stats.eager_regions}
+            row.details |= {"replayed": stats.replayed_steps, "uncaptured": stats.uncaptured_steps}
+            row.pool = stats.memory.graphs / MIB if self._spec.graphs else None
         return row
 
     def _synchronize(self) -> None:
