@@ -20,6 +20,14 @@ CASES = [
     Case(2, sizes=(4, 6)),
     Case(2, 2, config={"precision": {"accumulate": "bfloat16"}, "reduce": {"depth": 1}}),
 ]
+DEFERRING = [
+    *(Case(stage, 4, loop, dropout=0.1) for loop in ("coalesced", "no_sync") for stage in (3, 2, 1)),
+    *(
+        Case(stage, 4, loop, overflow=20, clipping=0.1, sizes=(4, 6))
+        for loop in ("coalesced", "no_sync")
+        for stage in (1, 3)
+    ),
+]
 
 
 @daily("case", CASES[1::8], [case for case in CASES if case not in CASES[1::8]], ids=str)
@@ -28,6 +36,14 @@ def test_replayed_steps_are_exact(case: Case) -> None:
     assert not differs
     assert graphed["captured"] == len(case.sizes) and not graphed["told"]
     assert graphed["replayed"] >= case.gas * (case.steps - 7 - 5 * len(case.sizes)), graphed["uncaptured"]
+
+
+@daily("case", DEFERRING[0:4:3], [*DEFERRING[1:3], *DEFERRING[4:]], ids=str)
+def test_replayed_windows_whose_backwards_defer_are_exact(case: Case) -> None:
+    differs, graphed = compared(case)
+    assert not differs
+    assert graphed["captured"] == len(case.sizes) and not graphed["told"]
+    assert graphed["replayed"] >= case.steps - 7 - 5 * len(case.sizes), graphed["uncaptured"]
 
 
 @daily(("stage", "gas"), [(3, 3)], [(1, 1), (1, 3), (2, 1), (2, 3), (3, 1)])

@@ -7,8 +7,9 @@ import random
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ class Case:
     model: str = "Net"
     optimizer: str = "adamw"
     loop: str = "train_step"
-    """or "plain", or "clipped", by hand; "busy": with other things in between"""
+    """or "plain", or "clipped", by hand; "coalesced" or "no_sync", whose backwards defer; "busy": with other things in
+    between"""
     more: dict[str, Any] = field(default_factory=dict)
     """config"""
 
@@ -196,9 +198,13 @@ def micro_step(engine: Any, case: Case, batch: tuple[Tensor, Tensor]) -> Tensor:
     if case.loop == "train_step":
         loss: Tensor = engine.train_step(batch)
         return loss
-    output = engine(*batch)
-    loss = output["loss"] if isinstance(output, dict) else output
-    engine.backward(loss * 1.5)
+    defers = case.loop == "no_sync" and not engine.is_gradient_accumulation_boundary()
+    with engine.no_sync() if defers else nullcontext():
+        output = engine(*batch)
+        loss = output["loss"] if isinstance(output, dict) else output
+        engine.backward(loss * 1.5)
+    if case.loop == "coalesced":
+        return loss.detach()
     if case.loop == "clipped" and engine.is_gradient_accumulation_boundary():
         engine.clip_grad_norm_(0.5)
     engine.step()
@@ -265,14 +271,16 @@ def train(case: Case, graphs: bool) -> Run:
         warnings.simplefilter("always")
         torch.manual_seed(17 + dist.get_rank())
         for step in range(case.steps):
-            for micro in range(case.gas):
-                if case.delays:
-                    time.sleep(waits.random() * 0.02)
-                factor = math.inf if step == case.overflow and micro == case.gas // 2 else 1.0
-                batch = batch_of(case, step * case.gas + micro, factor, engine.device)
-                kept.append(
-                    busy_step(engine, case, step, batch) if case.loop == "busy" else micro_step(engine, case, batch)
-                )
+            step_of = partial(busy_step, step=step) if case.loop == "busy" else micro_step
+            with engine.coalesce_grad_reduction() if case.loop == "coalesced" else nullcontext():
+                for micro in range(case.gas):
+                    if case.delays:
+                        time.sleep(waits.random() * 0.02)
+                    factor = math.inf if step == case.overflow and micro == case.gas // 2 else 1.0
+                    batch = batch_of(case, step * case.gas + micro, factor, engine.device)
+                    kept.append(step_of(engine, case, batch=batch))
+            if case.loop == "coalesced":
+                engine.step()
             traffic = engine.stats.last_step
             counts = [traffic[kind].calls if kind in traffic else 0 for kind in ("all_gather", "reduce_scatter")]
             collectives.append((counts[0], counts[1]))

@@ -51,7 +51,8 @@ class Case:
     stage: int = 3
     gas: int = 1
     loop: str = "train_step"
-    """or "plain"; "clipped", by hand; "busy": with other things in between; "uneven": some of them on one rank only"""
+    """or "plain"; "clipped", by hand; "coalesced" or "no_sync", whose backwards defer; "busy": with other things in
+    between; "uneven": some of them on one rank only"""
     dropout: float = 0.0
     clipping: float | None = None
     overflow: int | None = None
@@ -109,6 +110,29 @@ def micro_step(engine: Any, case: Case, batch: tuple[Tensor, Tensor]) -> Tensor:
             engine.local("head.weight", "grad")
     engine.step()
     return loss.detach()
+
+
+def window(engine: Any, case: Case, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """A window whose backwards defer: in a coalesced block, or all but the last one, with a step after each second."""
+    losses = []
+    if case.loop == "coalesced":
+        with engine.coalesce_grad_reduction():
+            for batch in batches:
+                losses.append(engine(*batch)["loss"])
+                engine.backward(losses[-1] / len(batches))
+    else:
+        with engine.no_sync():
+            for index, batch in enumerate(batches[:-1]):
+                losses.append(engine(*batch)["loss"])
+                engine.backward(losses[-1])
+                if index % 2:
+                    engine.step()
+        losses.append(engine(*batches[-1])["loss"])
+        engine.backward(losses[-1])
+        engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    engine.set_gradient_accumulation_boundary(None)
+    return [loss.detach() for loss in losses]
 
 
 def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -180,6 +204,29 @@ def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Te
             engine.zero_grad()
             for each in range(micro + 1):
                 micro_step(engine, case, batch_of(case, step, each, engine.rank))
+        case 52:  # a block begins between a forward and its backward
+            loss = engine(*batch)["loss"]
+            with engine.no_sync():
+                engine.backward(loss)
+            engine.step()
+        case 54:  # and ends there
+            with engine.no_sync():
+                loss = engine(*batch)["loss"]
+            engine.backward(loss)
+            engine.step()
+        case 56 if case.gas == 1:
+            loss = engine(*batch)["loss"]
+            with engine.coalesce_grad_reduction():
+                engine.backward(loss)
+                loss = engine(*batch)["loss"]
+            engine.backward(loss)
+            engine.step()
+        case 58:  # the window ends elsewhere than its forward was told
+            loss = engine(*batch)["loss"]
+            engine.set_gradient_accumulation_boundary(not engine.is_gradient_accumulation_boundary())
+            engine.backward(loss)
+            engine.set_gradient_accumulation_boundary(None)
+            engine.step()
         case _:
             return micro_step(engine, case, batch)
     return factor * 0
@@ -233,7 +280,10 @@ def train(case: Case, graphs: bool) -> dict[str, Any]:
         device.serve(engine)
         torch.manual_seed(7 + engine.rank)
         for step in range(case.steps):
-            for micro in range(case.gas):
+            if case.loop in ("coalesced", "no_sync"):
+                batches = [batch_of(case, step, micro, engine.rank) for micro in range(case.gas)]
+                kept += window(engine, case, batches)
+            for micro in range(0 if case.loop in ("coalesced", "no_sync") else case.gas):
                 batch = batch_of(case, step, micro, engine.rank)
                 if case.loop == "uneven":
                     kept.append(uneven(engine, case, step, micro, batch))

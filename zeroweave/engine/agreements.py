@@ -9,6 +9,7 @@ from enum import IntEnum
 from functools import reduce
 from operator import or_
 from typing import Final
+from zlib import crc32
 
 from zeroweave.comm.wire import Wire
 from zeroweave.engine.guard import Progress
@@ -24,8 +25,8 @@ SCHEDULE_SECONDS: Final = 30.0
 """How long a rank waits for the others to make the same schedule, where `deadline_seconds` is not less."""
 
 
-_COURSE: Final = struct.Struct("<BQQQ")
-"""Course, hash of the schedule, count and hash of the collectives issued; the signals follow."""
+_COURSE: Final = struct.Struct("<BIQQQ")
+"""Course, checksum of the call, hash of the schedule, count and hash of the collectives issued; the signals follow."""
 
 
 class Course(IntEnum):
@@ -97,14 +98,17 @@ class Agreements:
             self._signals.agree(flags[third:])
         return Found(decision, flags[:first], flags[first:second], flags[second:third])
 
-    def course(self, wish: Course, schedule: Schedule | None, ends: bool) -> Course:
-        """How all ranks run the micro-step that begins: PLAIN unless they follow one schedule. Collective.
+    def course(self, wish: Course, schedule: Schedule | None, ends: bool, call: str) -> Course:
+        """How all ranks run the call that begins: PLAIN unless it is one `call` of one schedule on all. Collective.
 
-        `ends`: it ends its window; if it is replayed, this is the only agreement of its step.
+        `ends`: its micro-step ends the window; if it is replayed, this is the only agreement of its step.
         """
         step, count = self._progress()
         fingerprint = 0 if schedule is None else schedule.fingerprint
-        mine = _COURSE.pack(wish, fingerprint, count, self._progress.ledger.hash) + self._signals.flags
+        mine = (
+            _COURSE.pack(wish, crc32(call.encode()), fingerprint, count, self._progress.ledger.hash)
+            + self._signals.flags
+        )
         ranks = self._control.all_gather_bytes(mine, f"the graph of step {step}")
         told = [_COURSE.unpack_from(theirs) for theirs in ranks]
         if len({each[1:] for each in told}) > 1:

@@ -131,7 +131,7 @@ class Engine:
         At any stage, at the price of a full local gradient. What counts is where the backward runs, not where its
         forward did. EngineError inside `coalesce_grad_reduction()`.
         """
-        return self._window.no_sync()
+        return self._graphs.no_sync()
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Several backwards, one reduction: the block of one optimizer step. Collective.
@@ -145,7 +145,7 @@ class Engine:
         such block, in `no_sync()`, in a forward or backward, and for `step()` and all else inside that needs reduced
         gradients; NotImplementedError for pipeline modules and optimizers that hide their parameters.
         """
-        return self._window.coalesce()
+        return self._graphs.coalesce()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Does the optimizer step follow the present backward?
@@ -156,7 +156,7 @@ class Engine:
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
-        self._window.set_boundary(is_boundary)
+        self._graphs.set_boundary(is_boundary)
 
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""

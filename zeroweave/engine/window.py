@@ -23,6 +23,8 @@ from zeroweave.notices import warn
 from zeroweave.optim.scaler import Scaler
 from zeroweave.runtime.backward import Observer
 
+Block = Literal["no_sync", "coalesce_grad_reduction"]
+
 _PIPELINES: Final = frozenset({"GPipe", "Pipe", "PipelineModule", "PipelineParallel", "PipelineStage"})
 """Names of the classes, in the libraries that have them, whose forward is a schedule of many."""
 
@@ -42,9 +44,9 @@ class Window(Observer):
         """those of the open window"""
         self._backwards = 0
         """backwards that have trained since the last `step()`"""
-        self._boundary: bool | None = None
+        self.said: bool | None = None
         """does the present micro-step end the window, as the caller has said? None: they are counted"""
-        self._deferring: Literal["no_sync", "coalesce_grad_reduction"] | None = None
+        self.defers: Block | None = None
         """the block that the program is in, if its backwards do not reduce"""
         self._coalesced = False
         """does the window hold what a block has reduced? Then the next `step()` is its end"""
@@ -67,15 +69,15 @@ class Window(Observer):
 
     @property
     def begins(self) -> bool:
-        """Would a backward now be the first of a window, whose backwards reduce as the stage has it?"""
-        return not self._steps and self._deferring is None and self._parts.between_windows
+        """Would a backward now be the first of a window?"""
+        return not self._steps and self._parts.between_windows
 
     def remember(self) -> Callable[[], None]:
         """What brings back, of all that steps change, what `abort` leaves."""
-        now = self.micro_steps, self._boundary
+        now = self.micro_steps, self.said
 
         def back() -> None:
-            self.micro_steps, self._boundary = now
+            self.micro_steps, self.said = now
 
         return back
 
@@ -93,13 +95,13 @@ class Window(Observer):
         return {
             "steps": self._steps,
             "of": self._config.gradient_accumulation_steps,
-            "boundary": self._boundary,
+            "boundary": self.said,
             "coalesced": self._coalesced,
         }
 
     def reopen(self, steps: int, boundary: bool | None, coalesced: bool) -> None:
         """That many micro-steps have been, and the runtime has their gradients. Else see the constructor."""
-        self._steps, self._boundary, self._coalesced = steps, boundary, coalesced
+        self._steps, self.said, self._coalesced = steps, boundary, coalesced
         self._parts.stubs.gradients_wait()
 
     # ------------------------------------------------------------------ backwards
@@ -111,7 +113,7 @@ class Window(Observer):
     @property
     def _divisor(self) -> int:
         """What a loss is divided by: the window's backwards are counted, except in a coalesced block."""
-        return 1 if self._deferring == "coalesce_grad_reduction" else self._config.gradient_accumulation_steps
+        return 1 if self.defers == "coalesce_grad_reduction" else self._config.gradient_accumulation_steps
 
     def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
         """The backward of a loss that is scaled."""
@@ -139,7 +141,7 @@ class Window(Observer):
         self._parts.stubs.gradients_wait()
 
     def reduces(self) -> bool:
-        return self._deferring is None and (self._config.stage > 1 or self.is_boundary())
+        return self.defers is None and (self._config.stage > 1 or self.is_boundary())
 
     def backward_began(self) -> None:
         if self._guard.destroyed:
@@ -175,29 +177,24 @@ class Window(Observer):
 
     # ------------------------------------------------------------------ blocks whose backwards do not reduce
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """See `Engine.no_sync`."""
-        with self._guard("no_sync"):
-            self.refuse_coalescing("no_sync()")
-        before, self._deferring = self._deferring, "no_sync"
+    def deferring(self, block: Block | None) -> Iterator[None]:
+        """Backwards inside are those of a block; None: of none."""
+        before, boundary = self.defers, self.said
+        self.defers = block
         try:
             yield
         finally:
-            self._deferring = before
+            self.defers = before
+            if block == "coalesce_grad_reduction":
+                self.said = boundary
 
-    @contextmanager
-    def coalesce(self) -> Iterator[None]:
-        """See `Engine.coalesce_grad_reduction`."""
-        with self._guard("coalesce_grad_reduction"):
-            self._refuse_block()
-        before, self._deferring = self._boundary, "coalesce_grad_reduction"
-        try:
-            with self._guard.around("coalesce_grad_reduction"):
-                yield
-        finally:
-            self._deferring, self._boundary = None, before
-        with self._guard("the end of coalesce_grad_reduction"):
-            self._coalesced = self._runtime.reduce_rest() or self._coalesced
+    def reduce(self) -> None:
+        """The end of a coalesced block. Collective."""
+        self._coalesced = self._runtime.reduce_rest() or self._coalesced
+
+    def reduced(self) -> None:
+        """A graph was the end of a coalesced block, and had something to reduce."""
+        self._coalesced = True
 
     def reduce_rest(self, what: str) -> None:
         """`what` needs reduced gradients: from now on all are, and settled. Collective."""
@@ -211,15 +208,15 @@ class Window(Observer):
     # ------------------------------------------------------------------ its end
     def is_boundary(self) -> bool:
         """Does the optimizer step follow the present backward?"""
-        if self._boundary is not None:
-            return self._boundary
-        if self._deferring == "coalesce_grad_reduction":
+        if self.said is not None:
+            return self.said
+        if self.defers == "coalesce_grad_reduction":
             return False
         return self._coalesced or self._steps + 1 >= self._config.gradient_accumulation_steps
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Says whether the present micro-step ends the window, until said otherwise; None: count again."""
-        self._boundary = is_boundary
+        self.said = is_boundary
 
     def ends(self) -> bool:
         """`step()` is called, unless it is refused. Does it end the window?"""
@@ -262,7 +259,7 @@ class Window(Observer):
 
     def refuse_coalescing(self, what: str) -> None:
         """Where nothing is reduced."""
-        if self._deferring == "coalesce_grad_reduction":
+        if self.defers == "coalesce_grad_reduction":
             raise EngineError(
                 f"{what} inside `with engine.coalesce_grad_reduction():`, where gradients are not reduced: "
                 "leave it first"
@@ -285,9 +282,10 @@ class Window(Observer):
         if self._backwards:
             raise EngineError(f"{what} between a backward and its step(): call it after step() or zero_grad()")
 
-    def _refuse_block(self) -> None:
+    def refuse_block(self) -> None:
+        """Where `coalesce_grad_reduction()` cannot begin. UnsupportedWindow where it never can."""
         self.refuse_coalescing("coalesce_grad_reduction()")
-        if self._deferring is not None:
+        if self.defers is not None:
             raise EngineError("coalesce_grad_reduction() inside `with engine.no_sync():`: leave it first")
         self.refuse_computing("coalesce_grad_reduction()", "enter it around them")
         if self._parts.optimizer is None:

@@ -186,6 +186,12 @@ class Gradients:
         self.unreduced = self.unreduced or unreduced
         self.local_peak = max(self.local_peak, self._local_bytes())
 
+    def go_away(self) -> None:
+        """What the accounts have gained is somewhere else."""
+        for account in self._accounts.values():
+            account.empty()
+        self.unreduced = False
+
     def shard(self, bucket_id: int) -> torch.Tensor | None:
         """The settled gradient [numel / world] of the window; None where nothing was reduced."""
         return self._accounts[bucket_id].shard

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,3 +53,22 @@ class Loop:
         loss = self.loss(batch, loss_fn)
         self.backward(loss)
         return loss.detach(), self.step()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self._guard("no_sync"):
+            self._window.refuse_coalescing("no_sync()")
+        with self._window.deferring("no_sync"):
+            yield
+
+    @contextmanager
+    def coalesced(self) -> Iterator[None]:
+        """The block of `coalesce_grad_reduction`; `reduce` comes behind it."""
+        with self._guard("coalesce_grad_reduction"):
+            self._window.refuse_block()
+        with self._window.deferring("coalesce_grad_reduction"), self._guard.around("coalesce_grad_reduction"):
+            yield
+
+    def reduce(self) -> None:
+        with self._guard("the end of coalesce_grad_reduction"):
+            self._window.reduce()

@@ -2,6 +2,7 @@
 
 train_step                          a micro-step as a whole
 forward · backward · step           a micro-step of the ordinary loop; `clip` may come in front of `step`
+reduce                              the end of a coalesced block
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zeroweave.optim.scaler import Scaler
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.schedule import Instruction, Schedule
 
-Kind = Literal["train_step", "forward", "backward", "clip", "step"]
+Kind = Literal["train_step", "forward", "backward", "reduce", "clip", "step"]
 
 
 class Outputs:
@@ -138,7 +139,7 @@ class Left:
                 if memory is not None:
                     there = memory.tensor()
                     _ = there.zero_() if held is None else there.copy_(held)
-            account.empty()
+        gradients.go_away()
 
 
 @dataclass(frozen=True)

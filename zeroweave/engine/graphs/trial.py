@@ -26,7 +26,7 @@ from zeroweave.engine.graphs.parts import CapturedWindow, Kind, Left, Outputs, P
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.snapshot import Snapshot
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.window import Window
+from zeroweave.engine.window import Block, Window
 from zeroweave.optim.scaler import Scalars, Scaler
 from zeroweave.schedule import Schedule
 
@@ -75,13 +75,17 @@ class Taken:
     """A call of the window. `given`: the tensors that it was given, in memory of their own.
 
     `batch`: of a forward or a whole micro-step. `which`: of a backward, the outputs that it had gradients of. `value`:
-    the largest norm of a clipping. `random`: what was random on the device when it began.
+    the largest norm of a clipping. `random`: what was random on the device when it began. `defers`, `said`, `ends`: the
+    block that it was made in, what the program had said of boundaries, and did its micro-step end the window?
     """
 
     kind: Kind
     key: object
     given: Sequence[torch.Tensor]
     random: torch.Tensor
+    defers: Block | None
+    said: bool | None
+    ends: bool
     batch: Batch | None = None
     which: Sequence[int] = ()
     value: float = 0.0
@@ -134,28 +138,32 @@ class Played:
 
     def __call__(self, taken: Taken, given: Sequence[torch.Tensor]) -> Outputs:
         """Makes the call with these tensors; what it returns, without a way back."""
-        bench, loop, result = self._bench, self._bench.loop, None
-        match taken.kind:
-            case "train_step":
-                assert taken.batch is not None
-                result, boundary = loop.train_step(taken.batch.of(given), taken.loss_fn)
-                if boundary != taken.boundary:
-                    raise Uncapturable("the window ends elsewhere")
-            case "forward":
-                assert taken.batch is not None
-                args, kwargs = taken.batch.of(given)
-                self._forward = Outputs(loop.forward(args, kwargs))
-                return self._forward.detached()
-            case "backward":
-                assert self._forward is not None
-                trained = self._forward.trained
-                roots = [self._forward.tensors[trained[index]] for index in taken.which]
-                self._forward = None
-                bench.window.backward_from(roots, given)
-            case "clip":
-                result = bench.step.clip(taken.value)
-            case "step":
-                loop.step()
+        bench, loop, result, boundary = self._bench, self._bench.loop, None, taken.boundary
+        bench.window.set_boundary(taken.said)
+        with bench.window.deferring(taken.defers):
+            match taken.kind:
+                case "train_step":
+                    assert taken.batch is not None
+                    result, boundary = loop.train_step(taken.batch.of(given), taken.loss_fn)
+                case "forward":
+                    assert taken.batch is not None
+                    args, kwargs = taken.batch.of(given)
+                    self._forward = Outputs(loop.forward(args, kwargs))
+                    return self._forward.detached()
+                case "backward":
+                    assert self._forward is not None
+                    trained = self._forward.trained
+                    roots = [self._forward.tensors[trained[index]] for index in taken.which]
+                    self._forward = None
+                    bench.window.backward_from(roots, given)
+                case "reduce":
+                    loop.reduce()
+                case "clip":
+                    result = bench.step.clip(taken.value)
+                case "step":
+                    boundary = loop.step()
+        if boundary != taken.boundary:
+            raise Uncapturable("the window ends elsewhere")
         return Outputs(result)
 
 
@@ -181,8 +189,8 @@ class Trial:
 
     def add(self, kind: Kind, key: object, given: Sequence[torch.Tensor] = (), **more: Any) -> None:
         """A call, given these tensors; `more`: see `Taken`."""
-        random = self.bench.capturer.random
-        self.taken.append(Taken(kind, key, given, random, **more))
+        random, window = self.bench.capturer.random, self.bench.window
+        self.taken.append(Taken(kind, key, given, random, window.defers, window.said, window.is_boundary(), **more))
         self.results.append([])
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -85,13 +85,16 @@ class Trials:
 
     def _backward(self, roots: list[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Gradients have come for the outputs of a forward."""
+        window = self._bench.window
         if self._trial is not None:
             if not self._trial.taken or self._trial.taken[-1].kind != "forward" or keeps_graph():
                 self.spoil("its loop is not forward, backward, step")
+            elif self._trial.taken[-1].defers != window.defers or self._trial.taken[-1].ends != window.is_boundary():
+                self.spoil("between a forward and its backward it is decided anew when gradients are reduced")
             which = [index for index, gradient in enumerate(gradients) if gradient is not None]
             copies = [gradient.clone() for gradient in gradients if gradient is not None]
             self._trial.add("backward", ("backward", gradients_key(gradients)), copies, which=which)
-        go_on(roots, gradients, self._bench.window.backward_from)
+        go_on(roots, gradients, window.backward_from)
 
     # ------------------------------------------------------------------ its end
     def end(self) -> None:
