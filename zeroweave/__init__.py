@@ -18,6 +18,7 @@ from zeroweave.errors import (
     ZeroweaveError,
 )
 from zeroweave.experts import expert_group
+from zeroweave.integrations.deepspeed import load_deepspeed
 from zeroweave.integrations.pretrained import load_pretrained
 from zeroweave.schedule import Schedule
 
@@ -38,6 +39,7 @@ __all__ = [
     "data",
     "expert_group",
     "initialize",
+    "load_deepspeed",
     "load_pretrained",
 ]
 __version__ = "0.1.0"

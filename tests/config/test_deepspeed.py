@@ -90,6 +90,10 @@ MAPPED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"data_types": {"grad_accum_dtype": "bf16"}},
         {"precision": {"accumulate": "bfloat16"}},
     ),
+    "data_types.param_dtype": (
+        {**BF16, "data_types": {"param_dtype": "bf16"}},
+        {"precision": {"params": "bfloat16"}, "on_nonfinite": "skip"},
+    ),
     "bf16.enabled": (BF16, {"precision": {"params": "bfloat16"}, "on_nonfinite": "skip"}),
     "bf16.check_grad_overflow": (
         {"bf16": {"enabled": True, "check_grad_overflow": False}},
@@ -242,12 +246,11 @@ def test_all_keys_that_cannot_be_followed_are_named_at_once() -> None:
             "gradient_accumulation_steps is missing: write train_batch_size / (train_micro_batch_size_per_gpu × ranks)",
         ),
         ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is 'fp16': fp32 or bf16"),
-        (zero(reduce_bucket_size="big"), "zero_optimization.reduce_bucket_size is 'big': a whole number"),
+        (zero(reduce_bucket_size="big"), "zero_optimization.reduce_bucket_size is 'big': a whole number, 1 or more"),
         (
             zero(offload_param={"device": "nvme", "nvme_path": "/disk"}),
-            "zero_optimization.offload_param.device is 'nvme': 'cpu' or 'none'",
+            "zero_optimization.offload_param.device is 'nvme': 'cpu' or 'none', as nothing is kept on disks",
         ),
-        ({"bf16": {"enabled": "auto"}}, "bf16.enabled is 'auto', which an integration fills in: write the value"),
     ],
 )
 def test_what_says_too_little_or_too_much(source: dict[str, Any], message: str) -> None:
@@ -262,9 +265,8 @@ def test_no_sharding(source: dict[str, Any]) -> None:
 
 
 def test_values_are_checked_as_those_of_any_config() -> None:
-    assert "gradient_accumulation_steps must be greater than or equal to 1, not 0" in refused(
-        {**STAGE, "gradient_accumulation_steps": 0}
-    )
+    source = {"fp16": {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 4}}
+    assert "precision.initial_loss_scale must be at least precision.min_loss_scale" in refused({**STAGE, **source})
 
 
 def test_files(tmp_path: Path) -> None:

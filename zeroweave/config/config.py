@@ -7,11 +7,9 @@ stage and `true` is not a number.
 
 from __future__ import annotations
 
-import json
 import os
-import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,6 +18,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from zeroweave.config import sections
 from zeroweave.config.deepspeed import translate
 from zeroweave.config.deepspeed_keys import SECTIONS
+from zeroweave.config.files import naming, read
 from zeroweave.config.messages import explain
 from zeroweave.errors import ConfigError, UnsupportedStage
 from zeroweave.notices import warn
@@ -114,20 +113,26 @@ class Config(_Explained):
                 f"not {type(source).__name__}"
             )
         path = Path(source)
-        with _naming(path):
-            return cls._of_mapping(_read(path))
+        with naming(path):
+            return cls._of_mapping(read(path))
 
     @classmethod
-    def from_deepspeed(cls, source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
+    def from_deepspeed(
+        cls, source: Mapping[str, Any] | str | os.PathLike[str], auto: Mapping[str, Any] | None = None
+    ) -> Config:
         """The config that means what a DeepSpeed config does: a mapping, or the path of its JSON file.
+
+        `auto`: what "auto" means in it, by dotted names, such as {"bf16.enabled": True}. A key that is not "auto" must
+        have that value, too; one that the file does not have stays out. A file with an `optimizer` or a `scheduler` is
+        read by `zeroweave.load_deepspeed`.
 
         docs/deepspeed.md says what becomes of each key. A warning names the keys that change no result and are
         ignored; another says that nothing is clipped where `gradient_clipping` is missing. ConfigError names all keys
         at once that change results or memory and cannot be honoured.
         """
-        with nullcontext() if isinstance(source, Mapping) else _naming(Path(source)):
-            given = source if isinstance(source, Mapping) else _read(Path(source))
-            values, warnings = translate(given)
+        with nullcontext() if isinstance(source, Mapping) else naming(Path(source)):
+            given = source if isinstance(source, Mapping) else read(Path(source))
+            values, warnings = translate(given, auto or {})
             config = cls._of_mapping(values)
         for warning in warnings:
             warn(warning)
@@ -177,28 +182,3 @@ class RuntimeConfig(_Explained, sections.DebugConfig):
         if isinstance(source, Mapping):
             return cls(**source)
         return cls(**{name: getattr(source, name) for name in cls.model_fields if hasattr(source, name)})
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """ConfigErrors inside name the file."""
-    try:
-        yield
-    except ConfigError as error:
-        raise type(error)(f"{path}: {error}") from None
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    parsers = {".json": json.loads, ".toml": tomllib.loads}
-    parse = parsers.get(path.suffix.lower())
-    if parse is None:
-        raise ConfigError("the config file must end in .json or .toml")
-    try:
-        values = parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the config file cannot be read: {error.strerror}") from None
-    except ValueError as error:  # malformed JSON, TOML or UTF-8
-        raise ConfigError(f"the config file is not valid {path.suffix[1:].upper()}: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"the config file must hold a table of keys, not a {type(values).__name__}")
-    return values

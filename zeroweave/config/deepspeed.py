@@ -5,24 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final
 
-from zeroweave.config.deepspeed_keys import KEYS
+from zeroweave.config.deepspeed_keys import KEYS, key_of
+from zeroweave.config.deepspeed_values import DTYPES, RULES, SYNCS
 from zeroweave.config.messages import nearest
 from zeroweave.errors import ConfigError
 
-_DTYPES: Final = {
-    "fp32": "float32",
-    "float32": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-}
-_DEVICES: Final = ("none", "cpu", None)
-_SYNCS: Final = ("sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather")
 _FREED: Final = 10 * 1024 * 1024
 """`compile.free_activation_threshold` where it is not written."""
 
@@ -30,14 +21,13 @@ _FREED: Final = 10 * 1024 * 1024
 _NAMES: Final = tuple(dict.fromkeys(name for key in KEYS for name in accumulate(key.split("."), "{}.{}".format)))
 """All dotted names, those of sections included."""
 
-_SWITCHES: Final = frozenset(
-    {"compile.offload_activation", "compile.offload_opt_states", "compile.offload_parameters"}
-    | {"compile.enabled", "compile.deepcompile", "compile.double_buffer", "compile.free_activation"}
-    | {"activation_checkpointing.cpu_checkpointing", *(f"compile.{name}" for name in _SYNCS)}
-)
-_WHOLE: Final = ("bucket_size", "power", "threshold")
 
-_RENAMED: Final = {"bfloat16": "bf16"}
+_PREFIXED: Final = "zero_optimization.stage3_"
+_RENAMED: Final = {
+    "bfloat16": "bf16",
+    **{f"zero_optimization.{key.removeprefix(_PREFIXED)}": key for key in KEYS if key.startswith(_PREFIXED)},
+}
+"""Other names of the same keys."""
 
 _AUTO_IS_DEFAULT: Final = frozenset(
     f"zero_optimization.{name}"
@@ -46,18 +36,51 @@ _AUTO_IS_DEFAULT: Final = frozenset(
 """Mapped keys that change no result: an integration's "auto" leaves zeroweave's default."""
 
 
-def translate(source: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def translate(source: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The arguments of `Config` that a DeepSpeed configuration means, and what users are to be warned of.
 
-    ConfigError names every key that is refused, unknown or left to an integration, at once.
+    `auto`: see `Config.from_deepspeed`. ConfigError names every key that is refused, unknown or left to an
+    integration, at once.
     """
-    values = dict(_flat(source))
-    problems = [problem for key, value in values.items() if (problem := _problem(key, value))]
+    problems = [f"{key!r} of `auto`: unknown{_meant(key)}" for key in map(str, auto) if key_of(key) is None]
+    filled = fill(source, auto, problems)
+    problems += [f"{old} and {new}: one of them" for old, new in _RENAMED.items() if {old, new} <= filled.keys()]
+    values = dict(_flat(filled))
+    problems += [problem for key, value in values.items() if (problem := _problem(key, value))]
     if not problems:
         problems = [*_contradictions(values)]
+    refuse(problems)
+    return _config(values), [*_warnings(values)]
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """ConfigError that lists them, if there are any."""
     if problems:
         raise ConfigError("\n".join(["the DeepSpeed config cannot be followed:", *(f"- {each}" for each in problems)]))
-    return _config(values), [*_warnings(values)]
+
+
+def fill(source: Mapping[Any, Any], auto: Mapping[str, Any], problems: list[str], prefix: str = "") -> dict[str, Any]:
+    """The configuration with `auto`'s values where it says "auto". `problems` gets what else differs."""
+    filled: dict[str, Any] = {}
+    for name, value in source.items():
+        key = f"{prefix}{name}"
+        if not isinstance(name, str):
+            problems.append(f"{key} is not a string, as names are")
+        elif isinstance(value, Mapping):
+            filled[name] = fill(value, auto, problems, f"{key}.")
+        elif value == "auto" and key in auto:
+            filled[name] = auto[key]
+        else:
+            filled[name] = value
+            known = list(auto[key]) if isinstance(auto.get(key), tuple) else auto.get(key)  # as JSON has them
+            if key in auto and value != known:
+                problems.append(f'{key} is {value!r}, but `auto` says {known!r}: make them equal, or write "auto"')
+    return filled
+
+
+def left(key: str) -> str:
+    """What is wrong with a key that is still "auto"."""
+    return f"{key} is 'auto', which an integration fills in: write the value, or pass auto={{{key!r}: ...}}"
 
 
 def _warnings(values: Mapping[str, Any]) -> Iterator[str]:
@@ -72,7 +95,7 @@ def _warnings(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
-        key = prefix + (_RENAMED.get(name, name) if not prefix else name)
+        key = _RENAMED.get(prefix + name, prefix + name)
         if key == "zero_optimization" and isinstance(value, bool):
             yield "zero_optimization.stage", int(value)
         elif isinstance(value, Mapping) and any(known.startswith(f"{key}.") for known in KEYS):
@@ -86,39 +109,39 @@ def _problem(key: str, value: Any) -> str | None:
     if known is None and key in _NAMES:
         return f"{key} is {value!r}: a section of keys"
     if known is None:
-        near = nearest(key, _NAMES)
-        return f"{key}: unknown, and it may change results; " + (f"did you mean {near!r}?" if near else "remove it")
+        return f"{key}: unknown, and it may change results{_meant(key)}"
     if known.fate == "ignored":
         return None
     if known.fate == "refused":
         return None if _asks_nothing(value, known.off) else f"{key} is {value!r}: {known.instead}"
     if value == "auto" and key not in _AUTO_IS_DEFAULT:
-        return f"{key} is 'auto', which an integration fills in: write the value"
-    if key in ("communication_data_type", "data_types.grad_accum_dtype", "torch_autocast.dtype"):
-        fits = value is None or str(value).removeprefix("torch.") in _DTYPES
-        allowed = f"one of {', '.join(_DTYPES)}"
-    elif key.endswith(".device"):
-        fits, allowed = value in _DEVICES, "'cpu' or 'none'"
-    elif key in _SWITCHES:
-        fits, allowed = isinstance(value, bool), "true or false"
-    elif key == "compile.backend":
-        fits, allowed = value in ("inductor", "aot_eager"), "'inductor' or 'aot_eager'"
-    elif key.endswith(_WHOLE) and value not in (None, "auto"):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        fits, allowed = number and value >= 0 and value == int(value), "a whole number"
-    else:
-        return None
-    return None if fits else f"{key} is {value!r}: {allowed}"
+        return left(key)
+    fits, allowed = RULES[key]
+    return None if fits(value) else f"{key} is {value!r}: {allowed}"
+
+
+def _meant(key: str) -> str:
+    near = nearest(key, _NAMES)
+    return f"; did you mean {near!r}?" if near else "; remove it"
 
 
 def _asks_nothing(value: Any, off: tuple[Any, ...]) -> bool:
-    """Is it one of `off`, or a section that is switched off as one of them is, whatever else it says?"""
+    """Is it one of `off`, or a section that is switched off as one of them is, whatever else it says?
+
+    Sections of sections are off where all of them are; what a section's parts share is under `shared_parameters`.
+    """
     if isinstance(value, Mapping) and value:
-        return any(each and each.items() <= value.items() for each in off if isinstance(each, Mapping))
+        switches = [each for each in off if isinstance(each, Mapping) and each]
+        if any(each.items() <= value.items() for each in switches):
+            return True
+        parts = [value["shared_parameters"]] if "shared_parameters" in value else value.values()
+        return bool(switches) and all(isinstance(part, Mapping) and part and _asks_nothing(part, off) for part in parts)
     return any(value == each and (value is True) is (each is True) for each in off)  # True would equal 1
 
 
 def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+    if values.get("torch_autocast.enabled") and _dtype(values, "torch_autocast.dtype") == "float32":
+        yield "torch_autocast.dtype is float32: bfloat16 or float16"
     if values.get("bf16.enabled") and values.get("fp16.enabled"):
         yield "bf16.enabled and fp16.enabled: one of them"
     sizes = {"train_batch_size", "train_micro_batch_size_per_gpu"}
@@ -126,20 +149,23 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "gradient_accumulation_steps is missing: write train_batch_size / (train_micro_batch_size_per_gpu × ranks)"
         )
+    half = "bfloat16" if values.get("bf16.enabled") else "float16" if values.get("fp16.enabled") else "float32"
+    if (dtype := _dtype(values, "data_types.param_dtype")) not in (None, half):
+        yield f"data_types.param_dtype is {dtype}, but bf16.enabled and fp16.enabled say {half}"
     if _dtype(values, "data_types.grad_accum_dtype") == "float16":
         yield "data_types.grad_accum_dtype is 'fp16': fp32 or bf16"
 
 
 def _dtype(values: Mapping[str, Any], key: str) -> str | None:
     value = values.get(key)
-    return None if value is None else _DTYPES[str(value).removeprefix("torch.")]
+    return None if value is None else DTYPES[str(value).removeprefix("torch.")]
 
 
 def _config(values: Mapping[str, Any]) -> dict[str, Any]:
     half = bool(values.get("bf16.enabled")) or bool(values.get("fp16.enabled"))
-    config: dict[str, Any] = {"stage": values.get("zero_optimization.stage", 0), "precision": _precision(values)}
+    config: dict[str, Any] = {"stage": int(values.get("zero_optimization.stage", 0)), "precision": _precision(values)}
     if "gradient_accumulation_steps" in values:
-        config["gradient_accumulation_steps"] = values["gradient_accumulation_steps"]
+        config["gradient_accumulation_steps"] = int(values["gradient_accumulation_steps"])
     if values.get("gradient_clipping"):
         config["gradient_clipping"] = values["gradient_clipping"]
     if values.get("bf16.enabled") and values.get("bf16.check_grad_overflow", True):
@@ -158,9 +184,10 @@ def _config(values: Mapping[str, Any]) -> dict[str, Any]:
     config["compile"] = _compile(values)
     if values.get("compile.free_activation"):
         autocast = bool(values.get("torch_autocast.enabled"))
-        threshold = int(values.get("compile.free_activation_threshold", _FREED))
+        given = values.get("compile.free_activation_threshold")
+        threshold = _FREED if given is None else int(given)
         config["activations"] = {"free_threshold_bytes": threshold * (2 if half or autocast else 4)}
-    config["debug"] = {name: values[f"compile.{name}"] for name in _SYNCS if f"compile.{name}" in values}
+    config["debug"] = {name: values[f"compile.{name}"] for name in SYNCS if f"compile.{name}" in values}
     return config
 
 
@@ -197,9 +224,9 @@ def _precision(values: Mapping[str, Any]) -> dict[str, Any]:
             precision["loss_scale"] = float(scale)
         else:
             precision["loss_scale"] = "dynamic"
-            precision["initial_loss_scale"] = 2.0 ** values.get("fp16.initial_scale_power", 16)
-            precision["loss_scale_window"] = values.get("fp16.loss_scale_window", 1000)
-            precision["loss_scale_hysteresis"] = values.get("fp16.hysteresis", 2)
+            precision["initial_loss_scale"] = 2.0 ** int(values.get("fp16.initial_scale_power", 16))
+            precision["loss_scale_window"] = int(values.get("fp16.loss_scale_window", 1000))
+            precision["loss_scale_hysteresis"] = int(values.get("fp16.hysteresis", 2))
             precision["min_loss_scale"] = values.get("fp16.min_loss_scale", 1)
     if values.get("torch_autocast.enabled"):
         precision["autocast"] = _dtype(values, "torch_autocast.dtype") or "bfloat16"

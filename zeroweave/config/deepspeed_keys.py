@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final, Literal
 
 
@@ -30,11 +31,12 @@ def _refused(instead: str, *off: Any) -> Key:
 
 _PRECISION = "masters and optimizer states are float32"
 _DEVICE = 'write {"device": "cpu"}'
+_BUILT = "zeroweave.load_deepspeed(path_or_dict) builds it, or build your own and pass it to zeroweave.initialize"
 _ADAPTIVE = "set offload.optimizer to 'adaptive' in zeroweave's own config"
 
 _MAPPED: Final = {
     "": "gradient_accumulation_steps gradient_clipping communication_data_type prescale_gradients",
-    "data_types": "grad_accum_dtype",
+    "data_types": "grad_accum_dtype param_dtype",
     "bf16": "enabled check_grad_overflow",
     "fp16": "enabled loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
     "torch_autocast": "enabled dtype",
@@ -55,8 +57,10 @@ _IGNORED: Final = {
         train_batch_size train_micro_batch_size_per_gpu dataloader_drop_last steps_per_print
         wall_clock_breakdown memory_breakdown dump_state disable_allgather vocabulary_size
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer tensorboard wandb comet csv_monitor
-        comms_logger flops_profiler checkpoint nebula aio graph_harvesting disable_python_gc log_level
+        comms_logger flops_profiler timers checkpoint datastates_ckpt nebula aio graph_harvesting disable_python_gc
+        log_level allgather_size
     """,
+    "data_types": "keep_in_fp32_modules",
     "bf16": "immediate_grad_update",
     "fp16": "auto_cast fused_mode",
     "activation_checkpointing": """
@@ -75,6 +79,7 @@ _IGNORED: Final = {
         stage3_module_granularity_threshold stage3_partition_stream_chunk_size
         stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
         stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+        compute_grad_norm parameter_alignment aio
     """,
     "zero_optimization.offload_optimizer": """
         pin_memory buffer_count fast_init pipeline_read pipeline_write nvme_path cpuadam_cores_perc
@@ -92,8 +97,8 @@ def _dotted(sections: Mapping[str, str]) -> Iterator[str]:
 KEYS: Final[dict[str, Key]] = {
     **dict.fromkeys(_dotted(_MAPPED), Key("mapped")),
     **dict.fromkeys(_dotted(_IGNORED), Key("ignored")),
-    "optimizer": _refused("build the optimizer and pass it to zeroweave.initialize"),
-    "scheduler": _refused("build the learning-rate scheduler and pass it to zeroweave.initialize"),
+    "optimizer": _refused(f"a Config has none; {_BUILT}"),
+    "scheduler": _refused(f"a Config has none; {_BUILT}"),
     "gradient_predivide_factor": _refused("use prescale_gradients, which divides by the world first", 1, None),
     "gradient_allreduce_op": _refused(
         "gradients are averaged (both values of reduce.op): multiply the loss by the number of ranks for their sum",
@@ -111,6 +116,8 @@ KEYS: Final[dict[str, Key]] = {
     "fp16.fp16_master_weights_and_grads": _refused(_PRECISION),
     "bf16.bf16_master_weights_and_grads": _refused(_PRECISION),
     "bf16.bf16_optimizer_states": _refused(_PRECISION),
+    "data_types.buffer_dtype": _refused("buffers keep their dtype: cast them in the model", None),
+    "fp32_allreduce": _refused('write "communication_data_type": "fp32"'),
     "torch_autocast.lower_precision_safe_modules": _refused("torch.autocast decides by operator"),
     "activation_checkpointing.partition_activations": _refused("use torch.utils.checkpoint in the model"),
     "zero_optimization.offload_optimizer": _refused(_DEVICE),
@@ -130,11 +137,15 @@ KEYS: Final[dict[str, Key]] = {
     "zero_optimization.leaf_module": _refused("name the layers in compile.regions: each is gathered as a whole"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": _refused("optimizers are element-wise"),
     "compile.kwargs": _refused("torch.compile's options are Inductor's own: set torch._inductor.config"),
-    "compile.passes": _refused("graphs hold no communication: zeroweave's own compile.passes change the schedule"),
+    "compile.passes": _refused(
+        "graphs hold no communication: zeroweave's own compile.passes change the schedule", ["z1"], ["z3"], *_OFF
+    ),
     "progressive_layer_drop": _refused("it belongs to the model", *_DISABLED),
     "eigenvalue": _refused("it belongs to the training loop", *_DISABLED),
     "quantize_training": _refused("nothing is quantized", *_DISABLED),
-    "compression_training": _refused("nothing is quantized"),
+    "compression_training": _refused("nothing is quantized", *_DISABLED),
+    "weight_quantization": _refused("nothing is quantized"),
+    "msamp": _refused("nothing is computed in 8 bits: use bf16", *_DISABLED),
     "curriculum_learning": _refused("the data loader is yours", *_DISABLED),
     "data_efficiency": _refused("the data loader is yours", *_DISABLED),
     "elasticity": _refused(
@@ -145,12 +156,24 @@ KEYS: Final[dict[str, Key]] = {
     ),
     "hybrid_engine": _refused("call engine.module.generate(...), which works under any engine", *_DISABLED),
     "pipeline": _refused("pipelines are not run"),
-    "tensor_parallel": _refused("tensors are not split"),
+    "tensor_parallel": _refused("tensors are not split", {"autotp_size": 0}, {"autotp_size": 1}, *_OFF),
+    "expert_parallel": _refused(
+        "experts are layers of the model's own: name their parameters in experts.parameters of zeroweave's own config",
+        *_DISABLED,
+    ),
     "sequence_parallel_size": _refused("sequences are not split", 1, *_OFF),
-    "seq_parallel_communication_data_type": _refused("sequences are not split", None),
+    "seq_parallel_communication_data_type": _refused("sequences are not split", "fp32", None),
     "use_data_before_expert_parallelism": _refused("experts.parallel_size counts consecutive ranks"),
 }
 """Sections without a dot are taken as they are: their own keys are not looked at."""
+
+
+def key_of(name: str) -> Key | None:
+    """What becomes of a dotted name: its own entry, or that of the section that is taken as it is; None: unknown."""
+    sections = [key for key in accumulate(name.split("."), "{}.{}".format) if key in KEYS]
+    whole = [key for key in sections if key == name or not any(other.startswith(f"{key}.") for other in KEYS)]
+    return KEYS[whole[-1]] if whole else None
+
 
 SECTIONS: Final = frozenset(key.split(".")[0] for key in KEYS)
 """The keys of a DeepSpeed config that are not inside another."""

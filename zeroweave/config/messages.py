@@ -11,14 +11,19 @@ from pydantic_core import ErrorDetails
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """One line where one thing is wrong, else a list of all."""
-    known = _known_keys(model)
-    found: dict[str, list[ErrorDetails]] = {}
-    for details in error.errors():
-        found.setdefault(_key_of(details["loc"], known), []).append(details)
-    lines = [_explain_one(key, details, known) for key, details in found.items()]
+    lines = findings(error, model)
     if len(lines) == 1:
         return lines[0]
     return "\n".join([f"{len(lines)} errors in the config:", *(f"- {line}" for line in lines)])
+
+
+def findings(error: ValidationError, model: type[BaseModel], table: str = "") -> list[str]:
+    """One line for each thing that is wrong. `table`: the dotted name of the table that `model` is; "": all of it."""
+    known = _known_keys(model, table and f"{table}.")
+    found: dict[str, list[ErrorDetails]] = {}
+    for details in error.errors():
+        found.setdefault(_key_of((*filter(None, [table]), *details["loc"]), known), []).append(details)
+    return [_explain_one(key, details, known) for key, details in found.items()]
 
 
 def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) -> str:
