@@ -137,22 +137,22 @@ def schedule(
 
 @app.command()
 def doctor() -> None:
-    """Check what this machine can do: versions, devices, transports, and whether Inductor compiles here.
+    """Check what this machine can do, and name the command or the setting that mends what is wrong.
 
-    Exits with 1 if training cannot work.
+    Versions, settings, devices, links between ranks, attention, and whether Inductor compiles here. Exits with 1 if
+    training cannot work.
     """
     from zeroweave.report.doctor import checks
 
     states = set()
     for check in checks():
         states.add(check.state)
-        print(f"{check.state:8} {check.name}: {check.detail}", flush=True)
-        if check.state != "ok":
-            print(f"{'':8} -> {check.cure}", flush=True)
+        print(*check.lines(), sep="\n", flush=True)
     if "failed" in states:
         print("zeroweave cannot train here")
         raise typer.Exit(1)
-    print("zeroweave works here, within limits" if "limited" in states else "zeroweave works here")
+    limits = ["within limits"] * ("limited" in states) + ["slower than it could"] * ("slow" in states)
+    print(", ".join(["zeroweave works here", *limits]))
 
 
 ckpt = typer.Typer(

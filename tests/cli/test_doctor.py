@@ -17,7 +17,10 @@ def test_the_doctor_finds_a_machine_that_trains() -> None:
     lines = done.stdout.splitlines()
     assert any(line.startswith("ok       gloo: works") for line in lines)
     assert any(line.startswith("ok       Inductor (cpu): compiles") for line in lines), done.stdout
-    assert lines[-1] == "zeroweave works here"
+    assert any(line.startswith("ok       links: 2 ranks exchange ") for line in lines), done.stdout
+    assert lines[-1].startswith("zeroweave works here")
+    names = {line[9:].split(":")[0] for line in lines[:-1] if not line[9:].startswith("->")}
+    assert {"CPU threads", "shared memory", "libraries", "attention (cpu)"} <= names
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,64 @@ def test_a_compiler_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_missing(output: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{os.path.basename(name)}")
     assert hint in doctor.missing(output, "cpu")
+
+
+def test_a_machine_without_a_c_compiler_cannot_run_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: "/bin/g++" if name == "g++" else None)
+    assert doctor.missing("triton failed", "cuda").startswith("no C compiler, which Triton needs: install gcc")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}")
+    assert "no C compiler" not in doctor.missing("triton failed", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "state", "cure"),
+    [
+        (None, 0, "ok", ""),
+        ((2, 28, 3), 2, "ok", ""),
+        ((2, 27, 5), 2, "slow", "pip install 'nvidia-nccl-cu"),
+        (None, 2, "failed", "install a PyTorch with NCCL"),
+    ],
+)
+def test_nccl(version: tuple[int, ...] | None, gpus: int, state: str, cure: str) -> None:
+    check = doctor.nccl(version, gpus)
+    assert check.state == state and check.cure.startswith(cure)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "present", "visible", "state", "cure"),
+    [
+        (None, False, None, "ok", ""),
+        ("13.0", False, None, "ok", ""),
+        (None, True, None, "limited", "pip install --force-reinstall torch, with CUDA"),
+        ("13.0", True, "", "limited", "unset CUDA_VISIBLE_DEVICES"),
+        ("13.0", True, None, "limited", "install a driver for CUDA 13.0 or newer; nvidia-smi shows which one is here"),
+    ],
+)
+def test_a_gpu_that_pytorch_cannot_use(
+    cuda: str | None, present: bool, visible: str | None, state: str, cure: str
+) -> None:
+    check = doctor.no_gpu(cuda, present, visible)
+    assert (check.state, check.cure) == (state, cure)
+
+
+def test_gpus_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 2)
+    for reach, state in ((True, "ok"), (False, "slow")):
+        monkeypatch.setattr(doctor.torch.cuda, "can_device_access_peer", lambda a, b, reach=reach: reach)
+        check = doctor.peer_access()
+        assert check.state == state
+    assert "GPUs 0-1, 1-0 cannot reach each other's memory" in check.detail
+
+
+def test_ranks_that_cannot_exchange_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(ranks: int) -> None:
+        raise RuntimeError(f"{ranks} ranks found no network")
+
+    monkeypatch.setattr(doctor, "measured_links", fails)
+    (check,) = doctor.between_ranks(0)
+    assert check.state == "failed" and check.detail.endswith("2 ranks found no network")
+    (alone,) = doctor.between_ranks(1)
+    assert alone.state == "ok"
 
 
 def test_the_line_that_says_most() -> None:

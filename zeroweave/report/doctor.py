@@ -1,7 +1,7 @@
 """Checks of the machine: can zeroweave train here, and if not, what is missing.
 
-Each check does the thing (starts a group, compiles a function) rather than looks for its parts, and returns a
-`Check`. `limited` means that training works in some other way, which `cure` names; `failed` that it does not.
+Each check does the thing (starts a group, compiles a function) rather than looks for its parts, wherever it can.
+docs/doctor.md says what each looks for.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import permutations
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from zeroweave.comm.choose import OLDEST_NCCL
+from zeroweave.report.attention import attempt, attention, of_transformers
+from zeroweave.report.check import Check
 from zeroweave.report.gathers import measured
+from zeroweave.report.links import links
+from zeroweave.report.links import measured as measured_links
+from zeroweave.report.settings import of_this_machine
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH, FIRST_UNSUPPORTED_TORCH = (2, 11), (2, 14)
 COMPILE_SECONDS = 240
 
-State = Literal["ok", "limited", "failed"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report; `cure` says what to do about a state other than ok."""
-
-    name: str
-    state: State
-    detail: str
-    cure: str = ""
-
 
 def checks() -> Iterator[Check]:
-    """All checks in order, each run when it is asked for: the compiling ones take seconds."""
+    """All checks in order, each run when it is asked for: those that compile or start ranks take seconds."""
+    gpus, cores = torch.cuda.device_count(), processors()
     yield python()
     yield pytorch(torch.__version__)
-    yield processors()
+    yield Check("CPU", "ok", f"{cores} cores, {platform.machine()}")
+    yield from of_this_machine(gpus, cores)
     yield from devices()
     yield gloo()
-    yield nccl()
+    yield nccl(torch.cuda.nccl.version() if gpus and dist.is_nccl_available() else None, gpus)
     yield peer_access()
+    yield from between_ranks(gpus)
     yield from gathers()
-    yield inductor("cpu")
-    if torch.cuda.is_available():
-        yield inductor("cuda")
+    for device in ("cpu", "cuda") if gpus else ("cpu",):
+        yield attention(device, partial(attempt, device))
+        yield inductor(device)
+    if (found := of_transformers()) is not None:
+        yield found
 
 
 def python() -> Check:
@@ -70,22 +70,36 @@ def pytorch(version: str) -> Check:
     return Check("PyTorch", "ok" if fine else "failed", version, f"pip install '{wanted}'")
 
 
-def processors() -> Check:
+def processors() -> int:
     """The cores that this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Check("CPU", "ok", f"{cores} cores, {platform.machine()}")
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def devices() -> Iterator[Check]:
     """One line per GPU, or one that says why there is none."""
     if not torch.cuda.is_available():
-        why = "no GPU found" if torch.version.cuda else "this PyTorch is built without CUDA"
-        yield Check("CUDA", "ok", f"{why}: ranks train on the CPU")
+        yield no_gpu(torch.version.cuda, Path("/dev/nvidia0").exists(), os.environ.get("CUDA_VISIBLE_DEVICES"))
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         detail = f"{found.name}, {found.total_memory / 2**30:.0f} GiB, sm_{found.major}{found.minor}"
         yield Check(f"CUDA {torch.version.cuda}, GPU {index}", "ok", detail)
+
+
+def no_gpu(cuda: str | None, present: bool, visible: str | None) -> Check:
+    """Why PyTorch, built for this CUDA, finds no GPU. `present`: the machine has one; `visible`: the variable."""
+    why = "no GPU found" if cuda else "this PyTorch is built without CUDA"
+    if not present:
+        return Check("CUDA", "ok", f"{why}: ranks train on the CPU")
+    if cuda is None:
+        return Check("CUDA", "limited", f"{why}, and there is a GPU", "pip install --force-reinstall torch, with CUDA")
+    if visible is not None:
+        detail = f"CUDA_VISIBLE_DEVICES is {visible!r}, which hides the GPUs that are here"
+        return Check("CUDA", "limited", detail, "unset CUDA_VISIBLE_DEVICES")
+    detail = f"there is a GPU, and PyTorch for CUDA {cuda} cannot use it"
+    return Check(
+        "CUDA", "limited", detail, f"install a driver for CUDA {cuda} or newer; nvidia-smi shows which one is here"
+    )
 
 
 def gloo() -> Check:
@@ -103,21 +117,41 @@ def gloo() -> Check:
     return Check("gloo", "ok", "works (agreement between ranks, transport on the CPU)")
 
 
-def nccl() -> Check:
-    """Whether GPUs can talk to each other through NCCL."""
-    if not torch.cuda.is_available():
+def nccl(version: tuple[int, ...] | None, gpus: int) -> Check:
+    """Whether GPUs can talk to each other through NCCL. `version`: None where it is not there."""
+    if not gpus:
         return Check("NCCL", "ok", "not needed without GPUs")
-    if not dist.is_nccl_available():
+    if version is None:
         return Check("NCCL", "failed", "not in this PyTorch", "install a PyTorch with NCCL")
-    return Check("NCCL", "ok", ".".join(map(str, torch.cuda.nccl.version())))
+    detail = ".".join(map(str, version))
+    if version[:2] < OLDEST_NCCL:
+        cuda, oldest = (torch.version.cuda or "13").split(".")[0], ".".join(map(str, OLDEST_NCCL))
+        cure = f"pip install 'nvidia-nccl-cu{cuda}>={oldest}'"
+        return Check("NCCL", "slow", f"{detail}: copy engines gather from {oldest} on", cure)
+    return Check("NCCL", "ok", detail)
 
 
 def peer_access() -> Check:
     """Whether GPUs of this machine can map each other's memory, as `symmetric_memory` of `zeroweave.dc` needs."""
     count = torch.cuda.device_count()
     apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
-    found = f"GPUs {', '.join(apart)} cannot reach each other's memory" if apart else "available"
-    return Check("symmetric memory", "ok", found if count > 1 else "needs two GPUs in one machine")
+    if apart:
+        detail = f"GPUs {', '.join(apart)} cannot reach each other's memory: they exchange through the host's"
+        cure = "set CUDA_VISIBLE_DEVICES to GPUs that nvidia-smi topo -p2p r shows as OK, and switch off the IOMMU"
+        return Check("symmetric memory", "slow", detail, cure)
+    return Check("symmetric memory", "ok", "available" if count > 1 else "needs two GPUs in one machine")
+
+
+def between_ranks(gpus: int) -> Iterator[Check]:
+    """How fast ranks exchange data: of a GPU each, or two on the CPU where there is none."""
+    if gpus == 1:
+        yield Check("links", "ok", "one GPU here, and nothing to exchange")
+        return
+    try:
+        yield from links(measured_links(gpus or 2))
+    except RuntimeError as error:
+        cure = "TORCH_CPP_LOG_LEVEL=INFO zeroweave run -n 2 -m zeroweave.report.links shows more"
+        yield Check("links", "failed", f"ranks cannot exchange data: {error}", cure)
 
 
 def gathers() -> Iterator[Check]:
@@ -179,6 +213,8 @@ def reason(output: str, code: int) -> str:
 
 def missing(output: str, device: str) -> str:
     """What to install, guessed from a failed probe's output and from what is on the PATH."""
+    if device == "cuda" and not any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang", "cc"))):
+        return "no C compiler, which Triton needs: install gcc (apt-get install gcc) or set CC"
     compiler = os.environ.get("CXX", "g++")
     if device == "cpu" and not (shutil.which(compiler) or shutil.which("clang++")):
         return f"no C++ compiler ({compiler}): install g++ (apt-get install g++) or set CXX"
