@@ -51,6 +51,10 @@ DOCUMENTED = {
     "zero_optimization.zenflow": """
         topk_ratio select_strategy select_interval update_interval full_warm_up_rounds overlap_step
     """,
+    "zero_optimization.reflow": """
+        enable_cpu_affinity main_thread_cores bucketwise_cores_per_worker state_update_cores
+    """,
+    "hifloat8": "enabled backend module_name_patterns min_numel config config.scale_policy",
     "zero_optimization.leaf_module": "classes names name_suffixes",
     "aio": "block_size queue_depth thread_count single_submit overlap_events intra_op_parallelism use_gds",
     "zero_optimization.aio": "block_size queue_depth thread_count single_submit overlap_events",
@@ -119,7 +123,7 @@ DOCUMENTED = {
     """,
     "sparse_attention": "mode block different_layout_per_head num_local_blocks num_global_blocks attention",
 }
-"""By section; of DeepSpeed 0.19.8, what came with and before it."""
+"""By section: what the documentation of DeepSpeed 0.19.8 and of those beside it names."""
 
 
 def documented() -> Iterator[str]:

@@ -120,11 +120,15 @@ def test_cpu_threads(
 
 
 def test_a_containers_share_of_the_cores(tmp_path: Path) -> None:
-    file = tmp_path / "cpu.max"
-    for text, quota in (("max 100000\n", None), ("150000 100000\n", 1.5), ("", None)):
-        file.write_text(text)
-        assert _quota(file) == quota
-    assert _quota(tmp_path / "absent") is None
+    assert _quota(tmp_path) is None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    for share, quota in (("-1", None), ("50000", 0.5)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{share}\n")
+        assert _quota(tmp_path) == quota
+    for text, quota in (("max 100000\n", None), ("150000 100000\n", 1.5)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert _quota(tmp_path) == quota
 
 
 def test_shared_memory() -> None:

@@ -79,7 +79,7 @@ _IGNORED: Final = {
         stage3_module_granularity_threshold stage3_partition_stream_chunk_size
         stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
         stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-        compute_grad_norm parameter_alignment aio
+        compute_grad_norm parameter_alignment aio reflow
     """,
     "zero_optimization.offload_optimizer": """
         pin_memory buffer_count fast_init pipeline_read pipeline_write nvme_path cpuadam_cores_perc
@@ -145,6 +145,7 @@ KEYS: Final[dict[str, Key]] = {
     "quantize_training": _refused("nothing is quantized", *_DISABLED),
     "compression_training": _refused("nothing is quantized", *_DISABLED),
     "weight_quantization": _refused("nothing is quantized"),
+    "hifloat8": _refused("nothing is computed in 8 bits: use bf16", *_DISABLED),
     "msamp": _refused("nothing is computed in 8 bits: use bf16", *_DISABLED),
     "curriculum_learning": _refused("the data loader is yours", *_DISABLED),
     "data_efficiency": _refused("the data loader is yours", *_DISABLED),

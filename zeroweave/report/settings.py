@@ -190,10 +190,12 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
-    """How many cores the container's limit is worth; None: there is none."""
-    try:
-        share, period = file.read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if share == "max" else int(share) / int(period)
+def _quota(cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """How many cores the container's limit is worth, in the second version of cgroups or the first; None: no limit."""
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            share, period = " ".join((cgroup / name).read_text() for name in names).split()
+        except (OSError, ValueError):
+            continue
+        return None if share in ("max", "-1") else int(share) / int(period)
+    return None
