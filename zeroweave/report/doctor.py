@@ -37,7 +37,7 @@ COMPILE_SECONDS = 240
 
 def checks() -> Iterator[Check]:
     """All checks in order, each run when it is asked for: those that compile or start ranks take seconds."""
-    gpus, cores = torch.cuda.device_count(), processors()
+    gpus, cores = torch.cuda.device_count() if torch.cuda.is_available() else 0, processors()
     yield python()
     yield pytorch(torch.__version__)
     yield Check("CPU", "ok", f"{cores} cores, {platform.machine()}")
