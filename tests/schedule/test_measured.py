@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from tests.schedule.measured import as_predicted, with_costs
 from tests.support.schedules import random_case
+from zeroweave import ScheduleError
 from zeroweave.report.course import measured, predicted
-from zeroweave.schedule import Schedule, Span, Step, compile_schedule, costs_of
+from zeroweave.schedule import Measured, Schedule, Span, Step, compile_schedule, costs_of
 
 SEEDS = range(40)
 
@@ -30,14 +35,15 @@ def busy(spans: tuple[Span, ...]) -> dict[tuple[str, int], float]:
 def test_a_step_that_goes_as_predicted_is_shown_as_predicted(seed: int) -> None:
     schedule = schedule_of(seed)
     assert schedule.costs is not None
-    found, expected = measured(as_predicted(schedule, before=5000)), predicted(schedule, schedule.costs)
+    step = as_predicted(schedule, before=5000).step
+    found, expected = measured(step, schedule.costs), predicted(schedule, schedule.costs)
     assert found.seconds == pytest.approx(expected.seconds)
     assert found.starts == pytest.approx(expected.starts)
     assert found.waits == pytest.approx(expected.waits)
     assert busy(found.spans) == pytest.approx(busy(expected.spans), abs=1e-12)
     assert found.takes == pytest.approx(expected.takes, abs=1e-12)
     assert found.memory == expected.memory and found.peak == expected.peak
-    assert measured(as_predicted(schedule)).memory == ()
+    assert measured(as_predicted(schedule).step, schedule.costs).memory == ()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -59,3 +65,25 @@ def test_no_collectives_were_timed() -> None:
     schedule = schedule_of(0)
     step = Step.of(schedule, as_predicted(schedule).step.moments, [])
     assert step.waits == {} and {span.lane for span in step.spans} == {"compute"}
+
+
+def test_further_steps_and_words_lie_in_the_file(tmp_path: Path) -> None:
+    found = as_predicted(schedule_of(1))
+    slower = replace(found.step, moments=tuple(replace(each, stop=each.stop + 1.0) for each in found.step.moments))
+    told = replace(found, others=(slower, found.step), about={"rank": 3, "names": ["a"]})
+    path = tmp_path / "rank0.json"
+    told.save(path)
+    loaded = Measured.load(path)
+    assert loaded is not None and loaded.about == told.about
+    assert [each.moments for each in loaded.others] == [each.moments for each in told.others]
+    found.save(path)
+    loaded = Measured.load(path)
+    assert loaded is not None and (loaded.others, loaded.about) == ((), None)
+    saved = json.loads(path.read_text())
+    del saved["measured"]["others"], saved["measured"]["about"]  # as files were before there was more than one step
+    path.write_text(json.dumps(saved))
+    assert Measured.load(path) == loaded
+    saved["measured"]["others"] = [{"moments": [], "collectives": []}]
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ScheduleError, match=r"rank0\.json: measured\.others\.0\.moments: 0 for \d+ instructions"):
+        Measured.load(path)

@@ -42,6 +42,7 @@ from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.settings import settings_of
+from zeroweave.engine.stats import Losses
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
@@ -298,7 +299,8 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
     """The engine, of objects that each know those before them."""
     settings, runtime = parts.config, parts.runtime
     scheduler = Scheduler(parts, facts)
-    samples = Samples.asked_for(scheduler, parts.control.rank)
+    losses = Losses(lambda: samples is not None and not parts.transport.tries)
+    samples = Samples.asked_for(scheduler, losses, parts.control.rank)
     access = Access(parts.model, runtime)
     hook_gradients(runtime)
     shown = Shown(runtime, parts.places, access)
@@ -327,10 +329,10 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
 
     def step_ended(engine: Engine, boundary: bool) -> None:
         checkpoints.step_ended(boundary)
-        if boundary and samples is not None:
-            samples.step_ended(engine.global_steps, engine.stats)
+        if boundary and samples is not None and not parts.transport.tries:
+            samples.step_ended(engine)
 
-    return Engine(parts, calls, scheduler, window, step, graphs, values, checkpoints, step_ended)
+    return Engine(parts, calls, scheduler, window, step, graphs, values, checkpoints, step_ended, losses)
 
 
 def _adaptive(parts: EngineParts) -> Adaptive | None:

@@ -52,7 +52,10 @@ class Calls:
             slots = [place_of[id(p)] for p in module.parameters(recurse)]
             return ModuleCall(name, module, slots, runtime, access, self.session, compiled)
 
-        self._calls = [call(name, module, recurse=False) for name, module in call_modules(model, regions)]
+        outside = call_modules(model, regions)
+        self.eager_modules = tuple(name for name, _ in outside)
+        """modules outside of all regions, by name"""
+        self._calls = [call(name, module, recurse=False) for name, module in outside]
         for name, module in regions:
             compiled = None
             if self.templates is not None:

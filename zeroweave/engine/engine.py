@@ -17,7 +17,7 @@ from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Plan, Recording, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
-from zeroweave.engine.stats import Stats
+from zeroweave.engine.stats import Losses, Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values, tell_dropped
 from zeroweave.engine.window import Window
@@ -47,6 +47,7 @@ class Engine:
         values: Values,
         checkpoints: Checkpoints,
         step_ended: Callable[[Engine, bool], None],
+        losses: Losses,
     ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
         self.rank, self.world = parts.control.rank, parts.control.world
@@ -58,6 +59,7 @@ class Engine:
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
         self._step_ended = step_ended  # what there is to do after each `step()`, at a boundary or not
+        self._losses = losses  # of the open window
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -108,12 +110,14 @@ class Engine:
         With `compile.cuda_graphs` it is one launch, once it has settled: see docs/performance.md.
         """
         loss, boundary = self._graphs.train_step(batch, loss_fn)
+        self._losses.note(loss)
         self._step_ended(self, boundary)
         return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         self._graphs.backward(loss, retain_graph, scale_wrt_gas)
+        self._losses.note(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps; float32 at least where it is scaled."""
@@ -182,6 +186,7 @@ class Engine:
         """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
         with self._guard("zero_grad", clean=False):
             self._window.abort()
+        self._losses.drop()
 
     def profiling(self) -> AbstractContextManager[Ledger]:
         """Inside, steps run without any communication; afterwards everything that they changed is as before.

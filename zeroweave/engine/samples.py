@@ -1,4 +1,4 @@
-"""Measured steps for `zeroweave schedule`, where the environment asks an engine for them.
+"""Measured steps for `zeroweave schedule` and `zeroweave report`, where the environment asks an engine for them.
 
 `ZEROWEAVE_SCHEDULE_OUT` names a folder, and each rank writes `rank<r>.json` there. `ZEROWEAVE_SCHEDULE_STEPS` is the
 number of optimizer steps after which the script is left, as by `sys.exit()`; without it the script runs to its end.
@@ -7,33 +7,123 @@ number of optimizer steps after which the script is left, as by `sys.exit()`; wi
 from __future__ import annotations
 
 import os
+import platform
+from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
+
+from zeroweave.engine import Engine
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.stats import Stats
-from zeroweave.errors import EngineError
-from zeroweave.schedule import Measured, costs_of
+from zeroweave.engine.stats import Losses, Stats
+from zeroweave.errors import EngineError, ScheduleError
+from zeroweave.layout import BucketLayout
+from zeroweave.schedule import Measured, Step, costs_of
 
 FOLDER: Final = "ZEROWEAVE_SCHEDULE_OUT"
 STEPS: Final = "ZEROWEAVE_SCHEDULE_STEPS"
 _MOST: Final = 9
+_LONGEST: Final = 1000
+
+
+@dataclass(frozen=True)
+class About:
+    """What an engine tells about itself and its run, beside the times of its steps.
+
+    model: its class. device: what this rank computes on. config: as `Config.model_dump` has it. seconds: the number of
+    each timed step, from 1, and how long it took. losses: the number of each step, and the mean of the losses that this
+    rank has given to `backward`, or got from `train_step`. Of both the last thousand; skipped steps count.
+    """
+
+    rank: int
+    world: int
+    model: str
+    device: str
+    versions: dict[str, str]
+    config: dict[str, Any]
+    buckets: tuple[BucketLayout, ...]
+    stats: Stats
+    seconds: tuple[tuple[int, float], ...]
+    losses: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def read(
+        cls, engine: Engine, seconds: tuple[tuple[int, float], ...], losses: tuple[tuple[int, float], ...]
+    ) -> About:
+        """Of an engine, at this moment."""
+        return cls(
+            rank=engine.rank,
+            world=engine.world,
+            model=type(engine.module).__name__,
+            device=_device(engine.device),
+            versions=_versions(),
+            config=engine.config.model_dump(mode="json"),
+            buckets=engine.buckets,
+            stats=engine.stats,
+            seconds=seconds,
+            losses=losses,
+        )
+
+    def told(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return _ABOUT.dump_python(self, mode="json")
+
+    @classmethod
+    def found(cls, told: dict[str, Any], name: str) -> About:
+        """From what `told` gave; ScheduleError with the field and `name`, of the file, for what is something else."""
+        try:
+            return _ABOUT.validate_python(told)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(map(str, ("measured", "about", *first["loc"])))
+            raise ScheduleError(f"{name}: not written by this version of zeroweave: {field}: {first['msg']}") from None
+
+
+_ABOUT: Final = TypeAdapter(About)
+
+
+def _device(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    return f"{device}, {platform.machine()}"
+
+
+def _versions() -> dict[str, str]:
+    versions = {"PyTorch": torch.__version__, "Python": platform.python_version()}
+    with suppress(PackageNotFoundError):  # a checkout that is not installed
+        versions = {"zeroweave": version("zeroweave"), **versions}
+    if torch.version.cuda is not None:
+        versions["CUDA"] = torch.version.cuda
+        if dist.is_nccl_available():
+            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 class Samples:
-    """Times every step of one engine and keeps one in a file: of the last steps that followed the present schedule,
-    nine at most, the one of median duration.
+    """Times every step of one engine and keeps some in a file: of the last steps that followed the present schedule,
+    nine at most, the one of median duration, and the fastest and the slowest beside it.
     """
 
-    def __init__(self, scheduler: Scheduler, path: Path, last: int | None) -> None:
-        self._path, self._last = path, last
+    def __init__(self, scheduler: Scheduler, losses: Losses, path: Path, last: int | None) -> None:
+        self._noted, self._path, self._last = losses, path, last
+        self._seconds: deque[tuple[int, float]] = deque(maxlen=_LONGEST)
+        self._losses: deque[tuple[int, float]] = deque(maxlen=_LONGEST)
+        self._newest: Step | None = None
+        """the last one that is in the file"""
         self._open = ExitStack()  # as long as the engine lives
         self._recording = self._open.enter_context(scheduler.record())
 
     @classmethod
-    def asked_for(cls, scheduler: Scheduler, rank: int, environment: Mapping[str, str] = os.environ) -> Samples | None:
+    def asked_for(
+        cls, scheduler: Scheduler, losses: Losses, rank: int, environment: Mapping[str, str] = os.environ
+    ) -> Samples | None:
         """None where nobody asks. EngineError for a folder that does not exist, or steps that are no number."""
         folder, last = environment.get(FOLDER), environment.get(STEPS)
         if not folder:
@@ -42,14 +132,25 @@ class Samples:
             raise EngineError(f"{FOLDER} must name a folder, and {folder!r} is none")
         if last is not None and not last.isdecimal():
             raise EngineError(f"{STEPS} must be a whole number, not {last!r}")
-        return cls(scheduler, Path(folder) / f"rank{rank}.json", None if last is None else int(last))
+        return cls(scheduler, losses, Path(folder) / f"rank{rank}.json", None if last is None else int(last))
 
-    def step_ended(self, step: int, stats: Stats) -> None:
-        """After each optimizer step, counted from 1."""
-        steps = self._recording.steps
+    def step_ended(self, engine: Engine) -> None:
+        """After each optimizer step."""
+        number, steps = engine.global_steps + engine.skipped_steps, self._recording.steps
+        if (loss := self._noted.take()) is not None:
+            self._losses.append((number, loss))
         if steps:
+            if steps[-1] is not self._newest:
+                self._newest = steps[-1]
+                self._seconds.append((number, self._newest.seconds))
             steps[:] = [each for each in steps if each.schedule is steps[-1].schedule][-_MOST:]
-            median = sorted(steps, key=lambda each: each.seconds)[len(steps) // 2]
-            Measured(median, costs_of(steps), stats.compile_seconds).save(self._path)
-        if step == self._last:
+            _measured(steps, About.read(engine, tuple(self._seconds), tuple(self._losses))).save(self._path)
+        if engine.global_steps == self._last:
             raise SystemExit(0)
+
+
+def _measured(steps: list[Step], about: About) -> Measured:
+    ordered = sorted(steps, key=lambda each: each.seconds)
+    middle = len(ordered) // 2
+    others = tuple(ordered[place] for place in sorted({0, len(ordered) - 1} - {middle}))
+    return Measured(ordered[middle], costs_of(steps), about.stats.compile_seconds, others, about.told())

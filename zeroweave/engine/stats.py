@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
+
+import torch
 
 from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
@@ -79,6 +82,7 @@ class Stats:
     left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `found_templates`: those of them that
     Inductor's cache had, from an earlier run or another rank. `compile_seconds`: by phase, see `compile.phases`,
     and what making schedules took. `eager_regions`: regions that Dynamo gave up on, with its reason.
+    `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
     micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
@@ -97,6 +101,7 @@ class Stats:
     found_templates: int
     compile_seconds: dict[str, float]
     eager_regions: dict[str, str]
+    eager_modules: tuple[str, ...]
     captured_windows: int
     replayed_steps: int
     uncaptured_steps: dict[str, int]
@@ -127,6 +132,7 @@ class Stats:
             found_templates=0 if templates is None else templates.found,
             compile_seconds={**compiled, "schedule": schedule_seconds},
             eager_regions=dict(calls.eager_regions),
+            eager_modules=calls.eager_modules,
             captured_windows=graphs.known.captured,
             replayed_steps=graphs.replayed,
             uncaptured_steps=dict(graphs.known.uncaptured),
@@ -139,3 +145,26 @@ class Stats:
             total=dict(parts.progress.ledger.totals()),
             memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),
         )
+
+
+class Losses:
+    """The losses of the open window, unscaled, of micro-steps during which they are `wanted`."""
+
+    def __init__(self, wanted: Callable[[], bool]) -> None:
+        self._wanted = wanted
+        self._noted: list[torch.Tensor] = []
+
+    def note(self, loss: torch.Tensor) -> None:
+        """One more; what it becomes later does not matter."""
+        if self._wanted():
+            self._noted.append(loss.detach().mean())  # a copy: graphs write theirs again
+
+    def drop(self) -> None:
+        """The window is given up."""
+        self._noted.clear()
+
+    def take(self) -> float | None:
+        """Their mean, at the end of the window; None where there are none. Waits for the device."""
+        found = [float(loss) for loss in self._noted]
+        self._noted.clear()
+        return fmean(found) if found else None

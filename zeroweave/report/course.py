@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroweave.schedule import Costs, Measured, Prediction, Schedule, dependencies, simulate
+from zeroweave.engine.samples import About
+from zeroweave.schedule import Costs, Measured, Operation, Prediction, Schedule, Step, dependencies, simulate
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,15 @@ def predicted(schedule: Schedule, costs: Costs) -> Course:
     return Course(**vars(simulate(schedule, costs)), name="predicted")
 
 
-def measured(found: Measured) -> Course:
+def measured(step: Step, costs: Costs, name: str = "measured") -> Course:
     """What one rank did. Memory is counted from the start of the step, as in the prediction."""
-    step = found.step
     starts = tuple(moment.start for moment in step.moments)
     allocated = [moment.allocated for moment in step.moments]
     memory: tuple[int, ...] = ()
     if any(allocated):
-        before = allocated[0] - simulate(step.schedule, found.costs).memory[0]
+        before = allocated[0] - simulate(step.schedule, costs).memory[0]
         memory = tuple(each - before for each in allocated)
-    return Course(step.seconds, starts, step.waits, memory, step.spans, name="measured")
+    return Course(step.seconds, starts, step.waits, memory, step.spans, name=name)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Courses:
 
     longest: seconds of the critical path. seconds: of making templates and the schedule, by phase. agreed: was the
     prediction made from costs that the ranks agreed on before, or else from the measured steps themselves?
+    others: the fastest and the slowest measured step, where they are not the first of the courses. operations: the
+    collectives of the measured step. about: what the engine told about itself.
     """
 
     schedule: Schedule
@@ -62,6 +64,9 @@ class Courses:
     longest: float
     seconds: Mapping[str, float]
     agreed: bool
+    others: tuple[Course, ...] = ()
+    operations: tuple[Operation, ...] = ()
+    about: About | None = None
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Courses:
@@ -75,4 +80,17 @@ class Courses:
         longest, _ = dependencies(schedule).critical_path(costs)
         if found is None:
             return cls(schedule, courses, longest, {}, True)
-        return cls(schedule, (measured(found), *courses), longest, found.seconds, schedule.costs is not None)
+        others = []
+        for step in found.others:
+            name = "fastest" if step.seconds <= found.step.seconds else "slowest"
+            others.append(measured(step, found.costs, name))
+        return cls(
+            schedule,
+            (measured(found.step, found.costs), *courses),
+            longest,
+            found.seconds,
+            schedule.costs is not None,
+            tuple(others),
+            found.step.operations,
+            None if found.about is None else About.found(found.about, os.fspath(path)),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Union, get_args
 
@@ -29,19 +29,30 @@ _ByKind: Final = GetPydanticSchema(lambda source, handler: handler(_by_kind(sour
 
 
 @dataclass(frozen=True)
-class Marks:
+class StepMarks:
     """A measured step of a schedule, in seconds from its start.
 
     moments: (start, stop, bytes allocated) of each instruction. collectives: (kind, bucket, issued, over) in the
-    order of their issue. copies: (index, bytes, start, stop) of activations that were moved. costs: of all steps
-    that were measured with it. seconds: of making templates and the schedule, by phase.
+    order of their issue. copies: (index, bytes, start, stop) of activations that were moved.
     """
 
     moments: tuple[tuple[float, float, int], ...]
     collectives: tuple[tuple[Kind, int, float, float], ...]
+    copies: tuple[tuple[int, int, float, float], ...] = field(default=(), kw_only=True)
+
+
+@dataclass(frozen=True)
+class Marks(StepMarks):
+    """What one rank measured: the step that is shown, and more.
+
+    costs: of all steps that were measured with it. seconds: of making templates and the schedule, by phase. others:
+    further steps. about: what the engine told about itself, for whoever wrote it to read.
+    """
+
     costs: Costs
     seconds: dict[str, float]
-    copies: tuple[tuple[int, int, float, float], ...] = ()
+    others: tuple[StepMarks, ...] = ()
+    about: dict[str, Any] | None = None
 
 
 class File(BaseModel):
