@@ -1,4 +1,4 @@
-"""The command line: `zeroweave demo`, `run`, `schedule`, `doctor` and `ckpt`."""
+"""The command line: `zeroweave demo`, `run`, `schedule`, `report`, `doctor` and `ckpt`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from zeroweave.report.course import Courses
 
 app = typer.Typer(
     name="zeroweave",
@@ -85,29 +88,21 @@ def run(
     raise typer.Exit(launch(arguments))
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
-def schedule(
-    source: Annotated[Path, typer.Argument(metavar="SCRIPT_OR_SAVED.json", exists=True, dir_okay=False)],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[SCRIPT ARGS]...", help="of the script", show_default=False)
-    ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="whose measured step")] = 0,
-    ranks: Annotated[int, typer.Option(min=1, help="processes that run the script")] = 2,
-    steps: Annotated[int, typer.Option(min=2, help="optimizer steps after which the script is ended")] = 10,
-    trace: Annotated[Path | None, typer.Option(help="also write a trace for Perfetto or chrome://tracing")] = None,
-) -> None:
-    """Print a schedule with the times of its instructions.
+SCRIPT: dict[str, Any] = {"ignore_unknown_options": True}
+Source = Annotated[Path, typer.Argument(metavar="SCRIPT_OR_SAVED.json", exists=True, dir_okay=False)]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(metavar="[SCRIPT ARGS]...", help="of the script", show_default=False)
+]
+Rank = Annotated[int, typer.Option(min=0, help="whose measured step")]
+Ranks = Annotated[int, typer.Option(min=1, help="processes that run the script")]
+Steps = Annotated[int, typer.Option(min=2, help="optimizer steps after which the script is ended")]
 
-    Of a file that was saved (*.json): what is predicted, as far as anything was measured. Of a training script: it
-    runs, its engine is timed, and what was measured stands beside what is predicted. The options above are this
-    command's wherever they stand; what follows `--` is the script's in any case.
-    """
-    import json
 
+def _courses(source: Path, arguments: list[str] | None, rank: int, ranks: int, steps: int) -> Courses:
+    """What is known of a saved schedule, or of a script that is run for it; ends the command where nothing is."""
     from zeroweave.errors import ScheduleError
     from zeroweave.report.course import Courses
-    from zeroweave.report.schedule import of_script, report
-    from zeroweave.report.trace import trace as traced
+    from zeroweave.report.schedule import of_script
 
     saved = source.suffix == ".json"
     if saved and arguments:
@@ -126,6 +121,30 @@ def schedule(
         raise typer.Exit(1) from None
     if isinstance(shown, int):
         raise typer.Exit(shown)
+    return shown
+
+
+@app.command(context_settings=SCRIPT)
+def schedule(
+    source: Source,
+    arguments: Arguments = None,
+    rank: Rank = 0,
+    ranks: Ranks = 2,
+    steps: Steps = 10,
+    trace: Annotated[Path | None, typer.Option(help="also write a trace for Perfetto or chrome://tracing")] = None,
+) -> None:
+    """Print a schedule with the times of its instructions.
+
+    Of a file that was saved (*.json): what is predicted, as far as anything was measured. Of a training script: it
+    runs, its engine is timed, and what was measured stands beside what is predicted. The options above are this
+    command's wherever they stand; what follows `--` is the script's in any case.
+    """
+    import json
+
+    from zeroweave.report.schedule import report
+    from zeroweave.report.trace import trace as traced
+
+    shown = _courses(source, arguments, rank, ranks, steps)
     for line in report(shown):
         print(line)
     if trace is not None:
@@ -133,6 +152,31 @@ def schedule(
             raise typer.BadParameter(f"{source} has no times to trace", param_hint="--trace")
         trace.write_text(json.dumps(traced(shown.schedule, shown.courses)))
         print(f"wrote {trace}")
+
+
+@app.command(context_settings=SCRIPT)
+def report(
+    source: Source,
+    arguments: Arguments = None,
+    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="the page")] = Path("report.html"),
+    rank: Rank = 0,
+    ranks: Ranks = 2,
+    steps: Steps = 10,
+) -> None:
+    """Write one page of HTML about a run: its schedule as lanes over time, and all that is known around it.
+
+    SCRIPT_OR_SAVED.json and the options are those of `zeroweave schedule`. The page needs no network.
+    """
+    from datetime import UTC, datetime
+
+    from zeroweave.report.page import page
+
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
+    shown = _courses(source, arguments, rank, ranks, steps)
+    written = page(shown, source.name, datetime.now(UTC))
+    output.write_text(written, encoding="utf-8")
+    print(f"wrote {output}, {len(written.encode()):,} bytes")
 
 
 @app.command()

@@ -1,0 +1,144 @@
+"""A step as lanes over time, in shares of a time axis: what a drawing needs, and nothing of how it is drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from zeroweave.report.course import Course
+from zeroweave.schedule import Run, Schedule, Settle, Span, Update, Wait
+
+NAMES: Final = {
+    "compute": "computation",
+    "all_gather": "gathers",
+    "reduce_scatter": "reductions",
+    "update": "updates",
+    "copy": "copies",
+}
+"""The lanes from top to bottom, and what people call them."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """What happened between two moments on a lane.
+
+    kind: forward, backward, other (computation of the program's own), update, gather, reduce, copy, or wait, where
+    computation stands still. start, seconds: in seconds. index: the instruction's. what: in words.
+    """
+
+    kind: str
+    start: float
+    seconds: float
+    index: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Slices in the order of time, which do not overlap."""
+
+    name: str
+    slices: tuple[Slice, ...]
+
+
+def lanes(schedule: Schedule, course: Course) -> tuple[Lane, ...]:
+    """The lanes of a course on which anything happens; waits are on that of computation."""
+    found: dict[str, list[Slice]] = {name: [] for name in NAMES}
+    for span in course.spans:
+        if span.stop <= span.start:
+            continue
+        instruction = schedule.instructions[span.index]
+        lane = "update" if isinstance(instruction, Update) else span.lane
+        kind, what = _named(schedule, span)
+        found[lane].append(Slice(kind, span.start, span.stop - span.start, span.index, what))
+    for index, seconds in course.waits.items():
+        what = f"stands still at {schedule.describe(schedule.instructions[index])}"
+        found["compute"].append(Slice("wait", course.starts[index], seconds, index, what))
+    return tuple(
+        Lane(NAMES[lane], tuple(sorted(slices, key=lambda each: each.start)))
+        for lane, slices in found.items()
+        if slices
+    )
+
+
+def _named(schedule: Schedule, span: Span) -> tuple[str, str]:
+    """The kind of a slice, and what it is in words."""
+    instruction = schedule.instructions[span.index]
+    what = schedule.describe(instruction)
+    if span.lane == "all_gather":
+        return "gather", what
+    if span.lane == "reduce_scatter":
+        return "reduce", what
+    if span.lane == "copy":
+        return "copy", what
+    if isinstance(instruction, Run):
+        return instruction.call.phase, what
+    if isinstance(instruction, Update):
+        return "update", what
+    return "other", f"computation behind {what}"
+
+
+def shares(schedule: Schedule, course: Course) -> dict[str, float]:
+    """Seconds of the step by what the compute stream does: the kinds of its slices, waits by what they wait for.
+
+    "rest": what is left of the step's duration.
+    """
+    found = dict.fromkeys(("forward", "backward", "other", "update", "gather", "reduce", "copy"), 0.0)
+    for span in course.spans:
+        if span.lane == "compute":
+            found[_named(schedule, span)[0]] += span.stop - span.start
+    for index, seconds in course.waits.items():
+        found[waited_for(schedule, index)] += seconds
+    return {**found, "rest": max(0.0, course.seconds - sum(found.values()))}
+
+
+def waited_for(schedule: Schedule, index: int) -> str:
+    """What computation waits for at an instruction: "gather", "reduce" or "copy"."""
+    instruction = schedule.instructions[index]
+    if isinstance(instruction, Settle):
+        return "reduce"
+    # `Release` waits for activations on their way out, an event for those on their way back.
+    return "gather" if isinstance(instruction, Wait) else "copy"
+
+
+def ticks(seconds: float, most: int) -> list[float]:
+    """Round moments of a time axis from 0 to `seconds`, at equal distances, `most` and the 0 or fewer."""
+    if seconds <= 0.0:
+        return [0.0]
+    rough = seconds / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    distance = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return [distance * number for number in range(math.floor(seconds / distance * (1 + 1e-9)) + 1)]
+
+
+def curve(points: Sequence[tuple[float, float]], right: float, top: float, steps: bool) -> str:
+    """The path of an SVG, 1000 wide and 100 high, through points from (0, 0) to (right, top).
+
+    steps: a value holds until the next one.
+    """
+    if not points:
+        return ""
+    right, top = right or 1.0, top or 1.0
+
+    def x(value: float) -> str:
+        return f"{1000 * value / right:.2f}".rstrip("0").rstrip(".")
+
+    def y(value: float) -> str:
+        return f"{100 - 100 * value / top:.2f}".rstrip("0").rstrip(".")
+
+    (at, value), *others = points
+    last = x(at), y(value)
+    parts = [f"M{last[0]} {last[1]}"]
+    for at, value in others:
+        now = x(at), y(value)
+        if steps:  # only what changes
+            if now[0] != last[0]:
+                parts.append(f"H{now[0]}")
+            if now[1] != last[1]:
+                parts.append(f"V{now[1]}")
+        else:
+            parts.append(f"L{now[0]} {now[1]}")
+        last = now
+    return "".join(parts)

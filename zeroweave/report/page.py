@@ -1,0 +1,147 @@
+"""`zeroweave report`: what is known of a run, as one page of HTML that needs nothing else."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from zeroweave.engine.samples import About
+from zeroweave.report import sections
+from zeroweave.report.course import Course, Courses
+from zeroweave.report.lanes import Lane, curve, lanes, shares, ticks
+from zeroweave.report.tables import size
+
+KINDS: Final = {
+    "forward": "forward",
+    "backward": "backward",
+    "other": "other computation",
+    "update": "update",
+    "gather": "gather",
+    "reduce": "reduction",
+    "copy": "copy of activations",
+    "wait": "computation stands still",
+}
+"""Kinds of slices, as the legend has them."""
+SHARES: Final = {
+    "forward": "forward",
+    "backward": "backward",
+    "other": "other computation",
+    "update": "updates",
+    "gather": "waits for gathers",
+    "reduce": "waits for reductions",
+    "copy": "waits for copies",
+    "rest": "the rest",
+}
+LEVELS: Final = 8, 40, 200
+"""How many round moments the time axis names: more where it is magnified."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """The lanes of one course. memory: the path of its curve, "" where nobody counts."""
+
+    course: Course
+    lanes: tuple[Lane, ...]
+    memory: str
+
+
+def page(shown: Courses, title: str, made: datetime) -> str:
+    """The page as text, in UTF-8 when it is written. What is not known is left out, and said to be missing."""
+    environment = Environment(
+        loader=PackageLoader("zeroweave.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"ms": sections.ms, "size": size, "share": lambda part: f"{100 * part:.3f}%"}
+    about = shown.about
+    values: dict[str, Any] = {
+        "title": title,
+        "made": made.strftime("%Y-%m-%d %H:%M %Z"),
+        "shown": shown,
+        "about": about,
+        "kinds": KINDS,
+        "buckets": sections.buckets(shown.schedule, about),
+        "compilation": sections.compilation(shown.seconds),
+    }
+    if shown.courses:
+        values |= _of_courses(shown)
+    if about is not None:
+        values |= {
+            "traffic": sections.traffic(about.stats),
+            "compiled": sections.compiled(about.stats),
+            "remarks": list(sections.remarks(about)),
+            "memory": sections.memory(about.stats),
+            "settings": sections.settings(about.config),
+            "curves": _curves(about),
+            "parameters": sum(slot.numel for bucket in about.buckets for slot in bucket.slots),
+        }
+    return environment.get_template("report.html").render(values)
+
+
+def _of_courses(shown: Courses) -> dict[str, Any]:
+    """What there is to draw, on one time axis for all courses."""
+    schedule = shown.schedule
+    first, *rest = shown.courses
+    measured = (first, *shown.others) if first.name == "measured" else ()
+    courses = (*measured, *(rest if measured else (first,)))
+    longest = max((0.0, *(course.seconds for course in courses), *(s.stop for c in courses for s in c.spans))) or 1.0
+    most = max(0, *(course.peak for course in courses))
+    pictures = {
+        course.name: Picture(
+            course,
+            lanes(schedule, course),
+            curve([*zip(course.starts, course.memory, strict=False), *_last(course)], longest, most, steps=True),
+        )
+        for course in courses
+    }
+    table, more = sections.exposed(shown)
+    return {
+        "measured": [pictures[course.name] for course in measured],
+        "pictures": list(pictures.values()),
+        "longest": longest,
+        "ticks": [ticks(longest, most) for most in LEVELS],
+        "shares": [(course.name, course.seconds, shares(schedule, course)) for course in courses],
+        "share_names": SHARES,
+        "instructions": sections.instructions(shown, courses),
+        "exposed": table,
+        "more_exposed": more,
+        "collectives": sections.collectives(shown),
+    }
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values by the number of a step, drawn from 0 to `most`; `path` leaves out those that are not finite."""
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+    most: float
+    path: str
+    unit: str
+
+
+def _curves(about: About) -> list[Curve]:
+    """What there is to tell of each step; a time in ms."""
+    times = tuple((number, 1e3 * took) for number, took in about.seconds)
+    named = (("Duration of each timed step", times, "ms"), ("Loss on this rank", about.losses, ""))
+    found = []
+    for name, points, unit in named:
+        finite = [(number, value) for number, value in points if math.isfinite(value)]
+        if not finite:
+            continue
+        first, last = finite[0][0], finite[-1][0]
+        most = max(0.0, *(value for _, value in finite))
+        shifted = [(float(number - first), value) for number, value in finite]
+        found.append(Curve(name, points, most, curve(shifted, float(last - first), most, steps=False), unit))
+    return found
+
+
+def _last(course: Course) -> list[tuple[float, int]]:
+    """Memory stays to the end of the step."""
+    return [(course.seconds, course.memory[-1])] if course.memory else []
