@@ -1,0 +1,263 @@
+"""Accelerate with a zeroweave engine: an `Accelerator` whose prepared model is sharded.
+
+    from zeroweave.integrations.accelerate import ZeroweaveAccelerator as Accelerator
+
+Accelerate keeps what it does around a model: data loaders, schedulers, the count of micro-steps, metrics, trackers. The
+engine owns forward, backward and step. Only what touches a model, its gradients or its optimizer is overridden; see
+docs/accelerate.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from zeroweave.engine import Engine
+from zeroweave.engine.assembly import initialize
+from zeroweave.errors import CheckpointError, EngineError, UnsupportedError
+from zeroweave.integrations.accelerate_parts import AcceleratedModel, ZeroweaveOptimizer
+from zeroweave.integrations.accelerate_settings import AUTOCASTS, refuse_before, refuse_made
+from zeroweave.integrations.wrapped import ConfigLike, autocasting, clip, refuse_other_device, settings_of
+
+StrPath = str | os.PathLike[str]
+
+
+class ZeroweaveAccelerator(Accelerator):
+    """An `accelerate.Accelerator` that trains one model with a zeroweave engine, and evaluates others with theirs.
+
+    `zeroweave_config`: what `zeroweave.initialize` takes as config. All else are Accelerate's arguments;
+    `mixed_precision` becomes `precision.autocast`. UnsupportedError or ConfigError, by name, for what cannot be had
+    with an engine. Methods that are not here are Accelerate's own.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, zeroweave_config: ConfigLike | None = None, **kwargs: Any) -> None:
+        refuse_before(args, kwargs)
+        super().__init__(*args, **kwargs)
+        refuse_made(self)
+        refuse_other_device(self.device)
+        mixed = self.mixed_precision if self.native_amp else "no"
+        self._config = autocasting(settings_of(zeroweave_config, "Accelerate"), mixed, AUTOCASTS)
+        self.scaler = None  # the engine scales losses
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the model that is trained. EngineError before `prepare`."""
+        if (engine := _trained(self._models)) is None:
+            raise EngineError("no model is trained yet: call accelerator.prepare(model, optimizer, ...) first")
+        return engine
+
+    # ------------------------------------------------------------------ prepare
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's; a model and its optimizer, which are given together, become an engine. Collective.
+
+        A model without an optimizer is sharded for evaluation. EngineError for an optimizer without its model, and for
+        a second model that is to be trained.
+        """
+        _refuse_dummies(args)
+        made: dict[int, Any] = {}
+        for optimizer in args:
+            if not isinstance(optimizer, torch.optim.Optimizer) or _is_prepared(optimizer):
+                continue
+            model = _model_of(optimizer, args)
+            if made or _trained(self._models) is not None:
+                raise EngineError(
+                    f"{type(optimizer).__name__} is the second optimizer: an accelerator trains one model with one "
+                    "optimizer; use one optimizer with several groups, join the models in one torch.nn.Module, or "
+                    "make an accelerator for each"
+                )
+            self._refuse_placement(model, args, device_placement)
+            engine = initialize(model, optimizer, self._config)
+            made[id(model)] = AcceleratedModel(engine, widens=self.native_amp)
+            made[id(optimizer)] = ZeroweaveOptimizer(optimizer, engine)
+        return super().prepare(*(made.get(id(each), each) for each in args), device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """A model for evaluation: sharded, and cast as `mixed_precision` says. Collective."""
+        if not _is_prepared(model) and next(model.parameters(), None) is not None:
+            self._refuse_placement(model, [model], None if device_placement is None else [device_placement])
+            model = AcceleratedModel(initialize(model, config=self._config), widens=self.native_amp)
+        return super().prepare_model(model, device_placement, evaluation_mode=True)  # there is nothing to replicate
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
+        """EngineError, unless it is prepared: an optimizer is prepared with its model."""
+        if not _is_prepared(optimizer):
+            _model_of(optimizer, ())
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _refuse_placement(self, model: nn.Module, args: Sequence[Any], placement: Sequence[bool | None] | None) -> None:
+        given = dict(zip(map(id, args), placement or (), strict=False)).get(id(model))
+        if not (self.device_placement if given is None else given):
+            raise UnsupportedError(
+                f"device_placement=False for {type(model).__name__}: its shards lie on the accelerator's device; leave "
+                'it out, and see "offload" in zeroweave_config for host memory'
+            )
+
+    # ------------------------------------------------------------------ gradients
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As Accelerate's: the backward of `loss`, divided by `gradient_accumulation_steps`. Collective.
+
+        UnsupportedError for other keywords than `retain_graph`.
+        """
+        retain = kwargs.pop("retain_graph", None)
+        if kwargs:
+            raise UnsupportedError(f"accelerator.backward({', '.join(kwargs)}=...): the engine takes retain_graph only")
+        self.engine.backward(loss / self.gradient_accumulation_steps, bool(retain), scale_wrt_gas=False)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scales the gradients of the model to a global 2-norm of at most `max_norm`; returns the norm before.
+
+        float32, 0-dim, on the accelerator's device. UnsupportedError for other norms, and for a part of the model's
+        parameters; EngineError in the middle of an accumulation. Collective.
+        """
+        if not self.sync_gradients:
+            raise EngineError(
+                "clip_grad_norm_() in the middle of an accumulation, where gradients are not complete: call it under "
+                "`if accelerator.sync_gradients:`"
+            )
+        given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        return clip(self.engine, given, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """UnsupportedError: gradients are sharded."""
+        raise UnsupportedError("clip_grad_value_(): gradients are sharded over the ranks; use clip_grad_norm_()")
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing is left to do: whatever the engine shows of gradients is without the loss scale."""
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """UnsupportedError on several ranks: all of them take the same steps."""
+        if self.use_distributed:
+            raise UnsupportedError(
+                "join_uneven_inputs(): all ranks take the same number of steps; leave even_batches on, or drop the "
+                "last batch"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
+
+    # ------------------------------------------------------------------ models
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The user's own module. Its parameters are at rest between calls: see docs/training.md."""
+        if isinstance(model, AcceleratedModel):
+            return model.module
+        return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Full tensors on the CPU of rank 0, `{}` on the others. Not `unwrap`: names begin with "module.". Collective.
+
+        From the float32 masters, in the model's original dtypes.
+        """
+        if not isinstance(model, AcceleratedModel):
+            return super().get_state_dict(model, unwrap)
+        state = model.engine.state_dict()
+        return state if unwrap else {f"module.{name}": value for name, value in state.items()}
+
+    # ------------------------------------------------------------------ checkpoints
+    def save_state(self, output_dir: StrPath | None = None, safe_serialization: bool = True) -> str:
+        """As Accelerate's, also in the middle of an accumulation; returns the folder. Collective.
+
+        Accelerate writes schedulers, samplers and registered objects, and each engine a checkpoint in the folder
+        `zeroweave` of it. What an earlier call has left in the folder is removed first.
+        """
+        if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
+            self._remove_engines(Path(output_dir))
+        with self._engines_apart() as engines:
+            folder = super().save_state(output_dir, safe_serialization)
+        for index, engine in enumerate(engines):
+            engine.save(_place(folder, index), client_state={"step": self.step})
+        return str(folder)
+
+    def load_state(
+        self, input_dir: StrPath | None = None, load_kwargs: dict[str, Any] | None = None, *, strict: bool = True
+    ) -> None:
+        """Goes on where `save_state` was called, at any stage, bit by bit on the same number of ranks. Collective.
+
+        Engines are loaded first: CheckpointError, before anything has changed, where one cannot be. `strict`: as
+        `Engine.load` has it.
+        """
+        found: list[dict[str, Any]] = []
+        with self._engines_apart() as engines:
+
+            def load(_: Any, folder: str) -> None:
+                if not all(_place(folder, index).is_dir() for index in range(len(engines))):
+                    raise CheckpointError(
+                        f"{folder} has no checkpoint of an engine: ZeroweaveAccelerator.save_state has not written it, "
+                        "or was not done when the run ended"
+                    )
+                found.extend(engine.load(_place(folder, i), strict=strict) for i, engine in enumerate(engines))
+
+            handle = self.register_load_state_pre_hook(load)  # it is told the folder
+            try:
+                super().load_state(input_dir, load_kwargs)
+            finally:
+                handle.remove()
+        for client in found[:1]:
+            self.step = client["step"]  # a rank that the run did not have finds none among Accelerate's files
+
+    @contextmanager
+    def _engines_apart(self) -> Iterator[list[Engine]]:
+        """Inside, Accelerate neither saves nor loads the models and optimizers of engines, which it yields."""
+        models, optimizers = self._models, self._optimizers
+        self._models = [each for each in models if not isinstance(each, AcceleratedModel)]
+        self._optimizers = [each for each in optimizers if not isinstance(each, ZeroweaveOptimizer)]
+        try:
+            yield [each.engine for each in models if isinstance(each, AcceleratedModel)]
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _remove_engines(self, folder: Path) -> None:
+        """A run that ends while it saves leaves no state that is partly an older one."""
+        if self.is_main_process:
+            for place in (_place(folder, index) for index in range(len(self._models))):
+                if place.exists():
+                    shutil.rmtree(place)
+        self.wait_for_everyone()
+
+
+def _place(folder: StrPath, index: int) -> Path:
+    """Where the engine of that number saves, as Accelerate numbers its files."""
+    return Path(folder) / (f"zeroweave_{index}" if index else "zeroweave")
+
+
+def _is_prepared(thing: Any) -> bool:
+    return bool(getattr(thing, "_is_accelerate_prepared", False))
+
+
+def _trained(models: Iterable[nn.Module]) -> Engine | None:
+    """The engine of the model that is trained."""
+    engines = (model.engine for model in models if isinstance(model, AcceleratedModel))
+    return next((engine for engine in engines if engine.optimizer is not None), None)
+
+
+def _model_of(optimizer: torch.optim.Optimizer, args: Iterable[Any]) -> nn.Module:
+    """The model among `args` that has the optimizer's parameters."""
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model in args:
+        if isinstance(model, nn.Module) and not _is_prepared(model):
+            if any(id(parameter) in mine for parameter in model.parameters()):
+                return model
+    raise EngineError(
+        f"{type(optimizer).__name__} without its model: an engine is made of both; make the optimizer before, and call "
+        "accelerator.prepare(model, optimizer, ...)"
+    )
+
+
+def _refuse_dummies(args: Iterable[Any]) -> None:
+    for name in (type(each).__name__ for each in args):
+        if name in ("DummyOptim", "DummyScheduler"):  # Accelerate has them only beside DeepSpeed
+            raise UnsupportedError(
+                f"{name} stands for a section of a DeepSpeed config: pass an optimizer, or a scheduler, of torch"
+            )
