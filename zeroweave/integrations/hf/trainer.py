@@ -1,0 +1,123 @@
+"""transformers' Trainer on an engine.
+
+The Trainer's loop stays what it is. Its accelerator is `EngineAccelerator`, so that forwards, backwards, clipping and
+steps are the engine's; overridden here is what reads or writes the model's or the optimizer's values.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import SCHEDULER_NAME
+
+from zeroweave.config import Config
+from zeroweave.engine import Engine
+from zeroweave.errors import ConfigError, EngineError
+from zeroweave.integrations.hf.accelerator import EngineAccelerator, EngineModule
+from zeroweave.integrations.hf.arguments import TrainingArguments
+
+_FOLDER: Final = "zeroweave"
+"""Where in a folder `checkpoint-…` of a Trainer the engine's checkpoint is."""
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc, unused-ignore]
+    """transformers' Trainer, sharded: `args` are this package's `TrainingArguments`.
+
+    A subclass of transformers' Trainer, such as one of TRL's, is sharded by `class Sharded(Trainer, Subclass)`, with
+    `class Arguments(SubclassConfig, TrainingArguments)` where it has arguments of its own.
+
+    Besides `train`, `evaluate` and `predict`, `save_model` is collective, too: all ranks call it.
+    """
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, from the first `train`, `evaluate` or `predict` on; EngineError before."""
+        if self.accelerator.engine is None:
+            raise EngineError("there is no engine yet: train(), evaluate() or predict() makes it")
+        return self.accelerator.engine
+
+    # ------------------------------------------------------------------ how the engine comes in
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if not isinstance(self.args, TrainingArguments):
+            kind = type(self.args).__name__
+            raise ConfigError(
+                f"args is a {kind} without zeroweave=: pass zeroweave.integrations.hf.TrainingArguments, or make a "
+                f"class of both, `@dataclass class Arguments({kind}, hf.TrainingArguments): pass`"
+            )
+        if self.args.n_gpu > 1:
+            raise ConfigError(
+                f"one process with {self.args.n_gpu} GPUs, which transformers would use by DataParallel: start one "
+                "process for each with `zeroweave run --nproc-per-node`, or let this one see one (CUDA_VISIBLE_DEVICES)"
+            )
+        if self.is_tp_enabled:
+            raise ConfigError("a model loaded with tp_plan or tp_size, with zeroweave: load it without")
+        self.accelerator = EngineAccelerator(Config.load(self.args.zeroweave), self.accelerator.dataloader_config)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self.accelerator.engine
+        if engine is not None and (engine.optimizer is None or self.model_init is not None):
+            self.accelerator.end_engine()  # one of an evaluation, or of a model that the Trainer makes anew
+        return super().train(*args, **kwargs)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> EngineModule:
+        """The Trainer's own place for other engines than accelerate's; here they begin, for evaluation as well."""
+        return model if isinstance(model, EngineModule) else self.accelerator.wrap(model, self._optimizer(training))
+
+    def _optimizer(self, training: bool) -> torch.optim.Optimizer | None:
+        return self.optimizer if training else None
+
+    # ------------------------------------------------------------------ what is written and read
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.accelerator.engine is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = self.engine.state_dict()
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.engine.save(os.path.join(output_dir, _FOLDER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not _is_ours(resume_from_checkpoint):  # else `_load_optimizer_and_scheduler` loads all of it
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _is_ours(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self.engine.load(os.path.join(checkpoint, _FOLDER))
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Nothing: the engine's checkpoint has its loss scale."""
+
+    def _load_best_model(self) -> None:
+        self.engine.load(os.path.join(self.state.best_model_checkpoint, _FOLDER))
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
+    """transformers' Trainer that evaluates by generating, sharded."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return super().evaluate(*args, **self._together(kwargs))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        return super().predict(*args, **self._together(kwargs))
+
+    def _together(self, generation: dict[str, Any]) -> dict[str, Any]:
+        """Ranks whose sequences have ended go on with those that have not: at stage 3 all take part in each forward."""
+        return {"synced_gpus": self.args.world_size > 1, **generation}
+
+
+def _is_ours(checkpoint: str) -> bool:
+    return os.path.isdir(os.path.join(checkpoint, _FOLDER))
