@@ -1,5 +1,21 @@
 """transformers' Trainer on zeroweave's engine: `from zeroweave.integrations.hf import Trainer, TrainingArguments`."""
 
+from zeroweave.errors import UnsupportedError
+
+try:
+    import accelerate
+    import transformers  # noqa: F401
+    from packaging.version import Version
+except ImportError as error:
+    raise UnsupportedError(
+        "zeroweave.integrations.hf needs transformers and accelerate: pip install transformers 'accelerate>=1.15'"
+    ) from error
+if Version(accelerate.__version__) < Version("1.15"):  # older ones resume an epoch with the batches of the first one
+    raise UnsupportedError(
+        f"zeroweave.integrations.hf needs accelerate 1.15 or newer, not {accelerate.__version__}: "
+        "pip install 'accelerate>=1.15'"
+    )
+
 from zeroweave.integrations.hf.arguments import Seq2SeqTrainingArguments, TrainingArguments
 from zeroweave.integrations.hf.trainer import Seq2SeqTrainer, Trainer
 

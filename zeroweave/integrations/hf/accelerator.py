@@ -7,10 +7,12 @@ from typing import Any, Final
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DataLoaderConfiguration, DistributedType, convert_to_fp32
 from torch import nn
 
+from zeroweave.comm.process_group import device_of
 from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.engine.assembly import initialize
@@ -21,7 +23,7 @@ _AUTOCAST: Final = {"no": None, "fp16": "float16", "bf16": "bfloat16"}
 """accelerate's mixed precision, and the dtype of the autocast that it is."""
 
 
-class EngineModule(nn.Module):
+class ZeroweaveModel(nn.Module):
     """The model as its forward's callers see it: calls go through the engine, all else to the user's module."""
 
     def __init__(self, engine: Engine) -> None:
@@ -30,7 +32,7 @@ class EngineModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.engine(*args, **kwargs)
-        # As accelerate does: what is computed behind the model, such as a loss or metrics, is computed in float32.
+        # As accelerate has it: what follows the model, such as a loss or metrics, is computed in float32.
         return output if self.engine.config.precision.autocast is None else convert_to_fp32(output)
 
     def __getattr__(self, name: str) -> Any:
@@ -40,7 +42,7 @@ class EngineModule(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore]
+class ZeroweaveOptimizer(AcceleratedOptimizer):
     """The user's optimizer, whose steps are the engine's. Its `state_dict` and `load_state_dict` are collective."""
 
     def __init__(self, engine: Engine) -> None:
@@ -56,87 +58,92 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore
         return not self._engine.was_step_applied()
 
 
-class EngineAccelerator(accelerate.Accelerator):  # type: ignore[misc, unused-ignore]
+class TrainerAccelerator(accelerate.Accelerator):
     """accelerate's, with an engine in the place of DistributedDataParallel, autocast and the GradScaler.
 
-    Which micro-step ends a window is what accelerate has as `sync_gradients`.
+    The micro-step that ends a window is the one for which accelerate's `sync_gradients` is set. ConfigError for a
+    launcher's settings that contradict zeroweave.
     """
 
     def __init__(self, config: Config, dataloader_config: DataLoaderConfiguration) -> None:
         super().__init__(dataloader_config=dataloader_config)
         if self.distributed_type not in _WORLDS:
             raise ConfigError(
-                f"zeroweave under {self.distributed_type.value}, which shards or distributes by itself: start the "
-                "program with `zeroweave run`, torchrun, or accelerate's own configuration for several GPUs"
+                f"zeroweave under accelerate's {self.distributed_type.value}, which distributes by itself: start the "
+                "program with `zeroweave run` or torchrun"
+            )
+        device = device_of(dist.group.WORLD if dist.is_initialized() else None)
+        if device.type != self.device.type:
+            raise ConfigError(
+                f"the Trainer computes on {self.device}, and zeroweave would on {device}: leave use_cpu= out, or hide "
+                "the GPUs with CUDA_VISIBLE_DEVICES="
             )
         self.scaler = None  # the engine scales losses
-        self.wrapper: EngineModule | None = None
-        """the model of the engine that there is"""
-        self._config = _with_precision(config, self.mixed_precision)
+        self.wrapper: ZeroweaveModel | None = None
+        """the model of the engine, where there is one"""
+        self._config = _of_trainer(config, self.mixed_precision)
 
     @property
-    def engine(self) -> Engine | None:
-        return None if self.wrapper is None else self.wrapper.engine
-
-    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> EngineModule:
-        """The engine's model; the engine is made where there is none, and is for evaluation without an optimizer."""
+    def engine(self) -> Engine:
+        """EngineError where there is none."""
         if self.wrapper is None:
-            self.wrapper = EngineModule(initialize(model, optimizer, self._config))
+            raise EngineError("there is no engine yet: train(), evaluate() and predict() make it")
+        return self.wrapper.engine
+
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ZeroweaveModel:
+        """The engine's model. Makes the engine where there is none; without an optimizer it evaluates only."""
+        if self.wrapper is None:
+            self.wrapper = ZeroweaveModel(initialize(model, optimizer, self._config))
         return self.wrapper
 
     def end_engine(self) -> None:
         """Gives the model back as an ordinary one. Collective."""
-        if self.wrapper is not None:
-            self.wrapper.engine.destroy(optimizer_state=False)
-            self.wrapper = None
+        self.engine.destroy(optimizer_state=False)
+        self.wrapper = None
 
     # ------------------------------------------------------------------ accelerate's methods
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """The optimizer that steps through the engine."""
-        if not isinstance(optimizer, EngineOptimizer):
-            optimizer = EngineOptimizer(self._started("prepare_optimizer()"))
+        if not isinstance(optimizer, ZeroweaveOptimizer):
+            optimizer = ZeroweaveOptimizer(self.engine)
         self._optimizers.append(optimizer)
         return optimizer
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super().unwrap_model(model.module if isinstance(model, EngineModule) else model, *args, **kwargs)
+        return super().unwrap_model(model.module if isinstance(model, ZeroweaveModel) else model, *args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        engine = self._started("backward()")
-        engine.set_gradient_accumulation_boundary(self.sync_gradients)
-        engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
+        """The backward of `loss`, which the Trainer has divided; `kwargs` are those of `Engine.backward`."""
+        self.engine.set_gradient_accumulation_boundary(self.sync_gradients)
+        self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
         if not self.sync_gradients:
-            engine.step()  # ends the micro-step; at the boundary the optimizer's step does
+            self.engine.step()  # ends the micro-step; at the boundary the optimizer's step does
 
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        engine = self._started("clip_grad_norm_()")
+        """UnsupportedError for a part of the model's parameters, and for other norms than the 2-norm."""
         given = {id(parameter) for parameter in parameters}
-        named = engine.module.named_parameters()
+        named = self.engine.module.named_parameters()
         if left := [name for name, parameter in named if parameter.requires_grad and id(parameter) not in given]:
-            raise UnsupportedError(f"clip_grad_norm_() without {left[0]!r}: zeroweave clips by the norm of all gradients")
+            raise UnsupportedError(f"clip_grad_norm_() without {left[0]!r}: the engine clips by the norm of all")
         if norm_type != 2:
-            raise UnsupportedError(f"clip_grad_norm_() with norm_type={norm_type}: zeroweave clips by the 2-norm")
-        return engine.clip_grad_norm_(max_norm)
+            raise UnsupportedError(f"clip_grad_norm_(norm_type={norm_type}): the engine has the 2-norm only")
+        return self.engine.clip_grad_norm_(max_norm)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        raise UnsupportedError("clip_grad_value_(): zeroweave clips by the global norm, with max_grad_norm=")
-
-    def _started(self, what: str) -> Engine:
-        if self.engine is None:
-            raise EngineError(f"{what} before the engine is there: train() and evaluate() make it")
-        return self.engine
+        """UnsupportedError: gradients are sharded."""
+        raise UnsupportedError("clip_grad_value_(): gradients are sharded over the ranks; use max_grad_norm=")
 
 
-def _with_precision(config: Config, mixed_precision: str) -> Config:
+def _of_trainer(config: Config, mixed_precision: str) -> Config:
     """`config` with the mixed precision that accelerate was asked for, and with one checkpoint in a folder."""
     if mixed_precision not in _AUTOCAST:
         raise ConfigError(f"mixed precision {mixed_precision!r} with zeroweave: use bf16=True or fp16=True")
     autocast, precision = _AUTOCAST[mixed_precision], config.precision
     if autocast is not None and precision.autocast not in (None, autocast):
         raise ConfigError(
-            f"mixed precision {mixed_precision!r} with zeroweave's precision.autocast {precision.autocast!r}: give one"
+            f"mixed precision {mixed_precision!r}, and precision.autocast {precision.autocast!r} in zeroweave=: say one"
         )
     return config.model_copy(
         update={

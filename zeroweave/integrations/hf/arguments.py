@@ -37,7 +37,7 @@ _OWNED: Final = {
 
 
 @dataclass
-class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc, unused-ignore]
+class TrainingArguments(transformers.TrainingArguments):
     """transformers' arguments, with zeroweave's config.
 
     ConfigError for arguments that contradict zeroweave, and for keys of its config that other arguments decide.
@@ -80,5 +80,5 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc, u
 
 
 @dataclass
-class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc, unused-ignore]
+class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
     """transformers' arguments for generation, with zeroweave's config."""

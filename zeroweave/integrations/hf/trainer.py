@@ -1,6 +1,6 @@
 """transformers' Trainer on an engine.
 
-The Trainer's loop stays what it is. Its accelerator is `EngineAccelerator`, so that forwards, backwards, clipping and
+The Trainer's loop stays what it is. Its accelerator is `TrainerAccelerator`, so that forwards, backwards, clipping and
 steps are the engine's; overridden here is what reads or writes the model's or the optimizer's values.
 """
 
@@ -16,15 +16,15 @@ from transformers.trainer import SCHEDULER_NAME
 
 from zeroweave.config import Config
 from zeroweave.engine import Engine
-from zeroweave.errors import ConfigError, EngineError
-from zeroweave.integrations.hf.accelerator import EngineAccelerator, EngineModule
+from zeroweave.errors import ConfigError
+from zeroweave.integrations.hf.accelerator import TrainerAccelerator, ZeroweaveModel
 from zeroweave.integrations.hf.arguments import TrainingArguments
 
 _FOLDER: Final = "zeroweave"
 """Where in a folder `checkpoint-…` of a Trainer the engine's checkpoint is."""
 
 
-class Trainer(transformers.Trainer):  # type: ignore[misc, unused-ignore]
+class Trainer(transformers.Trainer):
     """transformers' Trainer, sharded: `args` are this package's `TrainingArguments`.
 
     A subclass of transformers' Trainer, such as one of TRL's, is sharded by `class Sharded(Trainer, Subclass)`, with
@@ -33,11 +33,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc, unused-ignore]
     Besides `train`, `evaluate` and `predict`, `save_model` is collective, too: all ranks call it.
     """
 
+    accelerator: TrainerAccelerator
+
     @property
     def engine(self) -> Engine:
         """The engine, from the first `train`, `evaluate` or `predict` on; EngineError before."""
-        if self.accelerator.engine is None:
-            raise EngineError("there is no engine yet: train(), evaluate() or predict() makes it")
         return self.accelerator.engine
 
     # ------------------------------------------------------------------ how the engine comes in
@@ -55,25 +55,29 @@ class Trainer(transformers.Trainer):  # type: ignore[misc, unused-ignore]
                 "process for each with `zeroweave run --nproc-per-node`, or let this one see one (CUDA_VISIBLE_DEVICES)"
             )
         if self.is_tp_enabled:
-            raise ConfigError("a model loaded with tp_plan or tp_size, with zeroweave: load it without")
-        self.accelerator = EngineAccelerator(Config.load(self.args.zeroweave), self.accelerator.dataloader_config)
+            raise ConfigError("a model with a tp_size, which splits its parameters already: load it without tp_plan=")
+        self.accelerator = TrainerAccelerator(Config.load(self.args.zeroweave), self.accelerator.dataloader_config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self.accelerator.engine
-        if engine is not None and (engine.optimizer is None or self.model_init is not None):
-            self.accelerator.end_engine()  # one of an evaluation, or of a model that the Trainer makes anew
+        if self.is_model_parallel:
+            raise ConfigError("a model on several devices: load it without device_map=")
+        if self._is_sharded and (self.engine.optimizer is None or self.model_init is not None):
+            self.accelerator.end_engine()  # an evaluation's, or that of a model that the Trainer makes anew
         return super().train(*args, **kwargs)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> EngineModule:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> ZeroweaveModel:
         """The Trainer's own place for other engines than accelerate's; here they begin, for evaluation as well."""
-        return model if isinstance(model, EngineModule) else self.accelerator.wrap(model, self._optimizer(training))
+        if isinstance(model, ZeroweaveModel):
+            return model
+        return self.accelerator.wrap(model, self.optimizer if training else None)
 
-    def _optimizer(self, training: bool) -> torch.optim.Optimizer | None:
-        return self.optimizer if training else None
+    @property
+    def _is_sharded(self) -> bool:
+        return self.accelerator.wrapper is not None
 
     # ------------------------------------------------------------------ what is written and read
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.accelerator.engine is None:
+        if not self._is_sharded:
             super().save_model(output_dir, _internal_call)
             return
         weights = self.engine.state_dict()
@@ -105,7 +109,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc, unused-ignore]
         self.engine.load(os.path.join(self.state.best_model_checkpoint, _FOLDER))
 
 
-class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):  # type: ignore[misc, unused-ignore]
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
     """transformers' Trainer that evaluates by generating, sharded."""
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
