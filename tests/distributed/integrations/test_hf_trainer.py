@@ -1,0 +1,334 @@
+"""transformers' Trainer on an engine, beside the library's own on DistributedDataParallel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", minversion="1.15", reason="transformers' Trainer needs accelerate")
+
+import transformers
+
+from tests.distributed.integrations import trainers
+from tests.distributed.integrations.trainers import apart, config, equal, launched, logged, ours, theirs, weights, whole
+from tests.support.harness import Pools
+from tests.support.marks import daily
+
+WORLDS = daily("world", [], [1, 2])
+
+
+def side_by_side(folder: str, zeroweave: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Both Trainers' runs: how far apart the parameters are, and what was logged."""
+    with launched(folder):
+        library, sharded = theirs(**more), ours(zeroweave, **more)
+        library.train()
+        sharded.train()
+        start = trainers.llama().state_dict()
+        want = {name: value.detach().clone() for name, value in library.model.state_dict().items()}
+        found = {
+            "apart": apart(whole(sharded), want),
+            "moved": apart(start, want),
+            "logs": [
+                (logged(library, key), logged(sharded, key))
+                for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
+            ],
+            "predictions": abs(
+                library.predict(trainers.Sentences(7)).predictions - sharded.predict(trainers.Sentences(7)).predictions
+            ).max(),
+            "compiled": sharded.engine.stats.compiled_calls,
+        }
+        sharded.engine.destroy()
+        return found
+
+
+@daily(
+    ("stage", "mode"), [(3, "aot_eager")], [(1, "eager"), (2, "aot_eager"), (3, "eager"), (1, "aot_eager"), (3, "inductor")]
+)
+def test_parameters_after_20_steps_are_those_of_the_librarys_own_run(
+    pools: Pools, tmp_path: Path, stage: int, mode: str
+) -> None:
+    for found in pools(2).run(side_by_side, str(tmp_path), config(stage, mode)):
+        assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
+        assert found["predictions"] <= 1e-5
+        assert (found["compiled"] > 0) == (mode != "eager")
+        for library, sharded in found["logs"]:
+            assert sharded == pytest.approx(library, rel=1e-5)
+        norms = found["logs"][1][1]
+        assert len(norms) == 20 and min(norms) > 0.5  # each step was clipped
+
+
+@WORLDS
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_and_evaluation_in_between_change_nothing(
+    pools: Pools, tmp_path: Path, world: int, reentrant: bool
+) -> None:
+    more = {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+        "eval_strategy": "steps",
+        "eval_on_start": True,
+    }
+    for found in pools(world).run(_side_by_side, str(tmp_path), config(3, "aot_eager"), more):
+        assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
+        losses, ours_too = found["logs"][3]
+        assert len(losses) == 5 and ours_too == pytest.approx(losses, rel=1e-5)
+
+
+def _side_by_side(folder: str, zeroweave: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    return side_by_side(folder, zeroweave, **more)
+
+
+def evaluated(folder: str) -> tuple[bool, bool, int]:
+    """A run with evaluations and one without: equal weights, the same schedule, steps that departed from it."""
+    with launched(folder):
+        runs = [ours(config(3, "aot_eager"), eval_strategy=when) for when in ("no", "steps")]
+        for run in runs:
+            run.train()
+        schedules = [run.engine.schedule for run in runs]
+        same = equal(whole(runs[0]), whole(runs[1])), schedules[0] == schedules[1], runs[1].engine.stats.departures
+        assert runs[0].engine.stats.departures == same[2]
+        for run in runs:
+            run.engine.destroy()
+        return same
+
+
+@pytest.mark.matrix
+def test_an_evaluation_neither_trains_nor_is_recorded(pools: Pools, tmp_path: Path) -> None:
+    for same, scheduled, _ in pools(2).run(evaluated, str(tmp_path)):
+        assert same and scheduled
+
+
+def in_bfloat16(folder: str) -> list[tuple[list[float], list[float]]]:
+    with launched(folder):
+        more = {"bf16": True, "max_steps": 1, "eval_strategy": "steps", "eval_on_start": True, "warmup_steps": 0}
+        library = theirs(**more)
+        library.train()
+        sharded = ours(config(3, "aot_eager"), **more)
+        sharded.train()
+        assert sharded.engine.config.precision.autocast == "bfloat16"
+        assert sharded.predict(trainers.Sentences(4)).predictions.dtype == "float32"
+        sharded.engine.destroy()
+        return [(logged(library, key), logged(sharded, key)) for key in ("eval_loss", "loss", "grad_norm")]
+
+
+@pytest.mark.matrix
+def test_bfloat16_is_the_librarys_autocast(pools: Pools, tmp_path: Path) -> None:
+    """Compared before rounding can go two ways: weights that are an ulp apart may round to other bfloat16 numbers."""
+    for (evaluations, evaluated), *rest in pools(2).run(in_bfloat16, str(tmp_path)):
+        assert evaluated[0] == evaluations[0]
+        for library, sharded in rest:
+            assert sharded == pytest.approx(library, rel=1e-5)
+
+
+def in_float16(folder: str) -> dict[str, Any]:
+    """A loss scale that overflows at first."""
+    with launched(folder):
+        sharded = ours(
+            {**config(2, "eager"), "precision": {"initial_loss_scale": 2.0**40}},
+            fp16=True,
+            max_steps=40,
+            save_strategy="steps",
+            save_steps=30,
+        )
+        sharded.train()
+        resumed = ours(config(2, "eager"), fp16=True, max_steps=40)
+        resumed.train(resume_from_checkpoint="out/checkpoint-30")
+        plain = ours(config(2, "eager"), max_steps=40)
+        plain.train()
+        found = {
+            "skipped": sharded.engine.skipped_steps,
+            "counted": sharded.engine.global_steps,
+            "scheduled": sharded.lr_scheduler.last_epoch,
+            "scale": sharded.engine.loss_scale,
+            "rates": logged(sharded, "learning_rate"),
+            "plain": logged(plain, "learning_rate"),
+            "resumed": equal(whole(resumed), whole(sharded)) and resumed.engine.loss_scale == sharded.engine.loss_scale,
+        }
+        for trainer in (sharded, resumed, plain):
+            trainer.engine.destroy()
+        return found
+
+
+@pytest.mark.matrix
+def test_steps_that_float16_skips_do_not_move_the_learning_rate(pools: Pools, tmp_path: Path) -> None:
+    for found in pools(2).run(in_float16, str(tmp_path)):
+        skipped = found["skipped"]
+        assert 0 < skipped < 30 and found["counted"] == found["scheduled"] == 40 - skipped
+        assert found["scale"] == 2.0 ** (40 - skipped)
+        assert found["rates"][skipped:] == found["plain"][: 40 - skipped]
+        assert set(found["rates"][:skipped]) == {found["plain"][0]}
+        assert found["resumed"]
+
+
+def stopped_and_resumed(folder: str, before: dict[str, Any], after: dict[str, Any]) -> tuple[bool, bool, bool]:
+    """A run, and the one that goes on from its middle: equal weights, equal losses, and they moved."""
+    with launched(folder):
+        first = ours(before, trainers.llama(attention_dropout=0.1), save_strategy="steps", eval_strategy="steps")
+        first.train()
+        second = ours(after, trainers.llama(attention_dropout=0.1), eval_strategy="steps")
+        second.train(resume_from_checkpoint="out/checkpoint-10")
+        losses, halved = (logged(trainer, "loss", "grad_norm", "eval_loss") for trainer in (first, second))
+        found = equal(whole(first), whole(second)), losses == halved, len(set(losses)) > 20
+        first.engine.destroy()
+        second.engine.destroy()
+        return found
+
+
+@daily(
+    ("saved", "loaded"),
+    [((3, "eager"), (3, "eager"))],
+    [((3, "aot_eager"), (3, "aot_eager")), ((2, "eager"), (3, "eager")), ((3, "eager"), (1, "eager"))],
+)
+def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_is_exact(
+    pools: Pools, tmp_path: Path, saved: tuple[int, str], loaded: tuple[int, str]
+) -> None:
+    for found in pools(2).run(stopped_and_resumed, str(tmp_path), config(*saved), config(*loaded)):
+        assert found == (True, True, True)
+
+
+def from_the_library(folder: str) -> float:
+    with launched(folder):
+        library = theirs(save_strategy="steps")
+        library.train()
+        sharded = ours(config(3, "eager"))
+        sharded.train(resume_from_checkpoint="out/checkpoint-10")
+        found = apart(whole(sharded), library.model.state_dict())
+        sharded.engine.destroy()
+        return found
+
+
+@pytest.mark.matrix
+def test_a_checkpoint_of_the_librarys_own_run_goes_on_sharded(pools: Pools, tmp_path: Path) -> None:
+    """On one rank: on several CPU ranks transformers cannot load its own."""
+    assert pools(1).run(from_the_library, str(tmp_path))[0] <= 1e-6
+
+
+def best(folder: str) -> tuple[str, bool, bool, list[str]]:
+    """What is called best is the first of several checkpoints; two runs write to one folder."""
+    with launched(folder):
+        for _ in range(2):
+            trainer = ours(
+                config(3, "eager"),
+                max_steps=15,
+                eval_strategy="steps",
+                save_strategy="steps",
+                save_total_limit=2,
+                load_best_model_at_end=True,
+                metric_for_best_model="loss",
+                greater_is_better=True,
+            )
+            trainer.train()
+            first = whole(trainer)
+            trainer.save_model("final")
+            trainer.engine.destroy()
+        kept = sorted(path.name for path in Path("out").iterdir())
+        engines = [len(list(Path("out", name, "zeroweave").glob("step-*"))) for name in kept]
+        assert engines == [1, 1], engines
+        saved = trainer.state.best_model_checkpoint
+        return saved, equal(weights(saved), weights("final")), equal(weights("final"), first_named(first)), kept
+
+
+def first_named(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: parameters[name] for name in trainers.llama().state_dict()}
+
+
+@pytest.mark.matrix
+def test_the_best_model_is_loaded_at_the_end(pools: Pools, tmp_path: Path) -> None:
+    for saved, loaded, written, kept in pools(2).run(best, str(tmp_path)):
+        assert saved.endswith("checkpoint-5") and loaded and written
+        assert kept == ["checkpoint-15", "checkpoint-5"]
+
+
+class Recorder(transformers.TrainerCallback):
+    """Writes down which events come, and what a step's has."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            object.__getattribute__(self, "events").append(name)
+        return object.__getattribute__(self, name)
+
+
+def custom(base: type[transformers.Trainer]) -> type[Any]:
+    """An unmodified subclass, such as scripts have."""
+
+    class Custom(base):  # type: ignore[valid-type, misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            scores = outputs.logits[:, :-1].flatten(0, 1)
+            loss = torch.nn.functional.cross_entropy(scores, labels[:, 1:].flatten())
+            assert self.accelerator.unwrap_model(model) is self.model and model.config is self.model.config
+            return (loss, outputs) if return_outputs else loss
+
+    return Custom
+
+
+def subclassed(folder: str) -> tuple[float, list[str], list[str]]:
+    with launched(folder):
+        runs = []
+        for base, kind, more in (
+            (transformers.Trainer, transformers.TrainingArguments, {}),
+            (trainers.hf.Trainer, trainers.hf.TrainingArguments, {"zeroweave": config(3, "eager")}),
+        ):
+            data, recorder = trainers.Sentences(64), Recorder()
+            arguments = trainers.said(kind, max_steps=5, eval_strategy="steps", **more)
+            run = trainers.quiet(
+                custom(base)(trainers.llama(), arguments, train_dataset=data, eval_dataset=data, callbacks=[recorder])
+            )
+            run.model_accepts_loss_kwargs = False  # as transformers asks for where the loss leaves the count out
+            run.train()
+            runs.append((run, recorder.events))
+        (library, wanted), (sharded, events) = runs
+        found = apart(whole(sharded), library.model.state_dict())
+        sharded.engine.destroy()
+        return found, wanted, events
+
+
+@pytest.mark.matrix
+def test_an_unmodified_subclass_with_callbacks_runs_as_it_does(pools: Pools, tmp_path: Path) -> None:
+    # On one rank, where the library hands the subclass the model itself and not DistributedDataParallel.
+    for found, wanted, events in pools(1).run(subclassed, str(tmp_path)):
+        assert found <= 1e-6
+        assert events == wanted and "on_pre_optimizer_step" in events and "on_substep_end" in events
+
+
+def lives(folder: str) -> dict[str, Any]:
+    """An evaluation before any training, two trainings, and a model that is made anew for each."""
+    with launched(folder):
+        trainer = ours(config(3, "eager"), max_steps=3)
+        before = trainer.evaluate()["eval_loss"]
+        found = {"before": before, "evaluated": trainer.engine.optimizer is None}
+        trainer.train()
+        engine, first = trainer.engine, trainer.evaluate()["eval_loss"]
+        trainer.train()
+        found["went on"] = trainer.engine is engine and engine.global_steps == 6
+        found["losses fell"] = trainer.evaluate()["eval_loss"] < first < before
+        engine.destroy()
+
+        arguments = trainers.said(trainers.hf.TrainingArguments, max_steps=3, zeroweave=config(3, "eager"))
+        anew = trainers.quiet(
+            trainers.hf.Trainer(args=arguments, model_init=trainers.llama, train_dataset=trainers.Sentences(64))
+        )
+        ends = []
+        for _ in range(2):
+            anew.train()
+            ends.append(whole(anew))
+        found["made anew"] = equal(*ends)
+        anew.engine.destroy()
+        found["given back"] = anew.model.lm_head.weight.requires_grad and bool(anew.model.lm_head.weight.sum())
+        library = theirs()
+        found["library"] = library.evaluate()["eval_loss"]
+        return found
+
+
+@pytest.mark.matrix
+def test_evaluation_before_training_and_training_twice(pools: Pools, tmp_path: Path) -> None:
+    for found in pools(2).run(lives, str(tmp_path)):
+        assert found.pop("before") == pytest.approx(found.pop("library"), rel=1e-6)
+        assert all(found.values()), found
