@@ -1,0 +1,232 @@
+"""Adapters, TRL's trainer and generation on an engine, beside the libraries' own runs; and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", minversion="1.15", reason="transformers' Trainer needs accelerate")
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import zeroweave as zw
+from tests.distributed.integrations import trainers
+from tests.distributed.integrations.trainers import apart, config, equal, launched, ours, said, theirs, whole
+from tests.support.harness import Pools
+from zeroweave.errors import ZeroweaveError
+from zeroweave.integrations import hf
+
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    base = trainers.llama()
+    torch.manual_seed(1)
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def with_adapters(folder: str) -> dict[str, Any]:
+    from peft import PeftModel
+
+    with launched(folder):
+        library = theirs(adapted())
+        library.train()
+        sharded = ours(
+            config(3, "aot_eager"),
+            adapted(),
+            eval_strategy="steps",
+            save_strategy="steps",
+            load_best_model_at_end=True,
+        )
+        sharded.train()
+        found = whole(sharded)
+        sharded.save_model("final")
+        resumed = ours(config(3, "aot_eager"), adapted())
+        resumed.train(resume_from_checkpoint="out/checkpoint-10")
+        dist.barrier()
+        loaded = dict(PeftModel.from_pretrained(trainers.llama(), str(Path("final").resolve())).named_parameters())
+        made = {
+            "apart": apart(found, library.model.state_dict()),
+            "moved": apart(found, adapted().state_dict()),
+            "files": sorted(path.name for path in Path("final").glob("*.safetensors")),
+            "loaded": equal(found, loaded),
+            "resumed": equal(found, whole(resumed)),
+        }
+        sharded.engine.destroy()
+        resumed.engine.destroy()
+        return made
+
+
+@pytest.mark.matrix
+@WORLDS
+def test_adapters_train_are_saved_and_resumed(pools: Pools, tmp_path: Path, world: int) -> None:
+    pytest.importorskip("peft")
+    for found in pools(world).run(with_adapters, str(tmp_path)):
+        assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
+        assert found["files"] == ["adapter_model.safetensors"] and found["loaded"] and found["resumed"]
+
+
+def letters() -> tuple[Any, Any]:
+    """A tokenizer of letters, and sentences for it."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,"]
+    letters = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=letters, **special)
+    sentences = [("the cat sat on the mat. " * (1 + index % 3))[index % 5 :] for index in range(48)]
+    return tokenizer, Dataset.from_dict({"text": sentences})
+
+
+def supervised(folder: str) -> tuple[float, float, list[Any], list[Any]]:
+    """TRL's trainer as its users would shard it; gradient checkpointing is its default."""
+    from trl import SFTConfig, SFTTrainer
+
+    class Sharded(hf.Trainer, SFTTrainer):
+        pass
+
+    @dataclass
+    class Arguments(SFTConfig, hf.TrainingArguments):
+        pass
+
+    with launched(folder):
+        tokenizer, data = letters()
+        more = {"bf16": False, "max_steps": 6, "max_grad_norm": 1.0}
+        runs = []
+        for trainer, arguments in (
+            (SFTTrainer, said(SFTConfig, **more)),
+            (Sharded, said(Arguments, **more, zeroweave=config(3, "aot_eager"))),
+        ):
+            model = trainers.llama(vocab_size=64, max_position_embeddings=128)
+            run = trainers.quiet(trainer(model, arguments, train_dataset=data, processing_class=tokenizer))
+            run.train()
+            runs.append(run)
+        library, sharded = runs
+        assert sharded.args.gradient_checkpointing and Arguments.learning_rate == SFTConfig.learning_rate
+        sharded.save_model("final")
+        found = apart(whole(sharded), library.model.state_dict())
+        written = apart(trainers.weights("final"), {**library.model.state_dict()})
+        logs = [trainers.logged(run, "loss", "mean_token_accuracy") for run in runs]
+        sharded.engine.destroy()
+        return found, written, *logs
+
+
+@pytest.mark.matrix
+@WORLDS
+def test_trls_trainer_trains_as_on_its_own(pools: Pools, tmp_path: Path, world: int) -> None:
+    pytest.importorskip("trl")
+    for found, written, library, sharded in pools(world).run(supervised, str(tmp_path)):
+        assert found <= 1e-6 and written <= 1e-6
+        assert sharded == pytest.approx(library, abs=1.01e-4) and len(sharded) == 12  # losses have four decimals
+
+
+class Pairs(trainers.Sentences):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index][:8]}
+
+
+def translator() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **tokens, dropout_rate=0.0))
+
+
+def generated(folder: str) -> tuple[float, bool, list[float]]:
+    with launched(folder):
+        more = {"predict_with_generate": True, "generation_max_length": 10, "generation_num_beams": 2, "max_steps": 5}
+        runs = []
+        for trainer, arguments in (
+            (transformers.Seq2SeqTrainer, said(transformers.Seq2SeqTrainingArguments, **more)),
+            (hf.Seq2SeqTrainer, said(hf.Seq2SeqTrainingArguments, **more, zeroweave=config(3, "eager"))),
+        ):
+            run = trainers.quiet(trainer(translator(), arguments, train_dataset=Pairs(64), eval_dataset=Pairs(7)))
+            run.train()
+            runs.append((run, run.predict(Pairs(7)).predictions, run.evaluate()["eval_loss"]))
+        (library, wanted, loss), (sharded, got, sharded_loss) = runs
+        found = apart(whole(sharded), library.model.state_dict())
+        sharded.engine.destroy()
+        return found, wanted.shape == got.shape and bool((wanted == got).all()), [loss, sharded_loss]
+
+
+@pytest.mark.matrix
+@WORLDS
+def test_prediction_by_generating_at_stage_3(pools: Pools, tmp_path: Path, world: int) -> None:
+    for found, same, losses in pools(world).run(generated, str(tmp_path)):
+        assert found <= 1e-6 and same
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+REFUSED = {
+    "fsdp= with zeroweave": {"fsdp": "full_shard"},
+    "deepspeed= with zeroweave": {"deepspeed": {"zero_optimization": {"stage": 3}}},
+    "torch_compile= with zeroweave": {"torch_compile": True},
+    "jit_mode_eval= with zeroweave": {"jit_mode_eval": True},
+    "bf16_full_eval= with zeroweave": {"bf16_full_eval": True},
+    "auto_find_batch_size= with zeroweave": {"auto_find_batch_size": True},
+    "save_on_each_node= with zeroweave": {"save_on_each_node": True},
+    "ddp_bucket_cap_mb= with zeroweave": {"ddp_bucket_cap_mb": 25},
+    "apex with zeroweave": {"half_precision_backend": "apex", "fp16": True},
+    "load_best_model_at_end= with save_only_model=": {"load_best_model_at_end": True, "save_only_model": True},
+    "'gradient_clipping' in zeroweave=: max_grad_norm=": {"zeroweave": {"gradient_clipping": 1.0}},
+    "'gradient_accumulation_steps' in zeroweave=": {"zeroweave": {"gradient_accumulation_steps": 2}},
+    "'checkpoint' in zeroweave=": {"zeroweave": {"checkpoint": {"keep_last": 2}}},
+    "did you mean 'stage'": {"zeroweave": {"sage": 2}},
+    "say one": {"bf16": True, "zeroweave": {"precision": {"autocast": "float16"}}},
+    "element-wise": {"optim": "adafactor"},
+    "there is no engine yet": {},
+}
+"""Settings of a Trainer, by what the error that they lead to says."""
+
+
+def refusals(folder: str) -> dict[str, str]:
+    told = {}
+    for expected, more in REFUSED.items():
+        with launched(folder):
+            try:
+                trainer = ours(**{"zeroweave": {}, **more})
+                _ = trainer.train() if more else trainer.engine
+            except ZeroweaveError as error:
+                told[expected] = str(error)
+    with launched(folder):
+        try:
+            hf.Trainer(trainers.llama(), said(transformers.TrainingArguments), train_dataset=trainers.Sentences(4))
+        except ZeroweaveError as error:
+            told["args is a TrainingArguments without zeroweave="] = str(error)
+    return told
+
+
+@pytest.mark.matrix
+def test_what_contradicts_the_engine_is_refused_by_name(pools: Pools, tmp_path: Path) -> None:
+    for told in pools(1).run(refusals, str(tmp_path)):
+        assert len(told) == len(REFUSED) + 1
+        for expected, message in told.items():
+            assert expected in message, (expected, message)
+
+
+def parsed(folder: str) -> list[Any]:
+    with launched(folder):
+        Path(folder, "zeroweave.toml").write_text("stage = 1\n")
+        parser = transformers.HfArgumentParser(hf.TrainingArguments)
+        told = ['{"stage": 2}', "zeroweave.toml", None]
+        found = []
+        for each in told:
+            line = ["--output_dir", "out", "--use_cpu", "true", *(["--zeroweave", each] if each else [])]
+            (arguments,) = parser.parse_args_into_dataclasses(line)
+            found.append(arguments.to_dict()["zeroweave"])
+        found.append(said(hf.TrainingArguments, zeroweave=zw.Config(stage=3)).zeroweave)
+        return found
+
+
+@pytest.mark.matrix
+def test_the_config_may_come_from_a_command_line(pools: Pools, tmp_path: Path) -> None:
+    assert pools(1).run(parsed, str(tmp_path))[0] == [{"stage": 2}, {"stage": 1}, {}, {"stage": 3}]
