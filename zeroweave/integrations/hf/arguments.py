@@ -52,7 +52,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         wrong = [f"{name}= with zeroweave: {todo}" for name, todo in _REFUSED.items() if getattr(self, name, None)]
-        if "apex" in (self.half_precision_backend, self.fp16_backend):
+        if "apex" in (self.half_precision_backend, self.fp16_backend):  # the second is the first one's older name
             wrong.append("apex with zeroweave: leave half_precision_backend= out")
         given: Any = self.zeroweave
         if isinstance(given, str) and given.startswith("{"):  # from a command line
@@ -80,5 +80,5 @@ class TrainingArguments(transformers.TrainingArguments):
 
 
 @dataclass
-class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
+class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments, TrainingArguments):
     """transformers' arguments for generation, with zeroweave's config."""
