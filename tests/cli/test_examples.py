@@ -1,9 +1,11 @@
-"""The example for transformers, as a user runs it; the others have tests of their own."""
+"""The examples for transformers, as a user runs them; the others have tests of their own."""
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +22,18 @@ def test_finetuning_a_transformers_model() -> None:
     (first, last), norms = (float(loss) for _, loss, _ in told), [float(norm) for _, _, norm in told]
     assert first == pytest.approx(math.log(256), abs=0.3) and last < first - 0.5
     assert min(norms) > 0
+
+
+@pytest.mark.matrix
+def test_transformers_trainer_trains_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    last = []
+    for more in (("--steps", 20), ("--steps", 40, "--resume")):
+        arguments = ("--lower", "aot_eager", "--output-dir", tmp_path, *more)
+        done = zeroweave("run", "--nproc-per-node", 2, "examples/hf_trainer.py", *arguments)
+        assert done.returncode == 0, done.stderr
+        told = [ast.literal_eval(line) for line in re.findall(r"^\{'loss'.*\}$", done.stdout, flags=re.MULTILINE)]
+        assert len(told) == 2  # by one rank, and none of the first run's steps again
+        last.append(told[-1]["loss"])
+    assert last[1] < last[0] < math.log(256) - 0.5
+    assert (tmp_path / "final" / "model.safetensors").exists()

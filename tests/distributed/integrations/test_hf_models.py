@@ -1,8 +1,7 @@
-"""Adapters, TRL's trainer and generation on an engine, beside the libraries' own runs; and what is refused."""
+"""Adapters and generation on an engine, beside the libraries' own runs; and what is refused."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ def with_adapters(folder: str) -> dict[str, Any]:
             adapted(),
             eval_strategy="steps",
             save_strategy="steps",
-            load_best_model_at_end=True,
         )
         sharded.train()
         found = whole(sharded)
@@ -71,62 +69,6 @@ def test_adapters_train_are_saved_and_resumed(pools: Pools, tmp_path: Path, worl
     for found in pools(world).run(with_adapters, str(tmp_path)):
         assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
         assert found["files"] == ["adapter_model.safetensors"] and found["loaded"] and found["resumed"]
-
-
-def letters() -> tuple[Any, Any]:
-    """A tokenizer of letters, and sentences for it."""
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,"]
-    letters = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=letters, **special)
-    sentences = [("the cat sat on the mat. " * (1 + index % 3))[index % 5 :] for index in range(48)]
-    return tokenizer, Dataset.from_dict({"text": sentences})
-
-
-def supervised(folder: str) -> tuple[float, float, list[Any], list[Any]]:
-    """TRL's trainer as its users would shard it; gradient checkpointing is its default."""
-    from trl import SFTConfig, SFTTrainer
-
-    class Sharded(hf.Trainer, SFTTrainer):
-        pass
-
-    @dataclass
-    class Arguments(SFTConfig, hf.TrainingArguments):
-        pass
-
-    with launched(folder):
-        tokenizer, data = letters()
-        more = {"bf16": False, "max_steps": 6, "max_grad_norm": 1.0}
-        runs = []
-        for trainer, arguments in (
-            (SFTTrainer, said(SFTConfig, **more)),
-            (Sharded, said(Arguments, **more, zeroweave=config(3, "aot_eager"))),
-        ):
-            model = trainers.llama(vocab_size=64, max_position_embeddings=128)
-            run = trainers.quiet(trainer(model, arguments, train_dataset=data, processing_class=tokenizer))
-            run.train()
-            runs.append(run)
-        library, sharded = runs
-        assert sharded.args.gradient_checkpointing and Arguments.learning_rate == SFTConfig.learning_rate
-        sharded.save_model("final")
-        found = apart(whole(sharded), library.model.state_dict())
-        written = apart(trainers.weights("final"), {**library.model.state_dict()})
-        logs = [trainers.logged(run, "loss", "mean_token_accuracy") for run in runs]
-        sharded.engine.destroy()
-        return found, written, *logs
-
-
-@pytest.mark.matrix
-@WORLDS
-def test_trls_trainer_trains_as_on_its_own(pools: Pools, tmp_path: Path, world: int) -> None:
-    pytest.importorskip("trl")
-    for found, written, library, sharded in pools(world).run(supervised, str(tmp_path)):
-        assert found <= 1e-6 and written <= 1e-6
-        assert sharded == pytest.approx(library, abs=1.01e-4) and len(sharded) == 12  # losses have four decimals
 
 
 class Pairs(trainers.Sentences):

@@ -330,9 +330,8 @@ def lives(folder: str) -> dict[str, Any]:
         engine.destroy()
 
         arguments = trainers.said(trainers.hf.TrainingArguments, max_steps=3, zeroweave=config(3, "eager"))
-        anew = trainers.quiet(
-            trainers.hf.Trainer(args=arguments, model_init=trainers.llama, train_dataset=trainers.Sentences(64))
-        )
+        made = {"model_init": lambda: trainers.llama(), "train_dataset": trainers.Sentences(64)}
+        anew = trainers.quiet(trainers.hf.Trainer(args=arguments, **made))
         ends = []
         for _ in range(2):
             anew.train()

@@ -1,0 +1,75 @@
+"""TRL's trainer on an engine, as its users would shard it, beside its own run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", minversion="1.15", reason="transformers' Trainer needs accelerate")
+pytest.importorskip("trl")
+
+import transformers
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trl import SFTConfig, SFTTrainer
+
+from tests.distributed.integrations import trainers
+from tests.distributed.integrations.trainers import apart, config, launched, said, whole
+from tests.support.harness import Pools
+from zeroweave.integrations import hf
+
+
+class Sharded(hf.Trainer, SFTTrainer):
+    pass
+
+
+@dataclass
+class Arguments(SFTConfig, hf.TrainingArguments):
+    pass
+
+
+def letters() -> tuple[Any, Any]:
+    """A tokenizer of letters, and sentences for it."""
+    words = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz .,"]
+    letters = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=letters, **special)
+    sentences = [("the cat sat on the mat. " * (1 + index % 3))[index % 5 :] for index in range(48)]
+    return tokenizer, Dataset.from_dict({"text": sentences})
+
+
+def supervised(folder: str) -> tuple[float, float, list[Any], list[Any]]:
+    """How far apart the parameters are, in memory and in files, and what both logged."""
+    with launched(folder):
+        tokenizer, data = letters()
+        more = {"bf16": False, "max_steps": 6, "max_grad_norm": 1.0}
+        runs = []
+        for trainer, arguments in (
+            (SFTTrainer, said(SFTConfig, **more)),
+            (Sharded, said(Arguments, **more, zeroweave=config(3, "aot_eager"))),
+        ):
+            model = trainers.llama(vocab_size=64, max_position_embeddings=128)
+            run = trainers.quiet(trainer(model, arguments, train_dataset=data, processing_class=tokenizer))
+            run.train()
+            runs.append(run)
+        library, sharded = runs
+        assert sharded.args.gradient_checkpointing  # TRL's default
+        assert Arguments.learning_rate == SFTConfig.learning_rate != hf.TrainingArguments.learning_rate
+        sharded.save_model("final")
+        found = apart(whole(sharded), library.model.state_dict())
+        written = apart(trainers.weights("final"), {**library.model.state_dict()})
+        logs = [trainers.logged(run, "loss", "mean_token_accuracy") for run in runs]
+        sharded.engine.destroy()
+        return found, written, *logs
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("world", [1, 2])
+def test_trls_trainer_trains_as_on_its_own(pools: Pools, tmp_path: Path, world: int) -> None:
+    for found, written, library, sharded in pools(world).run(supervised, str(tmp_path)):
+        assert found <= 1e-6 and written <= 1e-6
+        assert sharded == pytest.approx(library, abs=1.01e-4) and len(sharded) == 12  # losses have four decimals
