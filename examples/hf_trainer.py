@@ -40,6 +40,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=options.output_dir,
         zeroweave={"stage": options.stage, "compile": {"lower": options.lower}},
+        use_cpu=not torch.cuda.is_available(),
         bf16=True,
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
