@@ -7,33 +7,27 @@ from typing import Any, Final
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DataLoaderConfiguration, DistributedType, convert_to_fp32
 from torch import nn
 
-from zeroweave.comm.process_group import device_of
 from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.engine.assembly import initialize
 from zeroweave.errors import ConfigError, EngineError, UnsupportedError
+from zeroweave.integrations.wrapped import ZeroweaveModel, autocasting, clip, refuse_other_device
 
 _WORLDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_AUTOCAST: Final = {"no": None, "fp16": "float16", "bf16": "bfloat16"}
+_AUTOCAST: Final = {"fp16": "float16", "bf16": "bfloat16"}
 """accelerate's mixed precision, and the dtype of the autocast that it is."""
 
 
-class ZeroweaveModel(nn.Module):
+class TrainerModel(ZeroweaveModel):
     """The model as its forward's callers see it: calls go through the engine, all else to the user's module."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__()
-        self.engine, self.module = engine, engine.module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.engine(*args, **kwargs)
         # As accelerate has it: what follows the model, such as a loss or metrics, is computed in float32.
-        return output if self.engine.config.precision.autocast is None else convert_to_fp32(output)
+        super().__init__(engine, convert_to_fp32 if engine.config.precision.autocast else None)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -72,14 +66,9 @@ class TrainerAccelerator(accelerate.Accelerator):
                 f"zeroweave under accelerate's {self.distributed_type.value}, which distributes by itself: start the "
                 "program with `zeroweave run` or torchrun"
             )
-        device = device_of(dist.group.WORLD if dist.is_initialized() else None)
-        if device.type != self.device.type:
-            raise ConfigError(
-                f"the Trainer computes on {self.device}, and zeroweave would on {device}: leave use_cpu= out, or hide "
-                "the GPUs with CUDA_VISIBLE_DEVICES="
-            )
+        refuse_other_device(self.device)
         self.scaler = None  # the engine scales losses
-        self.wrapper: ZeroweaveModel | None = None
+        self.wrapper: TrainerModel | None = None
         """the model of the engine, where there is one"""
         self._config = _of_trainer(config, self.mixed_precision)
 
@@ -90,10 +79,15 @@ class TrainerAccelerator(accelerate.Accelerator):
             raise EngineError("there is no engine yet: train(), evaluate() and predict() make it")
         return self.wrapper.engine
 
-    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> ZeroweaveModel:
-        """The engine's model. Makes the engine where there is none; without an optimizer it evaluates only."""
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainerModel:
+        """The engine's model. Makes the engine where there is none; without an optimizer it evaluates only.
+
+        EngineError for another model than the engine's.
+        """
         if self.wrapper is None:
-            self.wrapper = ZeroweaveModel(initialize(model, optimizer, self._config))
+            self.wrapper = TrainerModel(initialize(model, optimizer, self._config))
+        if self.wrapper.module is not model:
+            raise EngineError("the Trainer's model is another one than its engine's: make a Trainer for each model")
         return self.wrapper
 
     def end_engine(self) -> None:
@@ -110,7 +104,7 @@ class TrainerAccelerator(accelerate.Accelerator):
         return optimizer
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super().unwrap_model(model.module if isinstance(model, ZeroweaveModel) else model, *args, **kwargs)
+        return super().unwrap_model(model.module if isinstance(model, TrainerModel) else model, *args, **kwargs)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """The backward of `loss`, which the Trainer has divided; `kwargs` are those of `Engine.backward`."""
@@ -123,13 +117,7 @@ class TrainerAccelerator(accelerate.Accelerator):
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """UnsupportedError for a part of the model's parameters, and for other norms than the 2-norm."""
-        given = {id(parameter) for parameter in parameters}
-        named = self.engine.module.named_parameters()
-        if left := [name for name, parameter in named if parameter.requires_grad and id(parameter) not in given]:
-            raise UnsupportedError(f"clip_grad_norm_() without {left[0]!r}: the engine clips by the norm of all")
-        if norm_type != 2:
-            raise UnsupportedError(f"clip_grad_norm_(norm_type={norm_type}): the engine has the 2-norm only")
-        return self.engine.clip_grad_norm_(max_norm)
+        return clip(self.engine, parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """UnsupportedError: gradients are sharded."""
@@ -138,16 +126,7 @@ class TrainerAccelerator(accelerate.Accelerator):
 
 def _of_trainer(config: Config, mixed_precision: str) -> Config:
     """`config` with the mixed precision that accelerate was asked for, and with one checkpoint in a folder."""
-    if mixed_precision not in _AUTOCAST:
+    if mixed_precision not in ("no", *_AUTOCAST):
         raise ConfigError(f"mixed precision {mixed_precision!r} with zeroweave: use bf16=True or fp16=True")
-    autocast, precision = _AUTOCAST[mixed_precision], config.precision
-    if autocast is not None and precision.autocast not in (None, autocast):
-        raise ConfigError(
-            f"mixed precision {mixed_precision!r}, and precision.autocast {precision.autocast!r} in zeroweave=: say one"
-        )
-    return config.model_copy(
-        update={
-            "precision": precision.model_copy(update={"autocast": autocast or precision.autocast}),
-            "checkpoint": config.checkpoint.model_copy(update={"keep_last": 1}),
-        }
-    )
+    config = autocasting(config, mixed_precision, _AUTOCAST)
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep_last": 1})})

@@ -17,7 +17,7 @@ from transformers.trainer import SCHEDULER_NAME
 from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import ConfigError
-from zeroweave.integrations.hf.accelerator import TrainerAccelerator, ZeroweaveModel
+from zeroweave.integrations.hf.accelerator import TrainerAccelerator, TrainerModel
 from zeroweave.integrations.hf.arguments import TrainingArguments
 
 _FOLDER: Final = "zeroweave"
@@ -59,16 +59,16 @@ class Trainer(transformers.Trainer):
         self.accelerator = TrainerAccelerator(Config.load(self.args.zeroweave), self.accelerator.dataloader_config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_model_parallel:
-            raise ConfigError("a model on several devices: load it without device_map=")
         if self._is_sharded and (self.engine.optimizer is None or self.model_init is not None):
             self.accelerator.end_engine()  # an evaluation's, or that of a model that the Trainer makes anew
         return super().train(*args, **kwargs)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> ZeroweaveModel:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> TrainerModel:
         """The Trainer's own place for other engines than accelerate's; here they begin, for evaluation as well."""
-        if isinstance(model, ZeroweaveModel):
+        if isinstance(model, TrainerModel):
             return model
+        if self.is_model_parallel:
+            raise ConfigError("a model on several devices: load it without device_map=")
         return self.accelerator.wrap(model, self.optimizer if training else None)
 
     @property
