@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Several ranks share the cores: more threads each would only get in each other's way.
 test matrix test-oldest: export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test matrix test-oldest gpu lint format clean
+.PHONY: help demo test matrix test-oldest gpu lint format site clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -52,8 +52,11 @@ format: $(VENV)/.ready-lint ## rewrite the code in the project's style
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-clean: ## remove the environments and caches
-	rm -rf $(VENV) $(OLDEST_VENV) .mypy_cache .ruff_cache .import_linter_cache
+site: $(VENV)/.ready-docs ## the documentation as a site, in site/; ARGS go to mkdocs build
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict $(ARGS)
+
+clean: ## remove the environments, the site and caches
+	rm -rf $(VENV) $(OLDEST_VENV) site .mypy_cache .ruff_cache .import_linter_cache
 
 # One environment; a stamp for each set of packages in it, so that the demo needs no test or lint tools.
 $(VENV)/.ready-run: pyproject.toml constraints.txt
@@ -63,7 +66,7 @@ $(VENV)/.ready-run: pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.ready-test $(VENV)/.ready-lint: $(VENV)/.ready-%: $(VENV)/.ready-run
+$(VENV)/.ready-test $(VENV)/.ready-lint $(VENV)/.ready-docs: $(VENV)/.ready-%: $(VENV)/.ready-run
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[$*]'
 	@touch $@
 

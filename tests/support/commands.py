@@ -23,7 +23,7 @@ def zeroweave(*arguments: object, timeout: float = 600.0) -> subprocess.Complete
 def run_code(code: str, folder: Path, *paths: Path, timeout: float = 600.0) -> tuple[int | None, str]:
     """The exit code (None: it did not end in time) and the output of a script, which can import from `paths`.
 
-    Its process need not import torch, which takes longer than most scripts.
+    It runs in `folder`. Its process need not import torch, which takes longer than most scripts.
     """
     said = folder / "said"
     arguments = code, [str(path) for path in paths], dict(os.environ), said
@@ -41,6 +41,7 @@ def _run_code(code: str, paths: list[str], environment: Mapping[str, str], said:
     output = os.open(said, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    os.chdir(said.parent)
     sys.path[:0] = paths
     exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
     atexit._run_exitfuncs()
