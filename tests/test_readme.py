@@ -1,4 +1,7 @@
-"""The documents are true: their snippets run, their links lead somewhere, and every config key is explained."""
+"""The documents are true: their snippets run, their links lead somewhere, and every config key is explained.
+
+`make site` checks their links, and the anchors that these name, once more in the site.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,49 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import ROOT, run_code
+from tests.support.commands import ROOT, run_code, zeroweave
 from zeroweave.config import Config
 
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
-NAMES = [document.name for document in DOCUMENTS]
 
 
 def snippets(document: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
-def test_python_snippets_run(document: Path, tmp_path: Path) -> None:
+def named(document: Path) -> str:
+    return document.name
+
+
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+WITH_CODE = [document for document in DOCUMENTS if snippets(document, "python")]
+TASKS = ("README", "data", "ema", "evaluation", "experts", "index", "lora", "losses", "migrate", "saving")
+"""what is written for any number of ranks"""
+
+
+def program(document: Path) -> str:
+    """All of its snippets."""
     code = "\n".join(snippets(document, "python"))
     # Lowering to Inductor is tested elsewhere and takes long.
-    code = code.replace('config={"stage": 3})', 'config={"stage": 3, "compile": {"lower": "aot_eager"}})')
-    ended, said = run_code(code, tmp_path, ROOT, ROOT / "examples")
+    return code.replace('config={"stage": 3})', 'config={"stage": 3, "compile": {"lower": "aot_eager"}})')
+
+
+@pytest.mark.parametrize("document", WITH_CODE, ids=named)
+def test_python_snippets_run(document: Path, tmp_path: Path) -> None:
+    ended, said = run_code(program(document), tmp_path, ROOT, ROOT / "examples")
     assert ended == 0, said
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
+@pytest.mark.matrix
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if each.stem in TASKS], ids=named)
+def test_python_snippets_run_on_two_ranks(document: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    paths = [str(ROOT), str(ROOT / "examples")]
+    script.write_text(f"import os, sys\nsys.path[:0] = {paths}\nos.chdir({str(tmp_path)!r})\n{program(document)}")
+    ended = zeroweave("run", "--nproc-per-node", 2, script)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
 def test_links_lead_to_files(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", document.read_text())
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
