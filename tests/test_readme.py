@@ -15,7 +15,6 @@ from tests.support.commands import ROOT, run_code, zeroweave
 from zeroweave.config import Config
 
 
-
 def snippets(document: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
 

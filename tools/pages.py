@@ -29,9 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         text = (root / path).read_text()
         if path.endswith(".md"):
             text = _IN.sub(lambda found, path=path: _from_copy(root, path, found["path"]), text)
-        files.append(
-            File.generated(config, f"repository/{path}", content=text, inclusion=InclusionLevel.NOT_IN_NAV)
-        )
+        files.append(File.generated(config, f"repository/{path}", content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
 
 

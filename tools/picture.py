@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any, Final
 
 LANES: Final = {2: "gathers", 1: "computation", 3: "reductions"}
-COLOURS: Final = {"gather": "#3b82c4", "forward": "#4a9d6e", "backward": "#c98a2b", "reduce": "#a65bb0", "other": "#999"}
+COLOURS: Final = {
+    "gather": "#3b82c4",
+    "forward": "#4a9d6e",
+    "backward": "#c98a2b",
+    "reduce": "#a65bb0",
+    "other": "#999",
+}
 WIDTH, LEFT, ROW, BAR = 880, 100, 34, 22
 
 
