@@ -37,6 +37,8 @@ from zeroweave.errors import ParameterError
 
 Lower = Literal["inductor", "aot_eager"]
 Kind = Literal["forward", "backward", "inference"]
+Code = Callable[[Lower, fx.GraphModule, Sequence[Any], Kind, Phases], Boxed]
+"""What turns a graph into code: `compile_graph` is one."""
 
 
 def decompositions(lower: Lower) -> dict[Any, Callable[..., Any]]:

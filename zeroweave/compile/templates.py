@@ -41,7 +41,7 @@ class Templates:
 
     `names` maps each region's module to its qualified name, which becomes the name of its calls. Dynamo compiles
     at most `recompile_limit` variants of all regions that share a callable (see `compile`). `activation_budget` is
-    the share of activation bytes that forwards may save. Counters: `graphs` captured by Dynamo, `templates` lowered,
+    the share of activation bytes that forwards may save, `code` makes code of graphs. Counters: `graphs` captured by Dynamo, `templates` lowered,
     `found` of them in Inductor's cache; `phases` tells where the time went, `announcer` tells the user what takes it.
     """
 
@@ -53,6 +53,7 @@ class Templates:
         recompile_limit: int = 16,
         activation_budget: float = 1.0,
         announcer: Announcer | None = None,
+        code: lowering.Code = lowering.compile_graph,
     ) -> None:
         self.announcer = announcer or Announcer(False, lambda: False)
         self.graphs = 0
@@ -61,7 +62,7 @@ class Templates:
         self.phases = Phases()
         self._host: TemplateHost | None = host
         self._names = dict(names)
-        self._lower = lower
+        self._lower, self._code = lower, code
         self._limit, self._budget = recompile_limit, activation_budget
         self._compiled: dict[Hashable, Callable[..., Any]] = {}
         self._codes: dict[Hashable, types.CodeType] = {}
@@ -153,7 +154,7 @@ class Templates:
         """The code of one graph of a region."""
         hits = inductor_cache_hits()
         with self.announcer.graph(region, kind):
-            run = lowering.compile_graph(self._lower, graph, inputs, kind, self.phases)
+            run = self._code(self._lower, graph, inputs, kind, self.phases)
         self.templates += 1
         self.found += inductor_cache_hits() - hits
         return run

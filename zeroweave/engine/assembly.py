@@ -124,7 +124,8 @@ def initialize(
         raise
 
 
-def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
+def policy_of(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
+    """What of a config the runtime follows."""
     precision = settings.precision
     return Policy(
         kept_by_stage=frozenset() if settings.stage == 3 else frozenset(b.id for b in layouts),
@@ -139,14 +140,17 @@ def _policy(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
     )
 
 
-def _facts(
+def facts_of(
     settings: Config,
     layouts: Iterable[BucketLayout],
     policy: Policy,
     optimizer: ShardedOptimizer | None,
     least: int | None = None,
 ) -> Facts:
-    """`least`: bytes from which on a bucket has a place; None: none has."""
+    """What schedules are made from, before the settings are put in.
+
+    `least`: bytes from which on a bucket has a place; None: none has.
+    """
     layouts = tuple(layouts)
     whole = settings.gradient_clipping is not None or checks(settings, layouts)
     by_bucket = optimizer is not None and optimizer.by_bucket and not whole
@@ -234,9 +238,9 @@ def _assemble(
     told = agree(control, optimizer, named)
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
-    policy = _policy(settings, layouts)
+    policy = policy_of(settings, layouts)
     try:
-        settings_of(settings).facts(_facts(settings, layouts, policy, None), None, None)
+        settings_of(settings).facts(facts_of(settings, layouts, policy, None), None, None)
     except EngineError as error:  # it names buckets that the layout does not have
         raise ConfigError(f"compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)
@@ -291,7 +295,7 @@ def _assemble(
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
-    facts = _facts(settings, layouts, runtime.policy, sharded, choice.least)
+    facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least)
     return _compose(parts, facts, asked.scheduler, signals, faults)
 
 
@@ -304,7 +308,10 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
     access = Access(parts.model, runtime)
     hook_gradients(runtime)
     shown = Shown(runtime, parts.places, access)
-    calls = Calls(parts, access, shown)
+    calls = Calls(
+        parts.model, runtime, settings, access, shown, parts.device.type, parts.control.rank,
+        lambda: parts.progress.step == 0,
+    )
     layouts = [b.layout for b in runtime.buckets.values()]
     looks = checks(settings, layouts)
     scaler = Scaler(runtime.gradients, loss_scale_of(settings, layouts), looks, parts.transport, parts.device)

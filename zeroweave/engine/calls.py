@@ -13,26 +13,41 @@ from torch import nn
 from zeroweave._torch.autograd import recomputing
 from zeroweave._torch.fx import map_tensors
 from zeroweave.compile.announce import Announcer
+from zeroweave.compile.lower import Code, compile_graph
 from zeroweave.compile.regions import call_modules, find_regions, region_key
 from zeroweave.compile.templates import Templates
+from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors
 from zeroweave.eager.hooks import Compiled, ModuleCall
 from zeroweave.eager.shown import Shown
-from zeroweave.engine.parts import EngineParts
 from zeroweave.notices import warn
+from zeroweave.runtime.runtime import Runtime
 
 
 class Calls:
-    """The calls of one engine."""
+    """The calls of one engine.
 
-    def __init__(self, parts: EngineParts, access: Access, shown: Shown) -> None:
-        model, runtime, config, progress = parts.model, parts.runtime, parts.config, parts.progress
-        self._model, self._runtime, self._shown, self._rank = model, runtime, shown, parts.control.rank
+    `in_first_step()`: is that the step that runs now? `code`: what turns a template's graph into code.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        config: Config,
+        access: Access,
+        shown: Shown,
+        device_type: str,
+        rank: int,
+        in_first_step: Callable[[], bool],
+        code: Code = compile_graph,
+    ) -> None:
+        self._model, self._runtime, self._shown, self._rank = model, runtime, shown, rank
         self._dtype = None if config.precision.params is None else getattr(torch, config.precision.params)
         wanted = config.precision.autocast
         self._autocast = None if wanted is None else getattr(torch, wanted)
-        self._device_type = parts.device.type
+        self._device_type = device_type
         self.eager_regions: dict[str, str] = {}
         """the regions that Dynamo gave up on, by name, with its reason"""
         self._compiling = False
@@ -43,8 +58,8 @@ class Calls:
         self.templates: Templates | None = None
         if config.compile.enabled:
             c, names = config.compile, {module: name for name, module in regions}
-            announcer = Announcer.on_terminal(self._rank, lambda: progress.step == 0)
-            self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer)
+            announcer = Announcer.on_terminal(self._rank, in_first_step)
+            self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer, code)
 
         place_of = {id(p): runtime.directory.places[name] for name, p in model.named_parameters()}
 

@@ -1,0 +1,113 @@
+"""GPUs and what connects them, by their data sheets, and how much of that programs get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
+from typing import Final
+
+from zeroweave.errors import EngineError
+from zeroweave.schedule import Line
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. Bytes, bytes per second, and floating-point operations per second (dense).
+
+    half: of bfloat16 and float16 matmuls, single: of float32 ones. inside: NVLink or PCIe, one direction. between:
+    the network, for each GPU of a node. ranks_per_node: GPUs of a node.
+    """
+
+    memory: int
+    bandwidth: float
+    half: float
+    single: float
+    inside: float
+    between: float
+    ranks_per_node: int = 8
+
+
+GPUS: Final = MappingProxyType(
+    {
+        # NVIDIA A100 Tensor Core GPU data sheet (80GB SXM); DGX A100 data sheet (eight 200 Gb/s adapters for compute)
+        "a100": Gpu(80 * 10**9, 2.039e12, 312e12, 19.5e12, 300e9, 25e9),
+        # NVIDIA H100 Tensor Core GPU data sheet (SXM; half of the figures with sparsity); DGX H100 data sheet (400 Gb/s)
+        "h100": Gpu(80 * 10**9, 3.35e12, 989.5e12, 67e12, 450e9, 50e9),
+        # NVIDIA H200 Tensor Core GPU data sheet (SXM; half of the figures with sparsity); DGX H200 data sheet (400 Gb/s)
+        "h200": Gpu(141 * 10**9, 4.8e12, 989.5e12, 67e12, 450e9, 50e9),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The share of what a data sheet says that programs get, and what they wait for. From 0 to 1, and seconds.
+
+    matmul, memory and inside are from H200s: 780 of 989 TFLOP/s in large matmuls, 4.24 of 4.8 TB/s in copies, 304 of
+    450 GB/s in an all-gather of 256 MiB. attention and between are guesses. kernel: from one kernel to the next.
+    launch: of a collective; hop_inside, hop_between: from one rank of a ring to the next.
+    """
+
+    matmul: float = 0.79
+    attention: float = 0.5
+    memory: float = 0.88
+    inside: float = 0.68
+    between: float = 0.8
+    kernel: float = 3e-6
+    launch: float = 2e-5
+    hop_inside: float = 3e-6
+    hop_between: float = 1.5e-5
+
+    def changed(self, words: Iterable[str]) -> Efficiency:
+        """With other values, each as "name=value". EngineError for what is no such word."""
+        known = {each.name for each in fields(self)}
+        changes = {}
+        for word in words:
+            name, _, text = word.partition("=")
+            try:
+                value = float(text)
+            except ValueError:
+                value = -1.0
+            share = name in ("matmul", "attention", "memory", "inside", "between")
+            if name not in known or not (0 < value <= 1 if share else 0 <= value < 1):
+                raise EngineError(
+                    f"efficiency {word!r}: write name=value, with a share above 0 and up to 1 of matmul, attention, "
+                    "memory, inside, between, or seconds below 1 of kernel, launch, hop_inside, hop_between"
+                )
+            changes[name] = value
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a rank computes with, and what it sends through."""
+
+    gpu: Gpu
+    efficiency: Efficiency
+
+    def compute(self, operations: float, nbytes: float, itemsize: int, attention: bool = False) -> float:
+        """Seconds of a kernel: of its arithmetic or of its traffic with memory, whichever takes longer."""
+        share = self.efficiency.attention if attention else self.efficiency.matmul
+        peak = self.gpu.half if itemsize <= 2 else self.gpu.single
+        return self.efficiency.kernel + max(operations / (peak * share), self.traffic(nbytes))
+
+    def traffic(self, nbytes: float) -> float:
+        """Seconds that so many bytes take to or from memory."""
+        return nbytes / (self.gpu.bandwidth * self.efficiency.memory)
+
+    def collective(self, world: int) -> Line:
+        """An all-gather or a reduce-scatter of a flat, by its bytes, on `world` ranks that fill nodes.
+
+        A ring, as NCCL has it: (world - 1) / world of the flat passes through each rank, and through each node's
+        adapters together. It moves at the pace of the slower of the two.
+        """
+        if world == 1:
+            return Line()
+        gpu, share = self.gpu, self.efficiency
+        nodes = -(-world // gpu.ranks_per_node)
+        pace = gpu.inside * share.inside
+        if nodes > 1:
+            pace = min(pace, gpu.between * share.between * gpu.ranks_per_node)
+        alpha = share.launch + (world - nodes) * share.hop_inside + (nodes - 1) * share.hop_between
+        return Line(alpha, (world - 1) / world / pace)
