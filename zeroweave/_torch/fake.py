@@ -13,14 +13,21 @@ def without_memory() -> AbstractContextManager[Any]:
     """Inside, tensors have shapes, dtypes and devices, and no memory.
 
     Why not tensors on `meta`: AOTAutograd loses gradients there of some composite operators (cross entropy is one), and
-    attention there is the one that keeps its scores. And without its cache of results, because a view that it takes from
-    there gives a storage that was freed its size back.
+    attention there is the one that keeps its scores. Why without the cache of results: a view that is taken from there
+    gives a storage that was freed its size back.
     """
     from torch._subclasses import FakeTensorMode
 
     mode = FakeTensorMode()
     mode.cache_enabled = False
     return cast(AbstractContextManager[Any], mode)
+
+
+def value_errors() -> tuple[type[Exception], ...]:
+    """What operators raise whose results depend on values. Why: a plan says which module asks for them."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    return DataDependentOutputException, DynamicOutputShapeException
 
 
 class OperatorMode(TorchDispatchMode):

@@ -41,7 +41,9 @@ class Templates:
 
     `names` maps each region's module to its qualified name, which becomes the name of its calls. Dynamo compiles
     at most `recompile_limit` variants of all regions that share a callable (see `compile`). `activation_budget` is
-    the share of activation bytes that forwards may save, `code` makes code of graphs. Counters: `graphs` captured by Dynamo, `templates` lowered,
+    the share of activation bytes that forwards may save, `code` makes code of graphs.
+
+    Counters: `graphs` captured by Dynamo, `templates` lowered,
     `found` of them in Inductor's cache; `phases` tells where the time went, `announcer` tells the user what takes it.
     """
 

@@ -309,7 +309,13 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
     hook_gradients(runtime)
     shown = Shown(runtime, parts.places, access)
     calls = Calls(
-        parts.model, runtime, settings, access, shown, parts.device.type, parts.control.rank,
+        parts.model,
+        runtime,
+        settings,
+        access,
+        shown,
+        parts.device.type,
+        parts.control.rank,
         lambda: parts.progress.step == 0,
     )
     layouts = [b.layout for b in runtime.buckets.values()]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from zeroweave._torch.fake import without_memory
+from zeroweave._torch.fake import value_errors, without_memory
 from zeroweave._torch.fx import map_tensors
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.bind import Boxed
@@ -59,8 +59,7 @@ class Planned:
     """A schedule of one rank, and what is expected of it. Bytes.
 
     memory: the model state, as the tensors have it. activations: what the forward leaves for the backward.
-    peak: everything on the device, at most. measured: the step in which the costs were taken, which followed the first
-    schedule; eager: the regions that Dynamo gave up on, with its reasons.
+    peak: everything on the device, at most.
     """
 
     schedule: Schedule
@@ -169,8 +168,18 @@ class PlannedRank:
         return left
 
     def measure(self) -> None:
-        """Two steps: one on demand, which is recorded, and one that follows the schedule of that and is timed."""
-        self._step(None)
+        """Two steps: one on demand, which is recorded, and one that follows the schedule of that and is timed.
+
+        EngineError, which names the module, where the program asks for values, which no tensor has.
+        """
+        try:
+            self._step(None)
+        except value_errors() as error:
+            where = innermost(error, self._model)
+            raise EngineError(
+                f"{where} needs values of tensors to go on ({str(error).splitlines()[0]}), and a plan has none: plan "
+                "the model without it"
+            ) from error
         self._first = compile_schedule(self._record, settings_of(self.config).facts(self._facts, None, None))
         timeline = Timeline(self._clock)
         self.runtime.next_window(self._first)
@@ -192,6 +201,16 @@ class PlannedRank:
         expected = simulate(schedule, costs)
         peak = costs.peak - simulate(self._first, costs).peak + expected.peak  # as settings have it
         return Planned(schedule, expected, self._memory, self._activations, peak)
+
+
+def innermost(error: BaseException, model: nn.Module) -> str:
+    """The module of `model` in whose forward an exception was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        where = names.get(id(trace.tb_frame.f_locals.get("self")), where)
+        trace = trace.tb_next
+    return repr(where) if where else "the model"
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

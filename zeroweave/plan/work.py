@@ -22,7 +22,9 @@ from zeroweave.compile.bind import graph_outputs
 from zeroweave.plan.hardware import Hardware
 
 _ATTENTION: Final = "_scaled_dot_product_"
-_ALONE: Final = frozenset({"index_put", "index_put_", "scatter", "scatter_add", "sort", "topk", "embedding_dense_backward"})
+_ALONE: Final = frozenset(
+    {"index_put", "index_put_", "scatter", "scatter_add", "sort", "topk", "embedding_dense_backward"}
+)
 _LOOK_UP: Final = frozenset({"embedding", "index", "index_select", "gather"})
 """They read as much of their first argument as they return."""
 _VIEWS: Final = frozenset({"_unsafe_view", "reshape"})
@@ -41,7 +43,17 @@ def _nbytes(value: Any) -> int:
 
 
 def _itemsize(value: Any) -> int:
-    return max((leaf.itemsize for leaf in flatten(value)[0] if isinstance(leaf, Tensor)), default=4)
+    """Of the first tensor: attention returns others beside it, of other dtypes."""
+    return next((leaf.itemsize for leaf in flatten(value)[0] if isinstance(leaf, Tensor)), 4)
+
+
+def _written(target: Any, args: Any) -> list[Any]:
+    """The arguments that an operator writes to and does not return."""
+    schema = operator_schema(target)
+    if schema is None or schema.returns:
+        return []
+    pairs = zip(schema.arguments, args, strict=False)
+    return [value for argument, value in pairs if argument.alias_info is not None and argument.alias_info.is_write]
 
 
 def _operations(target: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
@@ -65,7 +77,8 @@ def eager_seconds(hardware: Hardware, target: Any, args: Any, kwargs: Mapping[st
         return 0.0
     read = _nbytes((args[1:], out)) if name in _LOOK_UP else _nbytes((args, kwargs))
     operations = _operations(target, args, kwargs, out)
-    return hardware.compute(operations, read + _nbytes(out), _itemsize(out), name.startswith(_ATTENTION))
+    nbytes = read + _nbytes(out) + _nbytes(_written(target, args))
+    return hardware.compute(operations, nbytes, _itemsize(out), name.startswith(_ATTENTION))
 
 
 @dataclass
@@ -179,9 +192,7 @@ class Program:
         for node, keys in readers.items():
             if node not in returned and (node in self._arguments or any(node in made for made in makes.values())):
                 last[max(keys, key=number.__getitem__)].append(node)
-        return tuple(
-            _Step(tuple(makes[key]), tuple(last[key]), self._seconds(whole[key], makes[key])) for key in order
-        )
+        return tuple(_Step(tuple(makes[key]), tuple(last[key]), self._seconds(whole[key], makes[key])) for key in order)
 
     def _seconds(self, kernel: _Kernel, made: Iterable[fx.Node]) -> float:
         inside, read = set(kernel.nodes), dict[fx.Node, int]()

@@ -1,0 +1,144 @@
+"""Plans of several stages, worlds and schedules, and which of them to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+
+from zeroweave.config import Config
+from zeroweave.errors import EngineError
+from zeroweave.plan.hardware import Hardware
+from zeroweave.plan.model import Source
+from zeroweave.plan.rank import Planned, PlannedRank
+
+ROOM: Final = 0.9
+"""The share of a GPU's memory that a plan may fill: the rest is for the driver, libraries and fragmentation."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's step. Seconds and bytes.
+
+    schedule: "prefetch 1", "auto" (what an engine follows by itself) or "keep auto" (stage 3: with as many buckets kept
+    gathered as there is room for). exposed: seconds in which the computation waits for collectives. parameters: shards
+    and masters. gradients, flats, gradient_flats: each at most. activations: what the forward leaves for the backward.
+    peak: everything at once, at most. fits: is that within the room?
+    """
+
+    stage: int
+    world: int
+    schedule: str
+    seconds: float
+    exposed: float
+    parameters: int
+    optimizer: int
+    gradients: int
+    flats: int
+    gradient_flats: int
+    activations: int
+    peak: int
+    fits: bool
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage}, {self.schedule}"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The row to take on a world, None where none fits, and why."""
+
+    world: int
+    take: Row | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plans:
+    """rows: by world, stage and schedule. eager: regions that cannot be compiled, with the reason. room: bytes."""
+
+    rows: tuple[Row, ...]
+    advice: tuple[Advice, ...]
+    eager: dict[str, str]
+    room: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make(source: Source, stages: Sequence[int], worlds: Sequence[int], params: str, hardware: Hardware) -> Plans:
+    """One rank of each world at each stage, with AdamW. `params`: as `precision.params` of the config.
+
+    EngineError where the model cannot run without values; see `PlannedRank.measure`.
+    """
+    room = int(hardware.gpu.memory * ROOM)
+    rows: list[Row] = []
+    eager: dict[str, str] = {}
+    for world in worlds:
+        for stage in stages:
+            config = Config.load({"stage": stage, "precision": {"params": params}})
+            rank = PlannedRank(
+                *source(), lambda parameters: torch.optim.AdamW(parameters, fused=True), config, world, hardware
+            )
+            rank.measure()
+            eager |= rank.calls.eager_regions
+            rows += [_row(stage, world, name, plan, room) for name, plan in _schedules(rank, stage, room)]
+    return Plans(tuple(rows), tuple(advise([r for r in rows if r.world == w], w, room) for w in worlds), eager, room)
+
+
+def _schedules(rank: PlannedRank, stage: int, room: int) -> Iterator[tuple[str, Planned]]:
+    yield "prefetch 1", rank.plan(prefetch=1)
+    yield "auto", rank.plan()
+    if stage == 3:
+        yield "keep auto", rank.plan(keep="auto", memory_budget=room)
+
+
+def _row(stage: int, world: int, schedule: str, plan: Planned, room: int) -> Row:
+    memory, expected = plan.memory, plan.prediction
+    return Row(
+        stage=stage,
+        world=world,
+        schedule=schedule,
+        seconds=expected.seconds,
+        exposed=sum(expected.waits.values()),
+        parameters=memory.shards + memory.masters,
+        optimizer=memory.optimizer,
+        gradients=memory.gradients,
+        flats=max((flats for flats, _ in plan.schedule.memory), default=0),
+        gradient_flats=memory.gradient_flats_peak,
+        activations=plan.activations,
+        peak=plan.peak,
+        fits=plan.peak <= room,
+    )
+
+
+def advise(rows: Iterable[Row], world: int, room: int) -> Advice:
+    """The fastest of the rows that fit; of those within a hundredth of it, the one that takes least memory."""
+    rows = tuple(rows)
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        least = min(rows, key=lambda row: row.peak)
+        return Advice(
+            world,
+            None,
+            f"none fits into {room / 2**30:.1f} GiB: {least.name} takes least, {least.peak / 2**30:.1f} GiB; take more "
+            "ranks, a smaller micro-batch, or shorter sequences",
+        )
+    best = min(row.seconds for row in fitting)
+    take = min((row for row in fitting if row.seconds <= best * 1.01), key=lambda row: row.peak)
+    others = [row for row in rows if not row.fits and row.seconds < take.seconds]
+    reason = f"of the {len(fitting)} of {len(rows)} that fit, none is faster by more than a hundredth and smaller"
+    if others:
+        reason += (
+            f"; {', '.join(row.name for row in others)} would be faster and takes more than {room / 2**30:.1f} GiB"
+        )
+    return Advice(world, take, reason)
+
+
+def refuse_worlds(worlds: Iterable[int]) -> None:
+    """EngineError for a world that cannot be planned."""
+    if wrong := [world for world in worlds if not 1 <= world <= 1024]:
+        raise EngineError(f"worlds have 1 to 1,024 ranks, not {wrong[0]}")

@@ -1,0 +1,78 @@
+"""Plans as a table, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+from xml.sax.saxutils import escape
+
+from zeroweave.plan.plan import Plans, Row
+from zeroweave.report.tables import table
+
+_GIB: Final = 2**30
+_HEAD: Final = (
+    "schedule",
+    "ranks",
+    "parameters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "flats",
+    "peak GiB",
+    "step s",
+    "exposed s",
+)
+_COLOURS: Final = {"parameters": "#4477aa", "optimizer": "#66ccee", "at the peak beside them": "#ccbb44"}
+_WIDTH, _BAR, _LEFT = 620, 22, 210
+
+
+def lines(plans: Plans) -> Iterator[str]:
+    """A table, in GiB and seconds, and what to take."""
+    yield from table(_HEAD, [_cells(row) for row in plans.rows])
+    yield ""
+    for advice in plans.advice:
+        what = f"take {advice.take.name}" if advice.take is not None else "nothing fits"
+        yield f"{advice.world} ranks: {what}: {advice.reason}"
+    for name, reason in plans.eager.items():
+        yield f"{name or 'the model'} runs eagerly: {reason}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    sizes = (row.parameters, row.optimizer, row.gradients, row.activations, row.flats)
+    peak = f"{row.peak / _GIB:.2f}{'' if row.fits else ' !'}"
+    name = f"{row.name}"
+    return name, str(row.world), *(f"{s / _GIB:.2f}" for s in sizes), peak, f"{row.seconds:.4f}", f"{row.exposed:.4f}"
+
+
+def picture(plans: Plans) -> str:
+    """An SVG: for each row a bar of its memory, with a line at the room that there is."""
+    most = max([plans.room, *(row.peak for row in plans.rows)])
+    scale = _WIDTH / most
+    height = _BAR * (len(plans.rows) + 3)
+    limit = _LEFT + plans.room * scale
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 110}" height="{height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<line x1="{limit:.1f}" y1="{_BAR}" x2="{limit:.1f}" y2="{height - 2 * _BAR}" stroke="#cc3311"/>',
+        f'<text x="{limit:.1f}" y="{_BAR - 6}" text-anchor="end">room: {plans.room / _GIB:.1f} GiB</text>',
+    ]
+    for index, row in enumerate(plans.rows):
+        top = _BAR * (index + 1)
+        parts.append(f'<text x="4" y="{top + 15}">{row.world} ranks, {escape(row.name)}</text>')
+        x = float(_LEFT)
+        for colour, nbytes in zip(_COLOURS.values(), _stacked(row), strict=True):
+            parts.append(
+                f'<rect x="{x:.1f}" y="{top + 3}" width="{nbytes * scale:.1f}" height="{_BAR - 6}" fill="{colour}"/>'
+            )
+            x += nbytes * scale
+        parts.append(f'<text x="{x + 4:.1f}" y="{top + 15}">{row.peak / _GIB:.1f} GiB, {row.seconds:.3f} s</text>')
+    x = float(_LEFT)
+    for name, colour in _COLOURS.items():
+        parts.append(f'<rect x="{x}" y="{height - _BAR}" width="12" height="12" fill="{colour}"/>')
+        parts.append(f'<text x="{x + 16}" y="{height - _BAR + 11}">{name}</text>')
+        x += 150
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _stacked(row: Row) -> tuple[int, int, int]:
+    return row.parameters, row.optimizer, max(0, row.peak - row.parameters - row.optimizer)
