@@ -192,8 +192,12 @@ def plan(
         Literal["bfloat16", "float32"], typer.Option(help="of the parameters as they are computed with")
     ] = "bfloat16",
     gpu: Annotated[Literal["a100", "h100", "h200"], typer.Option(help="by its data sheet")] = "h200",
-    inside: Annotated[float | None, typer.Option(help="GB/s of a rank inside its node, one direction")] = None,
-    between: Annotated[float | None, typer.Option(help="GB/s of a rank between nodes, one direction")] = None,
+    inside: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s of a rank inside its node, one direction")
+    ] = None,
+    between: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s of a rank between nodes, one direction")
+    ] = None,
     ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
     efficiency: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="share of the data sheet; see docs/plan.md")
@@ -220,8 +224,13 @@ def plan(
     worlds = world or [8]
     try:
         refuse_worlds(worlds)
-        paces = {name: pace * 1e9 for name, pace in (("inside", inside), ("between", between)) if pace is not None}
-        device = replace(GPUS[gpu], ranks_per_node=ranks_per_node, **paces)
+        sheet = GPUS[gpu]
+        device = replace(
+            sheet,
+            ranks_per_node=ranks_per_node,
+            inside=sheet.inside if inside is None else inside * 1e9,
+            between=sheet.between if between is None else between * 1e9,
+        )
         hardware = Hardware(device, Efficiency().changed(efficiency or ()))
         stages = (1, 2, 3) if stage == "all" else (int(stage),)
         plans = make(source_of(model, micro_batch, seq), stages, worlds, precision, hardware)

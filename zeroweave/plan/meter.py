@@ -40,6 +40,14 @@ class PlannedClock(Clock):
         self._beside += nbytes
         self._peak = max(self._peak, self.allocated())
 
+    def spend(self, seconds: float) -> None:
+        """The compute stream works for so long."""
+        self.now += seconds
+
+    def reach(self, time: float) -> None:
+        """The compute stream waits until then."""
+        self.now = max(self.now, time)
+
     def mark(self) -> float:
         self._peak = max(self._peak, self.allocated())
         return self.now
@@ -96,7 +104,7 @@ class Meter(OperatorMode):
             if storage_key(tensor) not in given:
                 self._count(tensor.untyped_storage())
         if not self._inside:
-            self._clock.now += eager_seconds(self._hardware, operator, args, kwargs, out)
+            self._clock.spend(eager_seconds(self._hardware, operator, args, kwargs, out))
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, nbytes, clock, alive = storage._cdata, storage.nbytes(), self._clock, self._alive
@@ -118,7 +126,7 @@ class _Pending:
         self._clock, self._end, self._alive = clock, end, alive
 
     def wait(self) -> None:
-        self._clock.now = max(self._clock.now, self._end)
+        self._clock.reach(self._end)
         self._alive = ()
 
     def over(self, clock: Clock) -> float:

@@ -24,7 +24,8 @@ class Row:
 
     schedule: "prefetch 1", "auto" (what an engine follows by itself) or "keep auto" (stage 3: with as many buckets kept
     gathered as there is room for). exposed: seconds in which the computation waits for collectives. parameters: shards
-    and masters. gradients, flats, gradient_flats: each at most. activations: what the forward leaves for the backward.
+    and masters. gradients: the reduced ones. flats: of parameters and of gradients in flight, at most. activations:
+    what the forward leaves for the backward.
     peak: everything at once, at most. fits: is that within the room?
     """
 
@@ -37,7 +38,6 @@ class Row:
     optimizer: int
     gradients: int
     flats: int
-    gradient_flats: int
     activations: int
     peak: int
     fits: bool
@@ -108,7 +108,6 @@ def _row(stage: int, world: int, schedule: str, plan: Planned, room: int) -> Row
         optimizer=memory.optimizer,
         gradients=memory.gradients,
         flats=max((flats for flats, _ in plan.schedule.memory), default=0),
-        gradient_flats=memory.gradient_flats_peak,
         activations=plan.activations,
         peak=plan.peak,
         fits=plan.peak <= room,

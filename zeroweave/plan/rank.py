@@ -129,12 +129,7 @@ class PlannedRank:
         runtime.attach(_Backwards(shown))
 
     def _program(self, lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind, phases: Phases) -> Boxed:
-        clock = self._clock
-
-        def spend(seconds: float) -> None:
-            clock.now += seconds
-
-        return Program(graph.graph, self._hardware, lower == "inductor", spend, self._meter.program)
+        return Program(graph.graph, self._hardware, lower == "inductor", self._clock.spend, self._meter.program)
 
     # ------------------------------------------------------------------ steps
     def _step(self, schedule: Schedule | None) -> int:
@@ -180,27 +175,26 @@ class PlannedRank:
                 f"{where} needs values of tensors to go on ({str(error).splitlines()[0]}), and a plan has none: plan "
                 "the model without it"
             ) from error
-        self._first = compile_schedule(self._record, settings_of(self.config).facts(self._facts, None, None))
+        self.first = compile_schedule(self._record, settings_of(self.config).facts(self._facts, None, None))
         timeline = Timeline(self._clock)
-        self.runtime.next_window(self._first)
-        self.runtime.restart_peaks()
+        self.runtime.next_window(self.first)
         self._clock.restart_peak()
         self.runtime.replay.executor.note_times(timeline)
         self._wire.time(timeline.collectives)
-        self._activations = self._step(self._first)
+        self._activations = self._step(self.first)
         self._wire.time(None)
         self.runtime.replay.executor.note_times(None)
-        self._memory = Memory.read(self.runtime, self.optimizer, 0)
-        self.costs: Costs = costs_of([timeline.step(self._first)], self._clock.peak())
+        self.memory = Memory.read(self.runtime, self.optimizer, 0)
+        self.costs: Costs = costs_of([timeline.step(self.first)], self._clock.peak())
 
     def plan(self, **changes: Any) -> Planned:
         """What the engine would follow with these settings of `compile`, once it has measured its steps."""
         settings: ScheduleSettings = replace(settings_of(self.config), **changes)
         costs = self.costs
-        schedule = compile_schedule(self._first.record, settings.facts(self._facts, costs, self._first))
+        schedule = compile_schedule(self.first.record, settings.facts(self._facts, costs, self.first))
         expected = simulate(schedule, costs)
-        peak = costs.peak - simulate(self._first, costs).peak + expected.peak  # as settings have it
-        return Planned(schedule, expected, self._memory, self._activations, peak)
+        peak = costs.peak - simulate(self.first, costs).peak + expected.peak  # as settings have it
+        return Planned(schedule, expected, self.memory, self._activations, peak)
 
 
 def innermost(error: BaseException, model: nn.Module) -> str:

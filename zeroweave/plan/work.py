@@ -72,13 +72,12 @@ def _operations(target: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> 
 
 def eager_seconds(hardware: Hardware, target: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> float:
     """Seconds of one operator that runs by itself, by the shapes of its arguments and of what it returns."""
-    name = operator_name(target)
-    if _is_view(target) or name.startswith("empty") or name in ("new_empty", "detach_"):
+    name, written = operator_name(target), _nbytes(out) + _nbytes(_written(target, args))
+    if not written or _is_view(target) or name.startswith(("empty", "new_empty")) or name == "detach_":
         return 0.0
     read = _nbytes((args[1:], out)) if name in _LOOK_UP else _nbytes((args, kwargs))
     operations = _operations(target, args, kwargs, out)
-    nbytes = read + _nbytes(out) + _nbytes(_written(target, args))
-    return hardware.compute(operations, nbytes, _itemsize(out), name.startswith(_ATTENTION))
+    return hardware.compute(operations, read + written, _itemsize(out), name.startswith(_ATTENTION))
 
 
 @dataclass
@@ -90,6 +89,13 @@ class _Kernel:
     nodes: list[fx.Node] = field(default_factory=list)
     into: _Kernel | None = None
     """the kernel that it has become a part of"""
+
+    def join(self, other: _Kernel) -> _Kernel:
+        """Becomes a part of another kernel, which is returned."""
+        if other is not self:
+            other.nodes.extend(self.nodes)
+            self.into = other
+        return other
 
     def whole(self) -> _Kernel:
         return self if self.into is None else self.into.whole()
@@ -151,17 +157,16 @@ class Program:
                 if _is_view(node.target):
                     continue
             before = [kernel[base[each]].whole() for each in inputs if base[each] in kernel]
-            operations = _operations(node.target, *_values((node.args, node.kwargs)), node.meta.get("val"))
+            args, kwargs = _values((node.args, node.kwargs))
+            operations = _operations(node.target, args, kwargs, node.meta.get("val"))
             name = operator_name(node.target)
             alone = not self._fuses or operations > 0 or name in _ALONE or name.startswith(_ATTENTION)
             stage = max((each.stage + (alone or each.alone) for each in before), default=0)
             own = _Kernel(alone, stage)
             if not alone:
                 for each in before:
-                    if not each.alone and each.stage == stage and each.whole() is not own:
-                        joined = each.whole()
-                        joined.nodes += own.nodes
-                        own.into, own = joined, joined
+                    if not each.alone and each.stage == stage:
+                        own = own.join(each.whole())
             own.nodes.append(node)
             kernel[node] = own
         return kernel
