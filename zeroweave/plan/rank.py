@@ -185,7 +185,8 @@ class PlannedRank:
         self._wire.time(None)
         self.runtime.replay.executor.note_times(None)
         self.memory = Memory.read(self.runtime, self.optimizer, 0)
-        self.costs: Costs = costs_of([timeline.step(self.first)], self._clock.peak())
+        self.step = timeline.step(self.first)
+        self.costs: Costs = costs_of([self.step], self._clock.peak())
 
     def plan(self, **changes: Any) -> Planned:
         """What the engine would follow with these settings of `compile`, once it has measured its steps."""

@@ -1,0 +1,41 @@
+"""What data sheets make of kernels and collectives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroweave.errors import EngineError
+from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
+
+WHOLE = Efficiency(1, 1, 1, 1, 1, kernel=0, launch=0, hop_inside=0, hop_between=0)
+H200 = Hardware(GPUS["h200"], WHOLE)
+
+
+def test_a_kernel_takes_what_its_arithmetic_or_its_memory_takes() -> None:
+    assert H200.compute(989.5e12, 1.0, itemsize=2) == pytest.approx(1.0)
+    assert H200.compute(67e12, 1.0, itemsize=4) == pytest.approx(1.0)
+    assert H200.compute(1.0, 4.8e12, itemsize=2) == pytest.approx(1.0)
+
+
+def test_a_ring_moves_at_the_pace_of_its_slowest_part() -> None:
+    inside, between = H200.collective(8), H200.collective(1024)
+    assert inside.beta == pytest.approx(7 / 8 / 450e9)
+    assert between.beta == pytest.approx(1023 / 1024 / (8 * 50e9))
+    slow = Hardware(replace(H200.gpu, between=1e9), WHOLE)
+    assert slow.collective(8) == inside  # nothing leaves the node
+    assert slow.collective(1024).beta == pytest.approx(1023 / 1024 / 8e9)
+    assert H200.collective(1)(1 << 30) == 0.0
+
+
+def test_each_further_rank_of_a_ring_is_one_more_hop() -> None:
+    hops = Hardware(H200.gpu, replace(WHOLE, launch=1.0, hop_inside=0.001, hop_between=0.1))
+    assert hops.collective(16).alpha == pytest.approx(1.0 + 14 * 0.001 + 0.1)
+
+
+def test_efficiencies_are_shares_and_seconds() -> None:
+    assert Efficiency().changed(["matmul=0.5", "kernel=0"]) == replace(Efficiency(), matmul=0.5, kernel=0.0)
+    for wrong in ("matmul", "matmul=2", "matmul=0", "speed=0.5", "kernel=-1", "matmul=nan"):
+        with pytest.raises(EngineError, match=wrong):
+            Efficiency().changed([wrong])

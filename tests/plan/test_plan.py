@@ -1,0 +1,117 @@
+"""Plans of a small model: what grows and shrinks with ranks and stages, what is advised, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from zeroweave import cli
+from zeroweave.config import Config
+from zeroweave.errors import EngineError
+from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
+from zeroweave.plan.model import source_of
+from zeroweave.plan.plan import Plans, Row, advise
+from zeroweave.plan.rank import PlannedRank
+from zeroweave.plan.show import lines, picture
+from zeroweave.schedule import simulate
+
+HARDWARE = Hardware(GPUS["h200"], Efficiency())
+ROW = Row(3, 2, "auto", 1.0, 0.1, 10, 20, 5, 7, 30, peak=100, fits=True)
+
+
+def rank(function: str, **settings: object) -> PlannedRank:
+    model, batch = source_of(f"tests.plan.models:{function}", 1, 8)()
+    config = Config.load({"stage": 3, "compile": {"enabled": False}, **settings})
+    return PlannedRank(model, batch, torch.optim.AdamW, config, 2, HARDWARE)
+
+
+@pytest.mark.matrix
+def test_the_step_that_follows_a_plan_takes_what_the_plan_says() -> None:
+    """The simulator and the rank itself, which carries the schedule out, come to the same time."""
+    found = rank("llama")
+    found.measure()
+    assert simulate(found.first, found.costs).seconds == pytest.approx(found.step.seconds, rel=0.02)
+
+
+def test_code_that_asks_for_values_is_refused_by_the_name_of_its_module() -> None:
+    with pytest.raises(EngineError, match=r"^'1' needs values of tensors"):
+        rank("peeking").measure()
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping"),
+        ({"offload": {"optimizer": "all"}}, "offload"),
+    ],
+)
+def test_what_a_plan_would_leave_out_is_refused(settings: dict[str, object], named: str) -> None:
+    with pytest.raises(EngineError, match=named):
+        rank("llama", **settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("nowhere", "no file, no folder"),
+        ("tests.plan.nowhere:f", "cannot be imported"),
+        ("tests.plan.models:Text", "cannot be imported"),
+        ("tests", "has no config.json"),
+    ],
+)
+def test_what_is_no_model_is_refused(model: str, told: str) -> None:
+    with pytest.raises(EngineError, match=told):
+        source_of(model, 1, 8)
+
+
+def test_a_function_returns_a_module_and_a_batch() -> None:
+    with pytest.raises(EngineError, match="must return"):
+        source_of("tests.plan.models:only_a_module", 1, 8)()
+
+
+def test_the_fastest_that_fits_is_advised_and_of_equals_the_smallest() -> None:
+    small = replace(ROW, stage=2, seconds=1.005, peak=50)
+    large = replace(ROW, stage=1, seconds=0.5, peak=1 << 40, fits=False)
+    advice = advise([ROW, small, large], 2, 1 << 30)
+    assert advice.take == small
+    assert "stage 1, auto would be faster and takes more than 1.0 GiB" in advice.reason
+    nothing = advise([large], 2, 1 << 30)
+    assert nothing.take is None and "stage 1, auto takes least, 1024.0 GiB" in nothing.reason
+
+
+def test_a_table_and_a_picture_show_every_row() -> None:
+    rows = (ROW, replace(ROW, stage=1, peak=1 << 30, fits=False))
+    plans = Plans(rows, (advise(rows, 2, 500),), {"head": "it <breaks>"}, room=500)
+    text = "\n".join(lines(plans))
+    assert "stage 3, auto" in text and "1.00 !" in text and "head runs eagerly: it <breaks>" in text
+    drawn = ElementTree.fromstring(picture(plans))
+    labels = [each.text or "" for each in drawn.iter() if each.tag.endswith("text")]
+    assert sum("ranks, stage" in label for label in labels) == 2
+
+
+@pytest.mark.matrix
+def test_the_command_plans_a_world_of_1024_ranks(tmp_path: Path) -> None:
+    files = ["--json", str(tmp_path / "plan.json"), "--picture", str(tmp_path / "plan.svg")]
+    asked = ["plan", "tests.plan.models:llama", "--seq", "8", "--world", "2", "--world", "1024", *files]
+    result = CliRunner().invoke(cli.app, asked)
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    state = {(row["stage"], row["world"]): row["parameters"] + row["optimizer"] for row in rows}
+    assert state[3, 1024] < state[3, 2]
+    assert "1024 ranks: take" in result.output
+    ElementTree.parse(tmp_path / "plan.svg")
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [(["--world", "2000"], "1 to 1,024"), (["--efficiency", "x=1"], "name=value")]
+)
+def test_the_command_says_what_is_wrong(asked: list[str], told: str) -> None:
+    result = CliRunner().invoke(cli.app, ["plan", "tests.plan.models:llama", *asked])
+    assert result.exit_code == 2 and told in result.output
