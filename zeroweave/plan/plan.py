@@ -129,7 +129,7 @@ def advise(rows: Iterable[Row], world: int, room: int) -> Advice:
     best = min(row.seconds for row in fitting)
     take = min((row for row in fitting if row.seconds <= best * 1.01), key=lambda row: row.peak)
     others = [row for row in rows if not row.fits and row.seconds < take.seconds]
-    reason = f"of the {len(fitting)} of {len(rows)} that fit, none is faster by more than a hundredth and smaller"
+    reason = f"of the {len(fitting)} that fit, it is the smallest within a hundredth of the fastest"
     if others:
         reason += (
             f"; {', '.join(row.name for row in others)} would be faster and takes more than {room / 2**30:.1f} GiB"

@@ -1,0 +1,57 @@
+"""Tensors without memory, and operators that are heard of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zeroweave._torch.fake import OperatorMode, counted_operations, operator_name, value_errors, without_memory
+
+pytestmark = pytest.mark.oldest
+
+
+class Heard(OperatorMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def ran(self, operator: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        self.names.append(operator_name(operator))
+
+
+def test_a_view_of_a_freed_storage_leaves_it_freed() -> None:
+    with without_memory():
+        flat = torch.empty(8)
+        storage = flat.untyped_storage()
+        for _ in range(2):  # the second time, a cache would know the result
+            flat.view_as(flat)
+            storage.resize_(0)
+            flat.view_as(flat)
+            assert storage.nbytes() == 0
+            storage.resize_(32)
+
+
+def test_values_cannot_be_asked_for() -> None:
+    with without_memory(), pytest.raises(value_errors()):
+        torch.ones(3).sum().item()
+
+
+def test_operators_are_heard_of_where_they_run_by_themselves_and_dynamo_still_compiles() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(lambda x: x.sin(), backend=backend)
+    with without_memory(), Heard() as heard:
+        run(torch.ones(3).cos())
+    assert len(graphs) == 1 and "cos" in heard.names
+
+
+def test_the_operations_of_a_matmul_are_counted() -> None:
+    a, b = torch.ones(2, 3), torch.ones(3, 5)
+    assert counted_operations(torch.ops.aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
+    assert counted_operations(torch.ops.aten.sin.default, (a,), {}, a) == 0
