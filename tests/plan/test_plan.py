@@ -71,6 +71,18 @@ def test_what_is_no_model_is_refused(model: str, told: str) -> None:
         source_of(model, 1, 8)
 
 
+@pytest.mark.matrix
+def test_a_folder_of_transformers_has_the_model(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 50, **sizes}))
+    model, batch = source_of(str(tmp_path), 3, 8)()
+    assert all(parameter.is_meta for parameter in model.parameters()) and len(model.model.layers) == 2
+    assert batch["input_ids"].shape == (3, 8) and batch["labels"].is_meta
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
+    with pytest.raises(EngineError, match="no causal language model"):
+        source_of(str(tmp_path), 3, 8)()
+
+
 def test_a_function_returns_a_module_and_a_batch() -> None:
     with pytest.raises(EngineError, match="must return"):
         source_of("tests.plan.models:only_a_module", 1, 8)()

@@ -55,14 +55,13 @@ def _transformers(path: Path, micro_batch: int, seq: int) -> Source:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"{path}: {error}") from None
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise EngineError(
-            f"{path}: {type(config).__name__} is not of a causal language model; give a 'module:function'"
-        )
 
     def made() -> tuple[nn.Module, Any]:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            try:
+                model = AutoModelForCausalLM.from_config(config)
+            except ValueError as error:
+                raise EngineError(f"{path}: no causal language model ({error}); give a 'module:function'") from None
             tokens = torch.zeros(micro_batch, seq, dtype=torch.long)
         return model.train(), {"input_ids": tokens, "labels": tokens}
 
