@@ -22,6 +22,7 @@ def installed(tmp_path: Path) -> Path:
     return site
 
 
+@pytest.mark.matrix
 def test_the_demo_runs_without_the_checkout(installed: Path, tmp_path: Path) -> None:
     code = "import zeroweave.cli; print(zeroweave.__file__, flush=True); zeroweave.cli.app()"
     done = subprocess.run(

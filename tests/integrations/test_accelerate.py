@@ -198,6 +198,7 @@ def test_modules_without_parameters_stay_what_they_are() -> None:
     assert type(made().prepare(loss)) is type(plain) is torch.nn.MSELoss
 
 
+@pytest.mark.matrix
 def test_snippets_run(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "accelerate.md").read_text()
     code = "\n".join(re.findall(r"^```py\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL))

@@ -65,6 +65,7 @@ ENGINES = """
 """
 
 
+@pytest.mark.matrix
 def test_engines_after_each_other(tmp_path: Path) -> None:
     """Ranks leave one engine and come to the next at different times; the group ends with the process."""
     for done in ranks(tmp_path, ENGINES):

@@ -68,7 +68,11 @@ def alternating(windows: Windows, rounds: int, mode: str, stage: int) -> tuple[l
     [(3, "aot_eager")],
     [(1, "eager"), (1, "aot_eager"), (2, "eager"), (2, "aot_eager"), (3, "eager")],
 )
-@pytest.mark.parametrize("windows", [COUNTS, WAYS, MIXED], ids=["counts", "ways", "mixed"])
+@pytest.mark.parametrize(
+    "windows",
+    [pytest.param(w, marks=pytest.mark.matrix) for w in (COUNTS, WAYS)] + [MIXED],
+    ids=["counts", "ways", "mixed"],
+)
 def test_windows_that_alternate_stop_departing(pools: Pools, windows: Windows, stage: int, mode: str) -> None:
     for departed, _, known in pools(2).run(alternating, windows, 8, mode, stage):
         assert all(index < 2 * len(windows) for index in departed), departed
