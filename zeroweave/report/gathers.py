@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from zeroweave.comm.choose import SIZES, Choice, Cost, choose, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.ranks.control import Control
+from zeroweave.report.apart import answer_of, run
 
 _MARK = "gathers: "
 _SECONDS = 120.0
@@ -24,28 +23,14 @@ _SECONDS = 120.0
 
 def measured(ranks: int) -> Choice:
     """What an engine of this many ranks, on a GPU each, would choose. RuntimeError where they fail."""
-    script = ["--standalone", "--nproc-per-node", str(ranks), "-m", __name__]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *script],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no result after {_SECONDS:g} s") from None
-    return found(done.stdout, done.stderr)
+    return found(*run(__name__, ranks, _SECONDS))
 
 
 def found(output: str, errors: str) -> Choice:
     """What the ranks have printed."""
-    for line in output.splitlines():
-        if line.startswith(_MARK):
-            told: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-            kernel, copies = (tuple(Cost(**each) for each in told[way]) for way in ("kernel", "copy_engine"))
-            return Choice(told["why"], told["least"], kernel, copies)
-    lines = [line.strip() for line in errors.splitlines() if "rror:" in line]
-    raise RuntimeError(lines[-1] if lines else "the ranks told nothing")
+    answer: dict[str, Any] = answer_of(_MARK, output, errors)
+    kernel, copies = (tuple(Cost(**each) for each in answer[way]) for way in ("kernel", "copy_engine"))
+    return Choice(answer["why"], answer["least"], kernel, copies)
 
 
 def told(choice: Choice) -> str:

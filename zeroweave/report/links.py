@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -20,6 +18,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from zeroweave.report.apart import answer_of, run
 from zeroweave.report.check import Check
 
 _MARK: Final = "links: "
@@ -82,29 +81,13 @@ def _cure(device: str, inside: bool) -> str:
 
 def measured(ranks: int) -> Links:
     """Between so many ranks of this machine. RuntimeError where they fail."""
-    script = ["--standalone", "--nproc-per-node", str(ranks), "-m", __name__]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *script],
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            env=environment,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"no result after {_SECONDS:g} s") from None
-    return found(done.stdout, done.stderr)
+    return found(*run(__name__, ranks, _SECONDS))
 
 
 def found(output: str, errors: str) -> Links:
     """What the ranks have printed."""
-    for line in output.splitlines():
-        if line.startswith(_MARK):
-            told = json.loads(line.removeprefix(_MARK))
-            return Links(told["device"], tuple(told["hosts"]), told["rates"])
-    lines = [line.strip() for line in errors.splitlines() if "rror:" in line]
-    raise RuntimeError(lines[-1] if lines else "the ranks told nothing")
+    answer = answer_of(_MARK, output, errors)
+    return Links(answer["device"], tuple(answer["hosts"]), answer["rates"])
 
 
 def measure(device: torch.device) -> Links:

@@ -15,11 +15,10 @@ from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.engine.assembly import initialize
 from zeroweave.errors import ConfigError, EngineError, UnsupportedError
+from zeroweave.integrations.accelerate_settings import AUTOCASTS
 from zeroweave.integrations.wrapped import ZeroweaveModel, autocasting, clip, refuse_other_device
 
 _WORLDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_AUTOCAST: Final = {"fp16": "float16", "bf16": "bfloat16"}
-"""accelerate's mixed precision, and the dtype of the autocast that it is."""
 
 
 class TrainerModel(ZeroweaveModel):
@@ -126,7 +125,7 @@ class TrainerAccelerator(accelerate.Accelerator):
 
 def _of_trainer(config: Config, mixed_precision: str) -> Config:
     """`config` with the mixed precision that accelerate was asked for, and with one checkpoint in a folder."""
-    if mixed_precision not in ("no", *_AUTOCAST):
+    if mixed_precision not in ("no", *AUTOCASTS):
         raise ConfigError(f"mixed precision {mixed_precision!r} with zeroweave: use bf16=True or fp16=True")
-    config = autocasting(config, mixed_precision, _AUTOCAST)
+    config = autocasting(config, mixed_precision, AUTOCASTS)
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep_last": 1})})
