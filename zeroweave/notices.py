@@ -1,16 +1,27 @@
-"""Warnings: told once, by rank 0, at the line of the user's program that led to them."""
+"""What users are told: warnings, at the line of their program that led to them, and a journal of a run's events."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
 import warnings
 import weakref
+from collections import deque
+from dataclasses import dataclass
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EventKind = Literal["skipped", "fallback", "recompiled", "departed", "schedule"]
+
+_LOG: Final = logging.getLogger("zeroweave")
+_KEPT: Final = 1000
+"""So many events wait until somebody takes them; the oldest go first."""
 _OWN: Final = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -48,3 +59,62 @@ def _of_user(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith(tuple(inside)):
         frame = frame.f_back
     return frame
+
+
+def on_stderr() -> Console:
+    """Where lines that change in place are shown. Its cursor stays: a process that is ended would leave none."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def show_cursor(self, show: bool = True) -> bool:
+            return False
+
+    return Plain(stderr=True)
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that a run did otherwise than before, and the reason, in one line.
+
+    skipped: an optimizer step did not take place. fallback: something runs more slowly than it was meant to.
+    recompiled: a region was compiled for other inputs. departed: a step left its schedule. schedule: the next steps
+    follow another one.
+    """
+
+    kind: EventKind
+    reason: str
+
+
+class Journal:
+    """The events of one engine on this rank, until they are taken.
+
+    On rank 0 the logger "zeroweave" has each as well: as information, or as a warning where the user ought to know.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._events: deque[Event] = deque(maxlen=_KEPT)
+
+    def tell(self, kind: EventKind, reason: str) -> None:
+        """One more event."""
+        self._add(kind, reason, logging.INFO)
+
+    def tell_loudly(self, kind: EventKind, reason: str) -> None:
+        """One more event that the user ought to know of each time."""
+        self._add(kind, reason, logging.WARNING)
+
+    def warn(self, kind: EventKind, reason: str) -> None:
+        """One more event that the user ought to know of once: a warning."""
+        self._events.append(Event(kind, reason))
+        warn(reason, self._rank)
+
+    def take(self) -> tuple[Event, ...]:
+        """All that nobody has taken yet, in their order."""
+        taken = tuple(self._events)
+        self._events.clear()
+        return taken
+
+    def _add(self, kind: EventKind, reason: str, level: int) -> None:
+        self._events.append(Event(kind, reason))
+        if self._rank == 0:
+            _LOG.log(level, "zeroweave: %s", reason)

@@ -164,9 +164,9 @@ def test_a_rank_that_is_not_there(script: Path) -> None:
 
 
 def test_an_engine_is_asked_by_the_environment(tmp_path: Path) -> None:
-    assert Samples.asked_for(None, None, 0, {}) is None  # type: ignore[arg-type]
+    assert Samples.asked_for(None, None, None, None, {}) is None  # type: ignore[arg-type]
     assert FOLDER not in os.environ and STEPS not in os.environ
     with pytest.raises(EngineError, match=f"{FOLDER} must name a folder"):
-        Samples.asked_for(None, None, 0, {FOLDER: str(tmp_path / "nowhere")})  # type: ignore[arg-type]
+        Samples.asked_for(None, None, None, None, {FOLDER: str(tmp_path / "nowhere")})  # type: ignore[arg-type]
     with pytest.raises(EngineError, match=f"{STEPS} must be a whole number, not 'many'"):
-        Samples.asked_for(None, None, 0, {FOLDER: str(tmp_path), STEPS: "many"})  # type: ignore[arg-type]
+        Samples.asked_for(None, None, None, None, {FOLDER: str(tmp_path), STEPS: "many"})  # type: ignore[arg-type]

@@ -66,6 +66,8 @@ def test_defaults() -> None:
         "activations": False,
         "activations_threshold_bytes": 1 << 20,
     }
+    assert config.log_dir is None
+    assert config.log.model_dump() == {"every": 10, "progress": False, "steps": None, "to": ()}
     assert config.debug.model_dump() == dict.fromkeys(OF_THE_ENGINE, False)
     assert Config.load(None) == Config.load({}) == config
 
@@ -116,6 +118,8 @@ EVERYTHING: dict[str, Any] = {
         "activations": True,
         "activations_threshold_bytes": 4096,
     },
+    "log_dir": "runs/7/log",
+    "log": {"every": 5, "progress": True, "steps": 1000, "to": ["tensorboard", "wandb"]},
     "debug": dict.fromkeys(OF_THE_ENGINE, True),
 }
 
@@ -130,7 +134,14 @@ bucket = { bytes = 1_048_576, by_block = false }
 reduce = { depth = 1, op = "predivide" }
 activations = { free_threshold_bytes = 1048576 }
 transport = { gathers = "kernel" }
+log_dir = "runs/7/log"
 experts = { parameters = ["*.experts.*"], parallel_size = 2 }
+
+[log]
+every = 5
+progress = true
+steps = 1000
+to = ["tensorboard", "wandb"]
 
 [checkpoint]
 keep_last = 3

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
+from zeroweave.notices import on_stderr
+
 
 class Announcer:
     """One line on stderr for each group of equal regions while it is compiled, with the seconds that this takes.
@@ -57,21 +59,15 @@ class Announcer:
         if not self.speaks or self._inside or not self._first():
             yield
             return
-        from rich.console import Console
         from rich.live import Live
         from rich.text import Text
 
-        class Plain(Console):
-            def show_cursor(self, show: bool = True) -> bool:
-                return False  # a process that is ended meanwhile would leave the terminal without one
-
         began = time.perf_counter()
-
         self._inside = True
         try:
             with Live(
                 get_renderable=lambda: Text(f"zeroweave: compiling {what}, {time.perf_counter() - began:.0f} s"),
-                console=Plain(stderr=True),
+                console=on_stderr(),
                 refresh_per_second=1,
                 redirect_stdout=False,
                 redirect_stderr=False,

@@ -38,6 +38,12 @@ def explain(runner: CodeType, module: nn.Module, graph_breaks: Sequence[str], li
     return _sentence(graph_breaks[-1]) if graph_breaks else UNKNOWN
 
 
+def recompiled(frames: int) -> list[str]:
+    """What made the last so many frames that Dynamo compiled different from those that it had; nothing for new code."""
+    reasons = (attempt.recompile_reason for attempt in dynamo_attempts()[-frames:])
+    return differences(reason for reason in reasons if reason)
+
+
 def _forwards(module: nn.Module) -> Iterator[CodeType]:
     """The code of the forwards in `module`, outermost first, each once."""
     seen = set()

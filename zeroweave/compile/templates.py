@@ -27,10 +27,11 @@ from zeroweave._torch.inductor import inductor_cache_hits
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Roles, Split, TemplateHost, backward_binder, forward_binder, roles_of
-from zeroweave.compile.fallback import explain
+from zeroweave.compile.fallback import explain, recompiled
 from zeroweave.compile.lower import Kind, Lower
 from zeroweave.compile.phases import Phases
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
+from zeroweave.notices import Journal
 
 
 class Templates:
@@ -44,7 +45,8 @@ class Templates:
     the share of activation bytes that forwards may save, `code` makes code of graphs.
 
     Counters: `graphs` captured by Dynamo, `templates` lowered,
-    `found` of them in Inductor's cache; `phases` tells where the time went, `announcer` tells the user what takes it.
+    `found` of them in Inductor's cache; `phases` tells where the time went, `announcer` tells the user what takes it,
+    `journal` what was compiled more than once and why.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class Templates:
         recompile_limit: int = 16,
         activation_budget: float = 1.0,
         announcer: Announcer | None = None,
+        journal: Journal | None = None,
         code: lowering.Code = lowering.compile_graph,
     ) -> None:
         self.announcer = announcer or Announcer(False, lambda: False)
+        self._journal = journal or Journal(0)
         self.graphs = 0
         self.templates = 0
         self.found = 0
@@ -130,11 +134,17 @@ class Templates:
                 self._running.pop()
                 if compiled_now := dynamo_frame_seconds()[frames:]:
                     self.phases.add("dynamo", sum(compiled_now) - (self.phases.total - backends))
+                    self._tell_recompiled(self._names.get(module, ""), len(compiled_now))
                 if before is not None:
                     after = dynamo_graph_breaks()
                     self._breaks[key] = [reason for reason, n in after.items() if n > before.get(reason, 0)]
 
         return call
+
+    def _tell_recompiled(self, region: str, frames: int) -> None:
+        """So many frames were compiled just now."""
+        if reasons := recompiled(frames):
+            self._journal.tell("recompiled", f"{region or 'the model'} is compiled once more: {'; '.join(reasons)}")
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1

@@ -57,6 +57,9 @@ class Config(_Explained):
     deadline_seconds: Annotated[float, Field(gt=0)] = 600.0
     """How long a rank waits for the others before it says which one is missing."""
 
+    log_dir: Annotated[str, Field(min_length=1)] | None = None
+    """Folder of `metrics.jsonl`, which rank 0 writes: figures and events of the run; None: none is written."""
+
     precision: sections.PrecisionConfig = sections.PrecisionConfig()
     bucket: sections.BucketConfig = sections.BucketConfig()
     reduce: sections.ReduceConfig = sections.ReduceConfig()
@@ -66,6 +69,7 @@ class Config(_Explained):
     activations: sections.ActivationsConfig = sections.ActivationsConfig()
     offload: sections.OffloadConfig = sections.OffloadConfig()
     checkpoint: sections.CheckpointConfig = sections.CheckpointConfig()
+    log: sections.LogConfig = sections.LogConfig()
     debug: sections.EngineDebugConfig = sections.EngineDebugConfig()
 
     @field_validator("stage", mode="before")
@@ -92,6 +96,8 @@ class Config(_Explained):
                 f"offload.params works with stage 3 only, not {self.stage}: stages 1 and 2 keep parameters gathered; "
                 "set stage to 3, or use offload.optimizer"
             )
+        if "tensorboard" in self.log.to and self.log_dir is None:
+            raise ValueError("log.to 'tensorboard' writes to log_dir: set that to a folder")
         return self
 
     @classmethod

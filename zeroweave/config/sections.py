@@ -196,6 +196,28 @@ class CheckpointConfig(Section):
         return self
 
 
+class LogConfig(Section):
+    """How a run is told while it goes; see docs/logs.md."""
+
+    every: Annotated[int, Field(ge=1)] = 10
+    """After so many optimizer steps the ranks put figures together, which waits for the device."""
+
+    progress: bool = False
+    """Rank 0 shows them on stderr: a bar on a terminal, else lines."""
+
+    steps: Annotated[int, Field(ge=1)] | None = None
+    """Optimizer steps of the whole run, for the bar; None: unknown."""
+
+    to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], Field(strict=False)] = ()
+    """Where figures go beside `log_dir`; each library must be installed."""
+
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> Self:
+        if self.steps is not None and not self.progress:
+            raise ValueError("log.steps is the length of the bar that log.progress shows: set that to true")
+        return self
+
+
 class OffloadConfig(Section):
     """What lives in host memory and comes to the device when it is needed."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroweave.config import Config
+from zeroweave.engine.logs.asked import refuse_missing
 from zeroweave.engine.settings import passes_of
 from zeroweave.errors import EngineError
 from zeroweave.experts import find_experts
@@ -43,6 +44,7 @@ def asked_for(
     if settings.checkpoint.save_on_signal is not None:
         check_thread()
     passes_of(settings)
+    refuse_missing(settings)
     check(model)
     experts = find_experts(model, settings.experts)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):

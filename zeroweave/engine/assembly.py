@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -32,23 +32,28 @@ from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.asked import Asked, OptimizerLike, asked_for
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints
+from zeroweave.engine.followers import Followers
 from zeroweave.engine.graphs.capturer import Capturer
 from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.graphs.limits import captures_on, never_captured
 from zeroweave.engine.graphs.loop import Loop
 from zeroweave.engine.guard import Guard, Progress
+from zeroweave.engine.logs.asked import is_asked_for, sinks_of
+from zeroweave.engine.logs.log import Log
+from zeroweave.engine.logs.sinks import Sink
 from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.settings import settings_of
-from zeroweave.engine.stats import Losses
+from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.experts import groups_of
 from zeroweave.layout import WORLD, BucketLayout, build_layout
+from zeroweave.notices import Journal
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.rates import Rates, why_not_captured
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
@@ -232,6 +237,7 @@ def _assemble(
     ledger = guard.progress.ledger
     settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
     device = device_of(group)
+    sinks = sinks_of(settings, ends) if control.rank == 0 else []
     named = dict(model.named_parameters())
     specs = specs_of(model, named, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
     agree_on(control, model, specs, settings)
@@ -285,6 +291,7 @@ def _assemble(
         control=control,
         progress=guard.progress,
         guard=guard,
+        journal=Journal(control.rank),
         agreements=Agreements(control, transport, guard.alarm, guard.progress, signals),
         places=places,
         stubs=stubs,
@@ -296,15 +303,15 @@ def _assemble(
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
     facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least)
-    return _compose(parts, facts, asked.scheduler, signals, faults)
+    return _compose(parts, facts, asked.scheduler, signals, faults, sinks)
 
 
-def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signals, faults: Faults) -> Engine:
+def _compose(
+    parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signals, faults: Faults, sinks: Sequence[Sink]
+) -> Engine:
     """The engine, of objects that each know those before them."""
     settings, runtime = parts.config, parts.runtime
     scheduler = Scheduler(parts, facts)
-    losses = Losses(lambda: samples is not None and not parts.transport.tries)
-    samples = Samples.asked_for(scheduler, losses, parts.control.rank)
     access = Access(parts.model, runtime)
     hook_gradients(runtime)
     shown = Shown(runtime, parts.places, access)
@@ -316,6 +323,7 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
         shown,
         parts.device.type,
         parts.control.rank,
+        parts.journal,
         lambda: parts.progress.step == 0,
     )
     layouts = [b.layout for b in runtime.buckets.values()]
@@ -340,12 +348,13 @@ def _compose(parts: EngineParts, facts: Facts, lr_scheduler: Any, signals: Signa
         signals.listen()
         parts.ends.callback(signals.close)
 
-    def step_ended(engine: Engine, boundary: bool) -> None:
-        checkpoints.step_ended(boundary)
-        if boundary and samples is not None and not parts.transport.tries:
-            samples.step_ended(engine)
+    def stats() -> Stats:
+        return Stats.read(parts, calls, graphs, step.traffic, scheduler.seconds)
 
-    return Engine(parts, calls, scheduler, window, step, graphs, values, checkpoints, step_ended, losses)
+    samples = Samples.asked_for(parts, scheduler, step, stats)
+    log = Log(parts, scheduler, step, sinks) if is_asked_for(settings) and parts.optimizer is not None else None
+    followers = Followers(parts.transport, checkpoints, log, samples)
+    return Engine(parts, calls, scheduler, window, step, graphs, values, checkpoints, followers, stats)
 
 
 def _adaptive(parts: EngineParts) -> Adaptive | None:

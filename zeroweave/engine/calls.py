@@ -21,7 +21,7 @@ from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors
 from zeroweave.eager.hooks import Compiled, ModuleCall
 from zeroweave.eager.shown import Shown
-from zeroweave.notices import warn
+from zeroweave.notices import Journal, warn
 from zeroweave.runtime.runtime import Runtime
 
 
@@ -40,10 +40,12 @@ class Calls:
         shown: Shown,
         device_type: str,
         rank: int,
+        journal: Journal,
         in_first_step: Callable[[], bool],
         code: Code = compile_graph,
     ) -> None:
-        self._model, self._runtime, self._shown, self._rank = model, runtime, shown, rank
+        self._model, self._runtime, self._shown = model, runtime, shown
+        self._rank, self._journal = rank, journal
         self._dtype = None if config.precision.params is None else getattr(torch, config.precision.params)
         wanted = config.precision.autocast
         self._autocast = None if wanted is None else getattr(torch, wanted)
@@ -59,7 +61,9 @@ class Calls:
         if config.compile.enabled:
             c, names = config.compile, {module: name for name, module in regions}
             announcer = Announcer.on_terminal(self._rank, in_first_step)
-            self.templates = Templates(runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer, code)
+            self.templates = Templates(
+                runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer, journal, code
+            )
 
         place_of = {id(p): runtime.directory.places[name] for name, p in model.named_parameters()}
 
@@ -86,7 +90,7 @@ class Calls:
             if name not in self.eager_regions:
                 reason = templates.fallback_reason(key, module)
                 if reason not in self.eager_regions.values():
-                    warn(f"{name or 'the model'} trains eagerly, exact but slower: {reason}", self._rank)
+                    self._journal.warn("fallback", f"{name or 'the model'} trains eagerly, exact but slower: {reason}")
                 self.eager_regions[name] = reason
 
         run = templates.compile(key, dynamic)

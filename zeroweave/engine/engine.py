@@ -12,12 +12,13 @@ from torch import nn
 from zeroweave.comm.ledger import Ledger
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
+from zeroweave.engine.followers import Followers
 from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Plan, Recording, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
-from zeroweave.engine.stats import Losses, Stats
+from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values, tell_dropped
 from zeroweave.engine.window import Window
@@ -46,8 +47,8 @@ class Engine:
         graphs: Graphs,
         values: Values,
         checkpoints: Checkpoints,
-        step_ended: Callable[[Engine, bool], None],
-        losses: Losses,
+        followers: Followers,
+        stats: Callable[[], Stats],
     ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device
         self.rank, self.world = parts.control.rank, parts.control.world
@@ -58,8 +59,7 @@ class Engine:
         self._values = values  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
-        self._step_ended = step_ended  # what there is to do after each `step()`, at a boundary or not
-        self._losses = losses  # of the open window
+        self._followers, self._stats = followers, stats  # who looks on and acts after each `step()`; what is told
 
     # ------------------------------------------------------------------ looking at it
     @property
@@ -94,11 +94,12 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Counters of this rank at this moment."""
-        return Stats.read(self._parts, self._calls, self._graphs, self._step.traffic, self._scheduler.seconds)
+        return self._stats()
 
     # ------------------------------------------------------------------ forward and backward
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
+        self._followers.batch(self.module.training and torch.is_grad_enabled(), args, kwargs)
         return self._graphs.forward(args, kwargs)
 
     def train_step(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
@@ -109,18 +110,20 @@ class Engine:
 
         With `compile.cuda_graphs` it is one launch, once it has settled: see docs/performance.md.
         """
+        self._followers.batch(True, batch)
         loss, boundary = self._graphs.train_step(batch, loss_fn)
-        self._losses.note(loss)
-        self._step_ended(self, boundary)
+        self._followers.loss(loss)
+        self._followers.step_ended(boundary)
         return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         self._graphs.backward(loss, retain_graph, scale_wrt_gas)
-        self._losses.note(loss)
+        self._followers.loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps; float32 at least where it is scaled."""
+        self._followers.loss(loss)
         return self._window.scale(loss)
 
     @property
@@ -164,7 +167,7 @@ class Engine:
 
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
-        self._step_ended(self, self._graphs.step())
+        self._followers.step_ended(self._graphs.step())
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
@@ -186,7 +189,7 @@ class Engine:
         """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
         with self._guard("zero_grad", clean=False):
             self._window.abort()
-        self._losses.drop()
+        self._followers.aborted()
 
     def profiling(self) -> AbstractContextManager[Ledger]:
         """Inside, steps run without any communication; afterwards everything that they changed is as before.
@@ -380,7 +383,7 @@ class Engine:
         if self._guard.destroyed:
             return
         with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
-            self._checkpoints.close()
+            self._followers.close()
             values, (states, lacking) = self._values.whole(optimizer_state)
         self._calls.remove()
         self._values.give_back(values, states)

@@ -14,6 +14,7 @@ from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.guard import Guard, Progress
+from zeroweave.notices import Journal
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.places import Places
 from zeroweave.parameters.stub import StubStatus
@@ -33,6 +34,7 @@ class EngineParts:
     progress: Progress
     guard: Guard
     agreements: Agreements
+    journal: Journal
     places: Places
     stubs: StubStatus
     optimizer: ShardedOptimizer | None

@@ -7,22 +7,21 @@ number of optimizer steps after which the script is left, as by `sys.exit()`; wi
 from __future__ import annotations
 
 import os
-import platform
 from collections import deque
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
 
-from zeroweave.engine import Engine
+from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.stats import Losses, Stats
+from zeroweave.engine.stats import Stats
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.versions import device_name, versions
 from zeroweave.errors import EngineError, ScheduleError
 from zeroweave.layout import BucketLayout
 from zeroweave.schedule import Measured, Step, costs_of
@@ -55,18 +54,22 @@ class About:
 
     @classmethod
     def read(
-        cls, engine: Engine, seconds: tuple[tuple[int, float], ...], losses: tuple[tuple[int, float], ...]
+        cls,
+        parts: EngineParts,
+        stats: Stats,
+        seconds: tuple[tuple[int, float], ...],
+        losses: tuple[tuple[int, float], ...],
     ) -> About:
-        """Of an engine, at this moment."""
+        """Of an engine's parts, at this moment."""
         return cls(
-            rank=engine.rank,
-            world=engine.world,
-            model=type(engine.module).__name__,
-            device=_device(engine.device),
-            versions=_versions(),
-            config=engine.config.model_dump(mode="json"),
-            buckets=engine.buckets,
-            stats=engine.stats,
+            rank=parts.control.rank,
+            world=parts.control.world,
+            model=type(parts.model).__name__,
+            device=device_name(parts.device),
+            versions=versions(),
+            config=parts.config.model_dump(mode="json"),
+            buckets=tuple(bucket.layout for bucket in parts.runtime.buckets.values()),
+            stats=stats,
             seconds=seconds,
             losses=losses,
         )
@@ -89,30 +92,21 @@ class About:
 _ABOUT: Final = TypeAdapter(About)
 
 
-def _device(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device}, {torch.cuda.get_device_name(device)}"
-    return f"{device}, {platform.machine()}"
-
-
-def _versions() -> dict[str, str]:
-    versions = {"PyTorch": torch.__version__, "Python": platform.python_version()}
-    with suppress(PackageNotFoundError):  # a checkout that is not installed
-        versions = {"zeroweave": version("zeroweave"), **versions}
-    if torch.version.cuda is not None:
-        versions["CUDA"] = torch.version.cuda
-        if dist.is_nccl_available():
-            versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return versions
-
-
 class Samples:
     """Times every step of one engine and keeps some in a file: of the last steps that followed the present schedule,
     nine at most, the one of median duration, and the fastest and the slowest beside it.
     """
 
-    def __init__(self, scheduler: Scheduler, losses: Losses, path: Path, last: int | None) -> None:
-        self._noted, self._path, self._last = losses, path, last
+    def __init__(
+        self,
+        parts: EngineParts,
+        scheduler: Scheduler,
+        step: OptimizerStep,
+        stats: Callable[[], Stats],
+        path: Path,
+        last: int | None,
+    ) -> None:
+        self._parts, self._step, self._stats, self._path, self._last = parts, step, stats, path, last
         self._seconds: deque[tuple[int, float]] = deque(maxlen=_LONGEST)
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LONGEST)
         self._newest: Step | None = None
@@ -122,9 +116,17 @@ class Samples:
 
     @classmethod
     def asked_for(
-        cls, scheduler: Scheduler, losses: Losses, rank: int, environment: Mapping[str, str] = os.environ
+        cls,
+        parts: EngineParts,
+        scheduler: Scheduler,
+        step: OptimizerStep,
+        stats: Callable[[], Stats],
+        environment: Mapping[str, str] = os.environ,
     ) -> Samples | None:
-        """None where nobody asks. EngineError for a folder that does not exist, or steps that are no number."""
+        """None where nobody asks. EngineError for a folder that does not exist, or steps that are no number.
+
+        `stats` reads the engine's.
+        """
         folder, last = environment.get(FOLDER), environment.get(STEPS)
         if not folder:
             return None
@@ -132,20 +134,22 @@ class Samples:
             raise EngineError(f"{FOLDER} must name a folder, and {folder!r} is none")
         if last is not None and not last.isdecimal():
             raise EngineError(f"{STEPS} must be a whole number, not {last!r}")
-        return cls(scheduler, losses, Path(folder) / f"rank{rank}.json", None if last is None else int(last))
+        path = Path(folder) / f"rank{parts.control.rank}.json"
+        return cls(parts, scheduler, step, stats, path, None if last is None else int(last))
 
-    def step_ended(self, engine: Engine) -> None:
-        """After each optimizer step."""
-        number, steps = engine.global_steps + engine.skipped_steps, self._recording.steps
-        if (loss := self._noted.take()) is not None:
-            self._losses.append((number, loss))
+    def step_ended(self, loss: torch.Tensor | None) -> None:
+        """After each optimizer step. `loss`: the mean of its losses, if there were any."""
+        number, steps = self._parts.progress.step, self._recording.steps
+        if loss is not None:
+            self._losses.append((number, float(loss)))
         if steps:
             if steps[-1] is not self._newest:
                 self._newest = steps[-1]
                 self._seconds.append((number, self._newest.seconds))
             steps[:] = [each for each in steps if each.schedule is steps[-1].schedule][-_MOST:]
-            _measured(steps, About.read(engine, tuple(self._seconds), tuple(self._losses))).save(self._path)
-        if engine.global_steps == self._last:
+            about = About.read(self._parts, self._stats(), tuple(self._seconds), tuple(self._losses))
+            _measured(steps, about).save(self._path)
+        if number - self._step.skipped == self._last:
             raise SystemExit(0)
 
 

@@ -37,6 +37,7 @@ from zeroweave.schedule import (
     WindowKinds,
     compile_schedule,
     costs_of,
+    simulate,
 )
 
 _WARM_STEPS = 1
@@ -82,6 +83,7 @@ class Scheduler:
     def __init__(self, parts: EngineParts, base: Facts) -> None:
         self._parts, self._runtime, self._transport = parts, parts.runtime, parts.transport
         self._agreements, self._guard, self._base = parts.agreements, parts.guard, base
+        self._journal = parts.journal
         self._settle_on(settings_of(parts.config))
         self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
         self._record_steps = parts.config.compile.record_steps
@@ -164,6 +166,7 @@ class Scheduler:
         self._ended, self._took = now, now - self._ended
         step = self._take_step() if applied else None
         if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
+            self._journal.tell("schedule", "the ranks' steps differ: the next one is gathered and reduced on demand")
             self._kind, self._as_expected = None, False
             self._kinds.restart(None)
             self._time(False)
@@ -171,6 +174,9 @@ class Scheduler:
         kind = self._kinds.of(candidate, decision.record)
         same = self._as_expected = self._kind is kind and kind.schedule.fingerprint == candidate.fingerprint
         kind.came(candidate, decision.record, followed=same and applied)
+        if not (same or kind.followed):
+            count = len(candidate.instructions)
+            self._journal.tell("schedule", f"steps like the last one follow its record: {count} instructions")
         enough = _WARM_STEPS + self._record_steps
         if same and applied and self._automatic and _WARM_STEPS < kind.followed <= enough:
             if step is not None:
@@ -200,6 +206,10 @@ class Scheduler:
         if better.instructions != schedule.instructions:
             self._agreements.schedule(better)
             self._runtime.restart_peaks()
+            before, after = (1000 * simulate(each, agreed).seconds for each in (schedule, better))
+            self._journal.tell(
+                "schedule", f"by what steps have cost: {after:.1f} ms a step predicted, {before:.1f} ms as before"
+            )
         kind.follow(better)
 
     # ------------------------------------------------------------------ recording
@@ -262,6 +272,9 @@ class Scheduler:
         if not self._parts.between_windows:
             raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
         self._agreements.schedule(schedule)
+        self._journal.tell(
+            "schedule", f"another one was asked for: {settings.beside(self.settings) or 'settings stay'}"
+        )
         self._settle_on(settings)
         # Whether costs were measured is known to all ranks; those in a schedule may be this rank's alone.
         costs = None if measured is None else schedule.facts.costs

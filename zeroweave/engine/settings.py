@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 from zeroweave.config import Config
@@ -46,6 +46,11 @@ class ScheduleSettings:
             memory=memory,
             costs=costs,
         )
+
+    def beside(self, before: ScheduleSettings) -> str:
+        """What is not as `before`, in words; "" for nothing."""
+        ours, theirs = asdict(self), asdict(before)
+        return ", ".join(f"{name} {value}" for name, value in ours.items() if value != theirs[name])
 
     def _kept(self, base: Facts) -> frozenset[int] | Literal["auto"]:
         match self.keep:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean
-
-import torch
 
 from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
@@ -145,26 +142,3 @@ class Stats:
             total=dict(parts.progress.ledger.totals()),
             memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),
         )
-
-
-class Losses:
-    """The losses of the open window, unscaled, of micro-steps during which they are `wanted`."""
-
-    def __init__(self, wanted: Callable[[], bool]) -> None:
-        self._wanted = wanted
-        self._noted: list[torch.Tensor] = []
-
-    def note(self, loss: torch.Tensor) -> None:
-        """One more; what it becomes later does not matter."""
-        if self._wanted():
-            self._noted.append(loss.detach().mean())  # a copy: graphs write theirs again
-
-    def drop(self) -> None:
-        """The window is given up."""
-        self._noted.clear()
-
-    def take(self) -> float | None:
-        """Their mean, at the end of the window; None where there are none. Waits for the device."""
-        found = [float(loss) for loss in self._noted]
-        self._noted.clear()
-        return fmean(found) if found else None

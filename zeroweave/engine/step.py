@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -18,8 +17,6 @@ from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.scaler import Scaler
 from zeroweave.ranks.control import Decision
 from zeroweave.schedule import Instruction, Schedule
-
-_LOG: Final = logging.getLogger("zeroweave")
 
 
 class OptimizerStep:
@@ -98,6 +95,8 @@ class OptimizerStep:
         followed = self._arrive()
         candidate = self._scheduler.candidate(followed)
         found = self._agree(candidate)
+        if (departure := self._runtime.replay.departure) is not None:
+            self._parts.journal.tell("departed", departure)
         gradients = self._runtime.gradients
         absent = gradients.absent(found.had_gradient)
         self.gradients_alike = absent == gradients.absent(gradients.had_gradient())
@@ -211,13 +210,12 @@ class OptimizerStep:
         before = scale.value
         scale.update(overflow=True)
         self.skipped += 1
-        if self._parts.control.rank == 0:
-            _LOG.warning(
-                "zeroweave: optimizer step %d skipped, because gradients are infinite or NaN; %s%d skipped so far",
-                self._parts.progress.step,
-                f"the loss scale was {before:g} and is {scale.value:g}; " if scale.dynamic else "",
-                self.skipped,
-            )
+        scales = f"the loss scale was {before:g} and is {scale.value:g}; " if scale.dynamic else ""
+        self._parts.journal.tell_loudly(
+            "skipped",
+            f"optimizer step {self._parts.progress.step} skipped, because gradients are infinite or NaN; {scales}"
+            f"{self.skipped} skipped so far",
+        )
         return False
 
     def _describe(self) -> str:

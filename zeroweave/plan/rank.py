@@ -28,6 +28,7 @@ from zeroweave.engine.settings import ScheduleSettings, settings_of
 from zeroweave.engine.stats import Memory
 from zeroweave.errors import EngineError
 from zeroweave.layout import build_layout
+from zeroweave.notices import Journal
 from zeroweave.optim.states import States
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.places import rest
@@ -125,7 +126,7 @@ class PlannedRank:
         access = Access(model, runtime)
         hook_gradients(runtime)
         shown = Shown(runtime, at, access)
-        self.calls = Calls(model, runtime, config, access, shown, "cpu", 0, lambda: False, self._program)
+        self.calls = Calls(model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program)
         runtime.attach(_Backwards(shown))
 
     def _program(self, lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind, phases: Phases) -> Boxed:

@@ -57,7 +57,8 @@ def launch(arguments: Sequence[str]) -> int:
     options = under_runner(parse(arguments), list(arguments))
     with tempfile.TemporaryDirectory(prefix="zeroweave_") as own:
         if options.log_dir is None and options.redirects == options.tee == "0":
-            options.log_dir = own  # nothing is left of it; else torchrun keeps logs for the user
+            # Nothing is left of it; else torchrun keeps logs for the user.
+            options = argparse.Namespace(**{**vars(options), "log_dir": own})
         try:
             with passing_on(signal.SIGUSR1):
                 torchrun.run(options)

@@ -92,6 +92,8 @@ class Replay:
         self.record.clear()
         self.following = self.schedule is not None
         """does the window follow the schedule? It does not any more once it has departed"""
+        self.departure: str | None = None
+        """why it has; None: it has not"""
         self.reducing = False
         """does a backward run whose gradients are reduced?"""
         self._cursor.restart()
@@ -132,7 +134,7 @@ class Replay:
             assert self.schedule is not None
             lasts = self._cursor.index - 1 in self.schedule.lasting
         else:
-            self._depart()
+            self._depart(run)
             for bucket in uses:
                 self._acquire(bucket)
             self._execute(run)
@@ -159,7 +161,7 @@ class Replay:
         self._outlasted -= not ended.lasts
         if self.following:
             if ended.lasts and not self._comes_next(End(call)):
-                self._depart()
+                self._depart(End(call))
             else:
                 if ended.lasts:
                     self.executor.execute(self._cursor.to_event())
@@ -209,7 +211,7 @@ class Replay:
 
     def _reduce_now(self, bucket: int) -> None:
         """Reduces a bucket, and what is reduced with it, although the schedule has something else next."""
-        self._depart()
+        self._depart(Reduce(bucket))
         if not self._gradients.is_unissued(bucket):
             return  # it had its turn by that
         launch = self._reduced_with(bucket)
@@ -220,14 +222,14 @@ class Replay:
 
     def reduce_late(self, buckets: Iterable[int]) -> None:
         """Reduces again, before the optimizer step, what had its turn before all of its gradients came."""
-        self._depart()
         for bucket in buckets:
+            self._depart(Reduce(bucket))
             self._issue((bucket,))
 
     def arrive(self) -> bool:
         """The window's computations are over. Did they follow the schedule to the end?"""
         if self.following and isinstance(self._cursor.event, Run | End | Reduce):
-            self._depart()
+            self._depart(None)
         return self.following
 
     def update_order(self, updates: frozenset[int]) -> tuple[int, ...]:
@@ -300,12 +302,15 @@ class Replay:
         """Is it the schedule's next event?"""
         return self.following and not self._outlasted and self._cursor.event == event
 
-    def _depart(self) -> None:
-        """Leaves the schedule for the rest of the window; drops what it gathered ahead."""
+    def _depart(self, came: Instruction | None) -> None:
+        """Leaves the schedule for the rest of the window; drops what it gathered ahead. `came`: None: the end."""
         if not self.following:
             return
         self.following = False
         self.departures += 1
+        assert self.schedule is not None
+        planned, instead = (self.schedule.describe(i) if i else "the step's end" for i in (self._cursor.event, came))
+        self.departure = f"the step left its schedule: {instead} came, and {planned} was next"
         if self._offloading is not None:
             self._offloading.settle()
         needed = Counter(b for each in self._open for b in each.uses)

@@ -51,7 +51,7 @@ class Graphs:
         self._parts, self._loop, self._window, self._step = parts, loop, window, step
         self._scaler, self._scheduler, self._guard = scaler, scheduler, parts.guard
         self._why_not, self._modules = why_not, tuple(parts.model.modules())
-        self.known = Known(why_not, parts.control.rank)
+        self.known = Known(why_not, parts.journal)
         self._capturer = capturer
         self._engaged: tuple[Trials, Opened] | None = None
         """what tries windows, and what replays them"""

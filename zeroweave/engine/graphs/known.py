@@ -8,7 +8,7 @@ from typing import Final
 
 from zeroweave.engine.agreements import Course
 from zeroweave.engine.graphs.parts import CapturedWindow
-from zeroweave.notices import warn
+from zeroweave.notices import Journal
 from zeroweave.schedule import Schedule
 
 _WINDOWS: Final = 8
@@ -24,13 +24,13 @@ _ATTEMPTS: Final = 3
 class Known:
     """The windows of one engine, by the key of their first call. `lasting`: why none can ever be captured."""
 
-    def __init__(self, lasting: str | None, rank: int) -> None:
+    def __init__(self, lasting: str | None, journal: Journal) -> None:
         self.windows: list[CapturedWindow] = []
         self.captured = 0
         """so far, with those that are gone"""
         self.uncaptured: Counter[str] = Counter()
         """why calls ran as ever that might have been replayed, and how many"""
-        self._lasting, self._rank = lasting, rank
+        self._lasting, self._journal = lasting, journal
         self._seen: Counter[object] = Counter()
         self._attempts: Counter[object] = Counter()
         self._gone: Counter[object] = Counter()
@@ -89,8 +89,10 @@ class Known:
 
     def tell(self, why: str) -> None:
         """A call runs as ever. Lasting reasons are told once."""
-        if why not in self.uncaptured and why in {self._lasting, *self._refused.values()}:
-            warn(f"compile.cuda_graphs: steps run without graphs, exact but slower: {why}", self._rank)
+        if why not in self.uncaptured:
+            lasting = why in {self._lasting, *self._refused.values()}
+            told = self._journal.warn if lasting else self._journal.tell
+            told("fallback", f"compile.cuda_graphs: steps run without graphs, exact but slower: {why}")
         self.uncaptured[why] += 1
 
 

@@ -1,0 +1,149 @@
+"""How a run goes, told on rank 0 while it trains: figures every so many optimizer steps, and events with their reasons.
+
+    journal  ->  Log (every rank)  ->  sinks (rank 0): metrics.jsonl, a line on the terminal, TensorBoard, …
+
+Figures are of all ranks, which put them together over the control group, on the host. Only then does anybody read a
+loss, which waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from zeroweave.engine.logs.sinks import Figures, Happened, Sink
+from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.scheduler import Scheduler
+from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.versions import device_name, versions
+from zeroweave.notices import warn
+from zeroweave.schedule import Schedule, simulate
+
+
+class _Share(NamedTuple):
+    """What a rank adds: the mean of its losses, None without one; its tokens, the peak of its memory, its events."""
+
+    loss: float | None
+    tokens: int
+    memory: int
+    events: tuple[Happened, ...]
+
+
+class Log:
+    """The log of one engine. `sinks`: where it goes; none on ranks other than 0."""
+
+    def __init__(self, parts: EngineParts, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]) -> None:
+        self._parts, self._scheduler, self._step, self._sinks = parts, scheduler, step, list(sinks)
+        self._every, self._told = parts.config.log.every, False
+        self._exposed: tuple[Schedule, float | None] | None = None
+        """the schedule that was looked at last, and what `_exposed_seconds` found"""
+        # Since the last figures:
+        self._began = time.perf_counter()
+        self._steps = self._tokens = 0
+        self._losses: list[torch.Tensor] = []
+        self._events: list[Happened] = []
+        about = {
+            "model": type(parts.model).__name__,
+            "world": parts.control.world,
+            "device": device_name(parts.device),
+            "gathers": str(parts.gathers),
+            "versions": versions(),
+            "config": parts.config.model_dump(mode="json"),
+        }
+        self._to_sinks(lambda sink: sink.begin(about))
+
+    def step_ended(self, loss: torch.Tensor | None, tokens: int) -> None:
+        """After each optimizer step, also one that was skipped. Collective."""
+        self._steps += 1
+        self._tokens += tokens
+        if loss is not None:
+            self._losses.append(loss)
+        number = self._parts.progress.step
+        self._note_events(number)
+        self._to_sinks(lambda sink: sink.step_ended(number))
+        if not self._told or number % self._every == 0:
+            self._tell(number)
+
+    def close(self) -> None:
+        """The figures of the last steps. Collective; nothing is told afterwards."""
+        self._note_events(self._parts.progress.step)
+        if self._steps or self._events:
+            self._tell(self._parts.progress.step)
+
+    def _note_events(self, step: int) -> None:
+        for event in self._parts.journal.take():
+            self._happened(Happened(step, self._parts.control.rank, event.kind, event.reason))
+
+    def _happened(self, happened: Happened) -> None:
+        self._events.append(happened)
+        self._to_sinks(lambda sink: sink.happened(happened))
+
+    def _to_sinks(self, tell: Callable[[Sink], None]) -> None:
+        """One that fails, because a disk is full or a server gone, is told nothing more. The run goes on."""
+        for sink in tuple(self._sinks):
+            try:
+                tell(sink)
+            except Exception as error:
+                self._sinks.remove(sink)
+                warn(f"the log goes to {sink.name} no more: {type(error).__name__}: {error}", self._parts.control.rank)
+
+    # ------------------------------------------------------------------ figures
+    def _tell(self, number: int) -> None:
+        with self._parts.guard("step"):
+            loss = float(torch.stack(self._losses).mean()) if self._losses else None
+            mine = _Share(loss, self._tokens, self._parts.transport.clock.peak(), tuple(self._events))
+            shares = [_Share(*each) for each in self._parts.control.all_gather_object(tuple(mine), "the log")]
+        seconds = time.perf_counter() - self._began
+        if self._sinks:
+            self._tell_others(shares)
+            figures = self._figures(number, seconds, shares)
+            self._to_sinks(lambda sink: sink.figures(figures))
+        self._told, self._began = True, time.perf_counter()
+        self._steps = self._tokens = 0
+        self._losses, self._events = [], []
+
+    def _tell_others(self, shares: Sequence[_Share]) -> None:
+        """What happened on other ranks and not here."""
+        known = {(each.step, each.kind, each.reason) for each in shares[0].events}
+        for share in shares[1:]:
+            for each in share.events:
+                if (each.step, each.kind, each.reason) not in known:
+                    known.add((each.step, each.kind, each.reason))
+                    self._happened(each)
+
+    def _figures(self, number: int, seconds: float, shares: Sequence[_Share]) -> Figures:
+        losses = [share.loss for share in shares if share.loss is not None]
+        tokens, steps = sum(share.tokens for share in shares), max(self._steps, 1)
+        optimizer = self._parts.optimizer
+        assert optimizer is not None  # there are steps
+        return Figures(
+            step=number,
+            loss=sum(losses) / len(losses) if losses else None,
+            seconds=seconds / steps,
+            tokens_per_second=tokens / seconds if tokens else None,
+            memory=max(share.memory for share in shares) or None,
+            exposed=self._exposed_seconds(),
+            learning_rates=tuple(_number(group.get("lr")) for group in optimizer.optimizer.param_groups),
+            loss_scale=self._step.loss_scale,
+            gradient_norm=self._step.norm,
+            skipped=self._step.skipped,
+        )
+
+    def _exposed_seconds(self) -> float | None:
+        """What computation waits for collectives in a step of the present schedule; None before costs are known."""
+        schedule = self._scheduler.schedule
+        if schedule is None:
+            return None
+        if self._exposed is None or self._exposed[0] is not schedule:
+            costs = schedule.costs
+            waits = None if costs is None else simulate(schedule, costs).waits
+            self._exposed = schedule, None if waits is None else math.fsum(waits.values())
+        return self._exposed[1]
+
+
+def _number(rate: Any) -> float | None:
+    return float(rate) if isinstance(rate, int | float | torch.Tensor) else None
