@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import zeroweave as zw
 from tests.support.graphs import on_cpu
 from tests.support.marks import daily
 from tests.support.replays import Case, batch_of, compared, loss_fn, micro_step, start, train
+from zeroweave.engine.logs.sinks import FILE
 
 CASES = [
     *(Case(stage, gas, loop, dropout=0.1) for stage in (1, 2, 3) for gas in (1, 4) for loop in ("train_step", "plain")),
@@ -52,6 +55,22 @@ def test_whatever_else_a_program_does_is_exact(stage: int, gas: int) -> None:
     differs, graphed = compared(case)
     assert not differs
     assert graphed["captured"] >= 3 and graphed["replayed"] >= 8 * gas, (graphed["uncaptured"], graphed["told"])
+
+
+@pytest.mark.parametrize("loop", ["train_step", "plain"])
+def test_a_log_of_each_step_disturbs_no_graph(loop: str, tmp_path: Path) -> None:
+    config = {"log_dir": str(tmp_path), "log": {"every": 1}}
+    case = Case(3, 2, loop, steps=16, clipping=0.1, overflow=10, config=config)
+    differs, graphed = compared(case)
+    assert not differs and not graphed["told"]
+    assert graphed["captured"] == 1 and graphed["replayed"] >= 2 * (case.steps - 12), graphed["uncaptured"]
+    told = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    runs = [index for index, each in enumerate(told) if each["kind"] == "run"]
+    one, other = told[: runs[1]], told[runs[1] :]
+    kept = "step", "loss", "loss_scale", "gradient_norm", "skipped"
+    figures = [[[each[name] for name in kept] for each in run if each["kind"] == "figures"] for run in (one, other)]
+    assert figures[0] == figures[1] and [each[0] for each in figures[0]] == list(range(1, case.steps + 1))
+    assert [each["step"] for each in other if each.get("event") == "skipped"] == [11]
 
 
 def test_micro_steps_in_the_middle_share_their_graphs() -> None:
