@@ -263,6 +263,14 @@ class Lingering:
             if not self._buckets[bucket].expire():
                 self._lingering.add(bucket)
 
+    def gather_again(self) -> None:
+        """What is gathered is not what the shards have: whoever holds it sees those from now on. Collective."""
+        self.expire()
+        for _, bucket in sorted(self._buckets.items()):
+            if bucket.holds:
+                bucket.gather()
+                bucket.wait()
+
     def viewed(self) -> bytes:
         """A byte per bucket, by id: 1 where some tensor of this rank still views its flat."""
         self.sweep()

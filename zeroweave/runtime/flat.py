@@ -86,10 +86,14 @@ class Flat:
         """
         self.holds += 1
         if self.holds == 1 and self.layout.numel and not self.standing:
-            self._move_in()
-            self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
-            self.gathers += 1
-            self.standing = self.stays
+            self.gather()
+
+    def gather(self) -> None:
+        """Starts the all-gather, whatever was there. Not twice without a `wait` between."""
+        self._move_in()
+        self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
+        self.gathers += 1
+        self.standing = self.stays
 
     def stay(self, stays: bool) -> bool:
         """Whether it is to stand behind its last hold from now on. False if it does not, and lingers.

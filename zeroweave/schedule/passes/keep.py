@@ -48,22 +48,24 @@ def keep(schedule: Schedule) -> Schedule:
 def _held(schedule: Schedule, buckets: Collection[int], stay: Collection[int]) -> Schedule:
     """With ``buckets`` held between their uses, and those of ``stay`` that can, behind the last one as well."""
     dropped = {index for bucket, gaps in _gaps(schedule).items() if bucket in buckets for gap in gaps for index in gap}
-    dropped |= {last for bucket, (_, last) in _ends(schedule).items() if bucket in stay}
+    dropped |= {last for bucket, (_, _, last) in _ends(schedule).items() if bucket in stay}
     return schedule.rearranged({}, dropped)
 
 
-def _ends(schedule: Schedule) -> dict[int, tuple[int, int]]:
-    """For each bucket that could stay and does not: its first gather and last drop, by index."""
+def _ends(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
+    """For each bucket that could stay and does not: its first Unshard and Wait, and its last drop, by index."""
     first: dict[int, int] = {}
+    wait: dict[int, int] = {}
     last: dict[int, int] = {}
-    for index in sorted(schedule.gathers | schedule.drops):
-        match schedule.instructions[index]:
+    for index, instruction in enumerate(schedule.instructions):
+        match instruction:
             case Unshard(bucket):
                 first.setdefault(bucket, index)
-            case Reshard(bucket):
+            case Wait(bucket):
+                wait.setdefault(bucket, index)
+            case Reshard(bucket) if index in schedule.drops and not schedule.facts.by_id[bucket].trainable:
                 last[bucket] = index
-    by_id = schedule.facts.by_id
-    return {bucket: (first[bucket], index) for bucket, index in last.items() if not by_id[bucket].trainable}
+    return {bucket: (first[bucket], wait[bucket], index) for bucket, index in last.items()}
 
 
 def _gaps(schedule: Schedule) -> dict[int, list[tuple[int, int, int]]]:
@@ -86,24 +88,23 @@ def _choose(schedule: Schedule, costs: Costs, most: int) -> dict[int, bool]:
     """The buckets to keep, those first that save most, and whether each is to stay."""
     facts = schedule.facts
     gaps, ends, events = _gaps(schedule), _ends(schedule), Events(schedule, costs)
-    exposed: dict[int, float] = {}
-    for index, seconds in simulate(schedule, costs).waits.items():
-        if isinstance(instruction := schedule.instructions[index], Wait):
-            exposed[instruction.bucket] = exposed.get(instruction.bucket, 0.0) + seconds
+    waits = simulate(schedule, costs).waits
 
     def stretches(bucket: int, stays: bool) -> list[tuple[int, int]]:
         """The events, from one up to another, during which it is held in addition."""
         found = [(max(0, events.before[start] - 1), events.before[stop]) for start, stop, _ in gaps.get(bucket, ())]
         if stays:
-            first, last = ends[bucket]
+            first, _, last = ends[bucket]
             found += [(0, events.before[first]), (max(0, events.before[last] - 1), len(events.memory))]
         return found
 
     def worth(bucket: int) -> tuple[float, float, int, int]:
         nbytes, stays = max(1, facts.by_id[bucket].nbytes), bucket in ends
-        saved = (len(gaps.get(bucket, ())) + stays) * costs.seconds("all_gather", bucket, nbytes)
+        spared = [wait for _, _, wait in gaps.get(bucket, ())] + ([ends[bucket][1]] if stays else [])
+        exposed = sum(waits.get(wait, 0.0) for wait in spared)
+        saved = len(spared) * costs.seconds("all_gather", bucket, nbytes)
         length = sum(stop - start for start, stop in stretches(bucket, stays))
-        return -exposed.get(bucket, 0.0) / nbytes, -saved / nbytes, length, bucket
+        return -exposed / nbytes, -saved / nbytes, length, bucket
 
     chosen: dict[int, bool] = {}
     for bucket in sorted(gaps.keys() | ends.keys(), key=worth):
