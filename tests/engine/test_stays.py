@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.marks import MODES, daily
+from tests.support.marks import MODES, daily, slow
 from zeroweave.errors import ParameterError
 
 WIDTH = 8
@@ -102,6 +102,7 @@ def test_from_the_second_step_on_they_are_not_gathered(stage: int, gas: int, mod
             engine.module.blocks[0].base.weight.sum()
 
 
+@slow("aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_the_same_training_as_at_stage_3(mode: str) -> None:
     found = []
