@@ -86,14 +86,16 @@ class Flat:
         """
         self.holds += 1
         if self.holds == 1 and self.layout.numel and not self.standing:
-            self.gather()
+            self._move_in()
+            self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
+            self.gathers += 1
+            self.standing = self.stays
 
     def gather(self) -> None:
-        """Starts the all-gather, whatever was there. Not twice without a `wait` between."""
-        self._move_in()
-        self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
-        self.gathers += 1
-        self.standing = self.stays
+        """Starts the all-gather again for those who hold it, unless it is standing. Not without a `wait` before."""
+        held, self.holds = self.holds, 0
+        self.unshard()
+        self.holds = held
 
     def stay(self, stays: bool) -> bool:
         """Whether it is to stand behind its last hold from now on. False if it does not, and lingers.
