@@ -94,8 +94,11 @@ class Device:
 
     @contextmanager
     def flats_of_graphs(self) -> Iterator[None]:
-        """Inside, the flats have the memory of graphs, where their contents stay from one replay to the next."""
-        buckets = list(self._parts.runtime.buckets.values())
+        """Inside, the flats have the memory of graphs, where their contents stay from one replay to the next.
+
+        But those that stay gathered have none: they were gathered before the capture, outside of it.
+        """
+        buckets = [bucket for bucket in self._parts.runtime.buckets.values() if not bucket.standing]
         host = {b.id: b.flat.data.clone() if b.resident else None for b in buckets}
         for bucket in buckets:
             bucket.storage.resize_(bucket.layout.nbytes)

@@ -63,7 +63,8 @@ class Values:
             self._guard.meet()
             place, part = bucket.layout.slots[slot], None
             mine, label = written.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
-            if refused := written.differing([(place.name, bucket.layout.groups)], [mine], [True], label, self._control):
+            names = [(place.name, bucket.layout.groups)]
+            if refused := written.compared(names, [mine], [True], label, self._control)[0]:
                 raise EngineError(refused)
             if tuple(value.shape) == place.shape:
                 fragment = bucket.layout.fragment(slot, bucket.rank)
@@ -164,11 +165,13 @@ class Values:
             self.shown.open()
             self._staging.arrive_all()
             before = written.versions(buckets)
+        back = False
         try:
             with self._runtime.writing():
                 try:
                     yield self.shown.views
                 except Exception:
+                    back = True
                     if not self._guard.lost:
                         with suppress(RankFailure, AgreementError):
                             written.gives_up(label, control)
@@ -176,10 +179,14 @@ class Values:
             with self._guard("the end of full_parameters", clean=False):
                 refused = written.keep(buckets, before, control, label)
             if refused:
+                back = True
                 raise EngineError(refused)  # on all ranks, or those that did not raise by themselves
         finally:
             written.abort(buckets)
             self.shown.close()
+            if back and not self._guard.lost:  # what is gathered still has been written
+                with self._guard("the end of full_parameters", clean=False):
+                    self._runtime.replay.lingering.gather_again()
             if self._parts.config.gather_after_step and not self._guard.lost:
                 self.shown.open()
 
@@ -226,6 +233,7 @@ class Values:
         self._guard.meet()
         self._window.abort()
         self.shown.close()
+        self._runtime.replay.lingering.expire()
         values = state.full_values(self._runtime, self._parts.original_dtypes)
         if self._optimizer is None or not optimizer_state:
             return values, Gathered({})

@@ -237,11 +237,13 @@ class Window(Observer):
 
     def abort(self) -> None:
         """Forgets the open window and what an exception left behind; the engine is dirty until all of that is done."""
-        schedule = self._runtime.replay.schedule
+        schedule, broken = self._runtime.replay.schedule, self._guard.dirty
         self.aborted += 1
         with self._guard.cleaning():
             self._runtime.abort()
             self._runtime.next_window(schedule)
+            if broken:  # nobody knows what is in memory now
+                self._runtime.replay.lingering.expire()
             self._scheduler.abort()
             self._shown.reset()
             self._scaler.next_window()

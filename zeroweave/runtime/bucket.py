@@ -6,7 +6,7 @@ Where the shard lives is told in `runtime.shard`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -159,6 +159,8 @@ class Bucket(Flat):
         increment_version(self.real)
         self.generation += 1
         self._accept_writes()
+        if self.standing:
+            self.expire()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The slots of a tensor [numel] that is laid out like this bucket's flat."""
@@ -248,6 +250,26 @@ class Lingering:
         for bucket in sorted(self._lingering):
             if self._buckets[bucket].holds or self._buckets[bucket].free():
                 self._lingering.discard(bucket)
+
+    def stay(self, buckets: Collection[int]) -> None:
+        """These stay gathered from one window to the next, and no others. Equally on all ranks, between windows."""
+        for bucket, each in sorted(self._buckets.items()):
+            if not each.stay(bucket in buckets):
+                self._lingering.add(bucket)
+
+    def expire(self, buckets: Iterable[int] | None = None) -> None:
+        """What these have gathered, by default all, is gathered again when it is needed. Equally on all ranks."""
+        for bucket in sorted(self._buckets if buckets is None else buckets):
+            if not self._buckets[bucket].expire():
+                self._lingering.add(bucket)
+
+    def gather_again(self) -> None:
+        """What is gathered is not what the shards have: whoever holds it sees those from now on. Collective."""
+        self.expire()
+        for _, bucket in sorted(self._buckets.items()):
+            if bucket.holds:
+                bucket.gather()
+                bucket.wait()
 
     def viewed(self) -> bytes:
         """A byte per bucket, by id: 1 where some tensor of this rank still views its flat."""

@@ -84,6 +84,7 @@ class Runtime:
         free = None if policy.free_threshold is None else self.activations.free
         together = partial(self.transfers.together, transport)
         self.replay = Replay(self.buckets, self.gradients, policy.kept_by_stage, together, record, free, offloading)
+        self.replay.lingering.stay(policy.stays)
         self._inference = Inference(self.buckets, self.gradients, policy.kept_by_stage, together)
         self.compiled_calls = self.eager_calls = 0
         self._frame: Frame | None = None
@@ -236,11 +237,11 @@ class Runtime:
         if self._frame is not None and not self._frame.covered:
             self._frame.ran_compiled(read)
         for tensor, place in tensors:
-            self._saved[_saved_key(tensor, place)] += 1
+            self._saved[place if place[1] >= 0 else place_key(tensor)] += 1
 
     def passes_through(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
         """Is this view, found at `place`, one that a compiled forward has just saved? Each is asked for once."""
-        key = _saved_key(tensor, place)
+        key = place if place[1] >= 0 else place_key(tensor)
         if not (left := self._saved.get(key, 0)):
             return False
         self._saved[key] = left - 1
@@ -365,6 +366,7 @@ class Runtime:
         if changes:  # once nobody holds a bucket, which would have to move
             self._seated = True
             seat(self.buckets, self.places, schedule)
+            self.replay.lingering.stay(self.policy.stays if schedule is None else schedule.stays)
 
     def unseat(self) -> None:
         """Until the next window nothing is gathered in places: graphs may have left there what they go on with.
@@ -394,7 +396,3 @@ class Runtime:
         self.gradients.reset()
         self.replay.abort()
         self._inference.abort()
-
-
-def _saved_key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:
-    return place if place[1] >= 0 else place_key(tensor)

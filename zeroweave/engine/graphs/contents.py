@@ -65,7 +65,7 @@ class Whereabouts:
     def __init__(self, parts: EngineParts, functions: Iterable[Any] = ()) -> None:
         """`functions`: the losses that are captured. What these and the modules hold beside parameters stays alive."""
         self._parts = parts
-        self._shards = self._shards_now()
+        self._shards, self._flats = self._shards_now(), self._flats_now()
         self._places = parts.runtime.places.addresses
         self._options = self._options_now()
         owners = [module._buffers for module in parts.model.modules() if module._buffers]
@@ -78,6 +78,8 @@ class Whereabouts:
     def hold(self) -> bool:
         """Is all of it still there?"""
         if (self._shards_now(), self._places) != (self._shards, self._parts.runtime.places.addresses):
+            return False
+        if self._flats_now() != self._flats:
             return False
         if any(held.get(name) is not b or b.data_ptr() != address for held, name, b, address in self._buffers):
             return False
@@ -95,6 +97,10 @@ class Whereabouts:
 
     def _shards_now(self) -> list[int]:
         return [bucket.shard.data_ptr() for bucket in self._parts.runtime.buckets.values()]
+
+    def _flats_now(self) -> dict[int, int]:
+        """Of those that stay gathered, by bucket. No graph gathers them."""
+        return {id: bucket.flat.data_ptr() for id, bucket in self._parts.runtime.buckets.items() if bucket.standing}
 
     def _options_now(self) -> list[str]:
         groups = [] if self._parts.optimizer is None else self._parts.optimizer.optimizer.param_groups
