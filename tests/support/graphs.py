@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zeroweave.engine.graphs.contents import Copies
+from zeroweave.engine.graphs.contents import Copies, contents
 from zeroweave.runtime.bucket import Bucket
 
 
@@ -119,8 +119,8 @@ class Device:
             yield tape
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        before, numbers = Copies(self._parts, None), torch.get_rng_state()
+    def alone(self, first: bool) -> Iterator[None]:
+        before, numbers = Copies(self._parts, contents(self._parts), None), torch.get_rng_state()
         try:
             yield
         finally:
