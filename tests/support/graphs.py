@@ -71,11 +71,17 @@ class Pool:
         self._made = {key: storage for key, storage in self._made.items() if key in referred}
         self._found = {key: storage for key, storage in self._found.items() if key in referred}
 
-    def note(self, storage: torch.UntypedStorage, made: bool) -> bool:
-        """A capture uses it. `made`: an operation has returned it; was it found there?"""
-        if storage._cdata not in self._made:
-            (self._made if made and storage._cdata not in self._found else self._found)[storage._cdata] = storage
-        return storage._cdata in self._found
+    def note(self, tensor: torch.Tensor, made: bool) -> tuple[int, bool]:
+        """A capture uses a tensor. `made`: an operation has returned it. Its memory, and was that found there?"""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._made and key not in self._found:
+            known = {**self._made, **self._found}.items()
+            inside = (k for k, each in known if 0 <= storage.data_ptr() - each.data_ptr() < each.nbytes())
+            if (owner := next(inside, None)) is not None:
+                return owner, owner in self._found  # it was lent, under a storage that does not own it
+            (self._made if made else self._found)[key] = storage
+        return key, key in self._found
 
     def _is_used(self, storage: torch.UntypedStorage) -> bool:
         """Does somebody refer to it, beside the tapes and this object?"""
@@ -122,14 +128,16 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if func._schema.name.removeprefix("aten::") in _WAITS or _looks_up_by_mask(func, args):
             raise RuntimeError("operation not permitted when stream is capturing")
-        given = [tree_map_only(torch.Tensor, self._read, each) for each in (args, kwargs)]
-        out = func(*args, **kwargs)
-        # gloo copies the result of a reduce-scatter in `wait`, and a replay waits by itself
+        # gloo takes the result of a reduce-scatter out of a buffer of its own in `wait`, and a replay waits by itself
+        if self._reducing and func is torch.ops.aten.split.Tensor:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default and args[0].data_ptr() in self._reducing:
+            self._reducing.discard(args[0].data_ptr())
+            return func(*args, **kwargs)
         if func is torch.ops.c10d._reduce_scatter_base_.default:
             self._reducing.add(args[0].data_ptr())
-        elif func is torch.ops.aten.copy_.default and args[0].data_ptr() in self._reducing:
-            self._reducing.discard(args[0].data_ptr())
-            return out
+        given = [tree_map_only(torch.Tensor, self._read, each) for each in (args, kwargs)]
+        out = func(*args, **kwargs)
         self._calls.append((func, *given, tree_map_only(torch.Tensor, self._made, out)))
         return out
 
@@ -143,10 +151,10 @@ class Tape(TorchDispatchMode):
         bucket = self._device.bucket_of(tensor)
         if bucket is not None:
             return InFlat(bucket, tensor)
-        storage = tensor.untyped_storage()
-        if self._pool.note(storage, made):
-            self._found.add(storage._cdata)
-        self.kept[storage._cdata] += 1
+        key, found = self._pool.note(tensor, made)
+        if found:
+            self._found.add(key)
+        self.kept[tensor.untyped_storage()._cdata] += 1
         return tensor.data
 
     def ended(self, unsharded: frozenset[int]) -> None:
