@@ -28,13 +28,20 @@ class Trials:
         self._trial: Trial | None = None
         self._spoilt: str | None = None
         """why it tells nothing"""
+        self._aborted = 0
+        """windows that had been given up when it began"""
 
     @property
     def on(self) -> bool:
+        """Is one? Not any more if its window was given up, on all ranks."""
+        if self._trial is not None and self._bench.window.aborted != self._aborted:
+            self._trial.forget()
+            self.drop()
         return self._trial is not None
 
     def begin(self) -> None:
         """The window that begins is tried. On all ranks."""
+        self._aborted = self._bench.window.aborted
         assert self._scheduler.schedule is not None
         self._parts.runtime.release_kept()
         self._trial, self._spoilt = Trial(self._bench, self._scheduler.schedule), None
@@ -48,14 +55,15 @@ class Trials:
         self._spoilt = self._spoilt or why
 
     def drop(self) -> None:
-        """The engine ends."""
+        """There is none."""
         self._trial = None
 
     # ------------------------------------------------------------------ the calls of its window
     def note(self, kind: Kind, key: object, given: Batch | None = None, **more: Any) -> None:
         """A call is about to be made. `key`: None where no graph can serve it; `more`: see `Taken`."""
-        if self._trial is None:
+        if not self.on:
             return
+        assert self._trial is not None
         if self._trial.taken and self._trial.taken[-1].kind == "forward":
             self.spoil("a forward of it has no backward")
         if key is None:
@@ -105,7 +113,7 @@ class Trials:
     # ------------------------------------------------------------------ its end
     def end(self) -> None:
         """The window is over. Collective where a trial is on."""
-        trial, self._trial = self._trial, None
+        trial, self._trial = self._trial if self.on else None, None
         if trial is None:
             return
         with self._parts.guard("the capture of a step"):
