@@ -17,7 +17,7 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     (programs.autocast, Case(dropout=0.1), 17, 2),
     (programs.autocast_around, Case(), 12, 1),
     (programs.modes, Case(dropout=0.1), 12, 1),
-    (programs.methods, Case(), 12, 2),
+    (programs.methods, Case(), 24, 6),
     (programs.criteria, Case(), 20, 2),
     (programs.counts, Case(), 12, 1),
     (programs.objects, Case(), 14, 2),

@@ -71,7 +71,7 @@ def _parts(value: Any, find: Callable[[], object]) -> Iterator[tuple[str, Any, C
             for held in (value._buffers, value._parameters, value._modules):
                 yield from ((f".{at}", part, partial(held.get, at)) for at, part in held.items())
         case MethodType():
-            yield ".__self__", value.__self__, lambda: value.__self__
+            yield from _named_by(value.__func__, value.__self__)
             yield "", value.__func__, lambda: value.__func__
         case FunctionType():
             for at, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -86,6 +86,18 @@ def _parts(value: Any, find: Callable[[], object]) -> Iterator[tuple[str, Any, C
             yield "", value.func, lambda: value.func
             yield ".args", value.args, lambda: value.args
             yield ".keywords", value.keywords, lambda: value.keywords
+        case _ if callable(value):
+            yield from _named_by(type(value).__call__, value)
+
+
+def _named_by(function: Any, owner: Any) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """The attributes of a method's object that its code names: others may change with each step."""
+    if isinstance(owner, torch.nn.Module):
+        yield ".__self__", owner, lambda: owner
+    held = getattr(owner, "__dict__", {})
+    for at in getattr(getattr(function, "__code__", None), "co_names", ()):
+        if at in held:
+            yield f".{at}", held[at], partial(held.get, at)
 
 
 def _item(find: Callable[[], Any], at: Any) -> object:
