@@ -155,6 +155,10 @@ class Flat:
             pending, self._pending = self._pending, None
             pending.wait()
 
+    def forget_pending(self) -> None:
+        """The gather that is under way will never come: nobody waits for it."""
+        self._pending = None
+
     def reshard(self, handed_in: int = 0) -> bool:
         """Drops a hold. The last one frees the storage in stream order, if it is not to stay; False if it lingers."""
         self.holds -= 1
