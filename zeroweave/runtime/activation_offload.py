@@ -46,6 +46,8 @@ class Offloading:
         self._arriving: dict[Home, torch.UntypedStorage] = {}
         self.host = Gauge()
         """bytes in host memory"""
+        self.away = Gauge()
+        """those of them that are not on the device"""
         self.moved = self.moved_before = 0
         """bytes moved out in this window, and in the one before"""
         self.on_demand = 0
@@ -159,7 +161,7 @@ class Offloading:
         del leaving  # which holds the storages as well
         for home in homes:
             if self._is_wanted_out(home) and free_storages(home.tensors(), threshold=0, held=1):
-                home.gone()
+                home.gone(self.away)
                 self.moved += home.nbytes
             else:  # nobody keeps it any more, or somebody has got hold of it, or it is to come back already
                 home.stays()
