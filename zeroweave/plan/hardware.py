@@ -32,11 +32,11 @@ class Gpu:
 
 GPUS: Final = MappingProxyType(
     {
-        # NVIDIA A100 Tensor Core GPU data sheet (80GB SXM; PCIe Gen4 x16); DGX A100 data sheet (eight 200 Gb/s adapters)
+        # NVIDIA A100 Tensor Core GPU data sheet (80GB SXM, PCIe Gen4); DGX A100 data sheet (eight 200 Gb/s adapters)
         "a100": Gpu(80 * 10**9, 2.039e12, 312e12, 19.5e12, 300e9, 25e9, 32e9),
-        # NVIDIA H100 Tensor Core GPU data sheet (SXM; half of what it says with sparsity; PCIe Gen5); DGX H100 (400 Gb/s)
+        # NVIDIA H100 Tensor Core GPU data sheet (SXM, PCIe Gen5; half of its rates with sparsity); DGX H100 (400 Gb/s)
         "h100": Gpu(80 * 10**9, 3.35e12, 989.5e12, 67e12, 450e9, 50e9, 64e9),
-        # NVIDIA H200 Tensor Core GPU data sheet (SXM; half of what it says with sparsity; PCIe Gen5); DGX H200 (400 Gb/s)
+        # NVIDIA H200 Tensor Core GPU data sheet (SXM, PCIe Gen5; half of its rates with sparsity); DGX H200 (400 Gb/s)
         "h200": Gpu(141 * 10**9, 4.8e12, 989.5e12, 67e12, 450e9, 50e9, 64e9),
     }
 )

@@ -131,12 +131,19 @@ class Meter(OperatorMode):
     def __init__(self, clock: PlannedClock, hardware: Hardware) -> None:
         super().__init__()
         self._clock, self._hardware = clock, hardware
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
+        """its number, its bytes, and itself, of each storage, by its identity"""
+        self.made = 0
+        """storages so far"""
         self._inside = self._elsewhere = False
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """These stay for as long as the rank does."""
         self._clock.add(sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values()))
+
+    def alive(self, since: int) -> int:
+        """Bytes that are in use of those that were made behind the first `since`."""
+        return sum(nbytes for number, nbytes, _ in self._alive.values() if number >= since)
 
     @contextmanager
     def program(self) -> Iterator[None]:
@@ -177,5 +184,6 @@ class Meter(OperatorMode):
             del alive[key]
             clock.add(-nbytes)
 
-        alive[key] = weakref.ref(storage, gone)
+        alive[key] = self.made, nbytes, weakref.ref(storage, gone)
+        self.made += 1
         clock.add(nbytes)

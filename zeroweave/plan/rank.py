@@ -39,7 +39,20 @@ from zeroweave.plan.work import Program
 from zeroweave.runtime.backward import Observer
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.timeline import Timeline
-from zeroweave.schedule import Costs, Event, Facts, Line, Prediction, Schedule, Step, compile_schedule, costs_of, simulate
+from zeroweave.schedule import (
+    Costs,
+    Event,
+    Facts,
+    Line,
+    Prediction,
+    Reduce,
+    Schedule,
+    Step,
+    Unshard,
+    compile_schedule,
+    costs_of,
+    simulate,
+)
 
 
 class _Backwards(Observer):
@@ -90,9 +103,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step that a rank has carried out, under the schedule `first` of its record, and what it took. Else see `Planned`.
+    """A step that a rank has carried out, under the schedule `first` of its record, and what it took.
 
-    `eager`: regions that cannot be compiled, with the reason.
+    eager: regions that cannot be compiled, with the reason. Else see `Planned`.
     """
 
     first: Schedule
@@ -118,9 +131,12 @@ class Measured:
 
     def _hidden(self, expected: Prediction, schedule: Schedule) -> float:
         """Seconds of collectives, without uploads before them, for which nobody waits."""
-        spans = [span for span in expected.spans if span.lane in ("all_gather", "reduce_scatter")]
-        sizes = [schedule.facts.sizes[schedule.instructions[span.index].bucket] for span in spans]
-        sent = sum(min(s.stop - s.start, self._collective(size)) for s, size in zip(spans, sizes, strict=True))
+        sent = 0.0
+        for span in expected.spans:
+            instruction = schedule.instructions[span.index]
+            if isinstance(instruction, Unshard | Reduce):
+                longest = self._collective(schedule.facts.sizes[instruction.bucket])
+                sent += min(span.stop - span.start, longest) if span.lane != "compute" else 0.0
         return max(0.0, sent - sum(expected.waits.values()))
 
 
@@ -218,8 +234,7 @@ class PlannedRank:
 
     def _micro_step(self, ends: bool) -> int:
         """Bytes that the forward has left alive. `ends`: the window does with it."""
-        flats, steps = self._runtime.flats, self._config.gradient_accumulation_steps
-        begin = self._clock.allocated() - flats.now
+        runtime, steps, begin = self._runtime, self._config.gradient_accumulation_steps, self._meter.made
         args, kwargs = arguments_of(self._batch)
         args, kwargs = self._calls.inputs(tuple(args), dict(kwargs))
         with self._calls.compiling():
@@ -227,7 +242,9 @@ class PlannedRank:
                 output = self._model(*args, **kwargs)
             loss = loss_of(output, self._batch, None)
             del output
-        left = self._clock.allocated() - flats.now - begin
+        offloading = runtime.activations.offloading
+        away = runtime.transfers.staged.now + (0 if offloading is None else offloading.away.now)
+        left = self._meter.alive(begin) - away
         self._backwards.expect(ends)
         (loss / steps if steps > 1 else loss).backward()
         return left
