@@ -171,10 +171,9 @@ def measure(device: torch.device) -> Calibration:
     return Calibration(name, world, nodes, rates, seconds)
 
 
-def measured() -> Calibration:
-    """On this machine: on all its GPUs, or on two ranks without one. RuntimeError where they fail."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 2
-    return found(*run(__name__, count, _SECONDS))
+def measured(ranks: int) -> Calibration:
+    """On so many ranks of this machine. RuntimeError where they fail."""
+    return found(*run(__name__, ranks, _SECONDS))
 
 
 def found(output: str, errors: str) -> Calibration:

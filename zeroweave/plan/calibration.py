@@ -78,10 +78,11 @@ class Calibration:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise EngineError(f"{path} is no calibration: {where + ': ' if where else ''}{first['msg']}") from None
-        for name, value in {**found.rates, **found.seconds}.items():
-            is_rate = name in found.rates
-            if name not in _RATES | _SECONDS or is_rate != (name in _RATES) or value < 0 or (is_rate and not value):
-                raise EngineError(f"{path} is no calibration: {name} is {value:g}; make it anew with --calibrate")
+        wrong = [(name, rate) for name, rate in found.rates.items() if name not in _RATES or not rate > 0]
+        wrong += [(name, value) for name, value in found.seconds.items() if name not in _SECONDS or not 0 <= value < 1]
+        if wrong:
+            name, value = wrong[0]
+            raise EngineError(f"{path} is no calibration: {name} is {value:g}; make it anew with --calibrate")
         return found
 
     @classmethod

@@ -67,7 +67,7 @@ def plan(
     from dataclasses import asdict
     from json import dumps
 
-    from zeroweave.errors import EngineError
+    from zeroweave.errors import ConfigError, EngineError
     from zeroweave.plan.model import source_of
     from zeroweave.plan.plan import make, refuse_worlds
     from zeroweave.plan.show import lines
@@ -96,7 +96,7 @@ def plan(
         every = (3,) if "params" in away else (1, 2, 3)
         stages = every if stage == "all" else (int(stage),)
         plans = make(source_of(model, micro_batch, seq), stages, worlds, settings, hardware)
-    except EngineError as error:
+    except (ConfigError, EngineError) as error:
         print(f"zeroweave: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     for line in lines(plans):
@@ -115,10 +115,12 @@ def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
 
     if anew is None:
         return None if known is None else Calibration.load(known)
+    import torch
+
     from zeroweave.plan.calibrate import measured
 
     try:
-        found = measured()
+        found = measured(torch.cuda.device_count() or 2)  # without GPUs, on the CPU
         found.save(anew)
     except (RuntimeError, OSError) as error:
         raise EngineError(f"--calibrate: {error}") from None
