@@ -33,9 +33,20 @@ def rank(function: str, **settings: object) -> PlannedRank:
 
 
 @pytest.mark.matrix
-def test_the_step_that_follows_a_plan_takes_what_the_plan_says() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"offload": {"optimizer": "all"}},
+        {"offload": {"params": True}},
+        {"offload": {"activations": True, "activations_threshold_bytes": 64}},
+        {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0},
+    ],
+    ids=["plain", "optimizer", "params", "activations", "accumulation"],
+)
+def test_the_step_that_follows_a_plan_takes_what_the_plan_says(settings: dict[str, object]) -> None:
     """The simulator and the rank itself, which carries the schedule out, come to the same time."""
-    found = rank("llama").measure()
+    found = rank("llama", **settings).measure()
     assert simulate(found.first, found.costs).seconds == pytest.approx(found.step.seconds, rel=0.02)
 
 
