@@ -28,8 +28,7 @@ from zeroweave.report.apart import answer_of, run
 from zeroweave.schedule import Line
 
 _MARK: Final = "calibration: "
-_SECONDS: Final = 300.0
-"""How long the ranks may take."""
+_SECONDS: Final = 300.0  # that the ranks may take
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,21 @@ class Ranks:
 
     def timed(self, work: Callable[[], object], rounds: int = 0, lead: Callable[[], object] | None = None) -> float:
         """Seconds of `work`: the median of some runs, each of so many in a row. `lead` comes in front of them."""
-        rounds, found = rounds or self.sizes.rounds, list[float]()
+        clock, rounds = self._clock, rounds or self.sizes.rounds
+        found, told = list[float](), [0.0] * self.world
         for _ in range(6):  # the first one warms up
             dist.barrier()
-            self._clock.hold(self.sizes.hold)
+            clock.hold(self.sizes.hold)
             (lead or work)()
-            begin = self._clock.mark()
+            begin = clock.mark()
             for _ in range(rounds):
                 work()
-            end = self._clock.mark()
-            self._clock.finish()
-            found.append(self._clock.seconds(begin, end) / rounds)
-        told = [0.0] * self.world
+            end = clock.mark()
+            clock.finish()
+            found.append(clock.seconds(begin, end) / rounds)
         dist.all_gather_object(told, median(found[1:]))
         return max(told)
 
-    # ------------------------------------------------------------------ what each does alone
     def _random(self, *shape: int) -> torch.Tensor:
         """Zeros would take less power, and so less time."""
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
@@ -103,8 +101,10 @@ class Ranks:
 
         source = torch.ones(self.sizes.copy, dtype=torch.uint8, device=self.device)
         target = source.clone()
+        matmul = self.matmul()
+        self.timed(matmul, rounds=20 * self.sizes.rounds)  # until clocks and power are those of a step
         rates = {
-            "matmul": 2 * rows * inner * columns / self.timed(self.matmul()),
+            "matmul": 2 * rows * inner * columns / self.timed(matmul),
             # seven products, of which causal attention needs one half, as `work` counts them
             "attention": 7 * heads * tokens * tokens * width / self.timed(attention),
             "memory": 2 * source.nbytes / self.timed(lambda: target.copy_(source)),
@@ -117,7 +117,6 @@ class Ranks:
         rates["host"] = host.nbytes / max(up, down)
         return rates, {"kernel": self.timed(lambda: small.add_(1.0), rounds=1000)}
 
-    # ------------------------------------------------------------------ what they do together
     def gather(self, nbytes: int, group: dist.ProcessGroup) -> Callable[[], object]:
         shard = torch.ones(nbytes // group.size(), dtype=torch.uint8, device=self.device)
         flat = torch.empty(group.size() * shard.numel(), dtype=torch.uint8, device=self.device)
@@ -134,9 +133,8 @@ class Ranks:
 
     def beside(self) -> float:
         """Seconds by which matmuls are longer for each second of gathers beside them."""
-        matmul, gathers, whole = self.matmul(), 4, dist.group.WORLD
-        assert whole is not None
-        gather = self.gather(self.sizes.gathers[-1], whole)
+        matmul, gathers = self.matmul(), 4
+        gather = self.gather(self.sizes.gathers[-1], dist.new_group())
         sent = gathers * self.timed(gather)
         count = 2 + int(3 * sent / self.timed(matmul))
 
@@ -184,13 +182,11 @@ def found(output: str, errors: str) -> Calibration:
 def main() -> None:
     """On each rank. Rank 0 writes the file that is named, or prints what `found` reads."""
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    if cuda := device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     calibration = measure(device)
-    if dist.get_rank() == 0 and len(sys.argv) > 1:
+    if dist.get_rank() == 0 and sys.argv[1:]:
         calibration.save(Path(sys.argv[1]))
         print(*calibration.lines(), sep="\n", flush=True)
     elif dist.get_rank() == 0:
