@@ -27,6 +27,7 @@ from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.backward import Observer, WayBack
 from zeroweave.runtime.bucket import Bucket, Directory, seat
+from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
 from zeroweave.runtime.policy import Policy
@@ -43,7 +44,7 @@ class Runtime:
 
     `entering(name, back)` hears of each call before anything is gathered for it; `back`: inside a backward?
     `issuing`: the scope of what is to count as a part of a gather. `trains`: does a forward in grad mode belong to a
-    window? An engine without an optimizer has none. `places`: where schedules may have buckets gathered.
+    window? Without an optimizer none does. `places`: where schedules have buckets gathered. `streams`: see `Transfers`.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Runtime:
         issuing: Callable[[], AbstractContextManager[None]] = nullcontext,
         trains: bool = True,
         places: Places | None = None,
+        streams: Callable[[torch.device], CopyStream] = CopyStream,
     ) -> None:
         self.places, self._seated = places or Places(), True
         self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
@@ -62,7 +64,7 @@ class Runtime:
         self.flats = Gauge()
         """bytes of all flats that are unsharded"""
         device = transport.empty(0, torch.uint8).device
-        self.transfers = Transfers(device, issuing)
+        self.transfers = Transfers(device, issuing, streams)
         off = policy.masters_off, policy.params_off
         dtypes = {b.id: getattr(torch, b.dtype) for b in layouts}
         homes = {b.id: Shard(b, dtypes[b.id], transport, self.transfers, *off) for b in layouts}
@@ -78,7 +80,7 @@ class Runtime:
             keep_targets=policy.keep_gradient_targets,
         )
         record, threshold = Record(), policy.offload_threshold
-        offloading = None if threshold is None else Offloading(threshold, device, record.add)
+        offloading = None if threshold is None else Offloading(threshold, streams(device), record.add)
         self.activations = Activations(policy.free_threshold, offloading)
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         free = None if policy.free_threshold is None else self.activations.free
@@ -88,9 +90,8 @@ class Runtime:
         self._inference = Inference(self.buckets, self.gradients, policy.kept_by_stage, together)
         self.compiled_calls = self.eager_calls = 0
         self._frame: Frame | None = None
-        self._training = True
         self._backward: int | None = None
-        self._accumulating = False
+        self._training, self._accumulating = True, False
         self._examined = -1
         """the graph task that was last found to accumulate or not"""
         self._whole = -1
@@ -138,8 +139,7 @@ class Runtime:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
         self.note_backward()
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
-        self._session_reads = []
-        self._session = Frame(Call("the model", "forward"), (), self.replay)
+        self._session_reads, self._session = [], Frame(Call("the model", "forward"), (), self.replay)
         self.activations.begin_forward()
 
     def _leave_session(self) -> None:
