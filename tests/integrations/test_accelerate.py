@@ -51,7 +51,7 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepspeed_plugin": ({"deepspeed_plugin": object()}, "from_deepspeed"),
     "deepspeed_plugins": ({"deepspeed_plugins": {"a": object()}}, "from_deepspeed"),
-    "fsdp_plugin": ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "FULL_SHARD is zeroweave_config"),
+    "fsdp_plugin": ({"fsdp_plugin": FullyShardedDataParallelPlugin}, 'FULL_SHARD is {"stage": 3}'),
     "megatron_lm_plugin": ({"megatron_lm_plugin": object()}, "leave it out"),
     "torch_tp_plugin": ({"torch_tp_plugin": object()}, "tensor, context and sequence parallelism"),
     "parallelism_config": ({"parallelism_config": ParallelismConfig()}, "tensor, context and sequence parallelism"),
