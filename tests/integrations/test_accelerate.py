@@ -174,6 +174,13 @@ def test_a_list_of_parameters_from_before_is_clipped() -> None:
     assert float(accelerator.clip_grad_norm_(earlier, 1.0)) > 0
 
 
+def test_a_prepared_model_has_what_the_users_has() -> None:
+    prepared, _ = made().prepare(*parts())
+    assert prepared.blocks is prepared.module.blocks and prepared.frozen.in_features == runs.WIDTH
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'nothing'"):
+        _ = prepared.nothing
+
+
 def test_an_accelerator_for_each_of_two_models() -> None:
     """Each trains as it does alone."""
     pairs = [(made(), *parts()) for _ in range(2)]

@@ -74,6 +74,11 @@ class Trainer(transformers.Trainer):
             return model
         if self.is_model_parallel:
             raise ConfigError("a model on several devices: load it without device_map=")
+        if getattr(adapter := getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ConfigError(
+                f"a model with peft's {type(adapter).__name__}, which rank 0 alone would run to save it: use LoRA, or "
+                "another method that adds weights to layers"
+            )
         wrapper, optimizer = self.accelerator.wrap(model, self.optimizer if training else None)
         if training:
             self.optimizer = optimizer
@@ -88,9 +93,9 @@ class Trainer(transformers.Trainer):
         if not self._is_sharded:
             super().save_model(output_dir, _internal_call)
             return
-        weights = self.engine.state_dict()
-        if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
+        with self.engine.full_on_rank_0() as weights:
+            if self.args.should_save:
+                self._save(output_dir, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
