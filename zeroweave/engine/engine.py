@@ -254,6 +254,13 @@ class Engine:
         """
         return self._values.state_dict()
 
+    def full_on_rank_0(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Yields `state_dict()`; inside, rank 0's module has all parameters in host memory, for code that saves it.
+
+        Nothing is computed inside, and nothing kept that is written. Collective.
+        """
+        return self._values.full_on_rank_0()
+
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and tensors of `state_dict`, one after the other, for models larger than the host's memory.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import nn
@@ -195,6 +195,16 @@ class Values:
             self._window.refuse_inside("state_dict()")
             self._guard.meet()
             return state.state_dict(self._parts)
+
+    @contextmanager
+    def full_on_rank_0(self) -> Iterator[dict[str, torch.Tensor]]:
+        values, label = self.state_dict(), "full_on_rank_0()"
+        with self._guard.around(label), ExitStack() as lent:
+            if values:
+                buckets, places = self._runtime.buckets, self._runtime.directory.places
+                keys = {name: buckets[places[name][0]].layout.keys(name)[0] for name in self._parts.places.names}
+                lent.enter_context(self.shown.lent({name: values[key] for name, key in keys.items()}))
+            yield values
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._guard("stream_state_dict"):
