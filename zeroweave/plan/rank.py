@@ -191,7 +191,9 @@ class PlannedRank:
             access = Access(model, runtime)
             hook_gradients(runtime)
             shown = Shown(runtime, at, access)
-            self._calls = Calls(model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program)
+            self._calls = Calls(
+                model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program
+            )
             self._backwards = _Backwards(shown, config.stage)
             runtime.attach(self._backwards)
             self._batch = map_tensors(_on_cpu, batch)

@@ -127,7 +127,6 @@ class Known:
             self._journal.tell("fallback", f"compile.cuda_graphs: a step runs without graphs: {why}")
 
 
-
 def fits(window: CapturedWindow | None, at: int, key: object) -> bool:
     """Is this the key of the window's call number `at`?"""
     parts: Sequence[object] = () if window is None else window.parts
