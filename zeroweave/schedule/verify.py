@@ -63,10 +63,10 @@ def verify(schedule: Listing) -> None:
 
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped
     that was not taken, none while a call or a gather still needs the storage, and none is left at the end but on a
-    bucket that no update changes, which stays; a kept bucket is gathered exactly once. All of that holds whether what
-    stays is there at the start or not. Places: a bucket that copy engines gather, and that does not stay, has one, and
-    nobody else is there while it is gathered. Gradients: only trainable buckets are reduced, each at least once;
-    every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
+    bucket that no update changes, which stays and was waited for; a kept bucket is gathered exactly once. All of that
+    holds whether what stays is there at the start or not. Places: a bucket that copy engines gather, and that does not
+    stay, has one, and nobody else is there while it is gathered. Gradients: only trainable buckets are reduced, each at
+    least once; every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight, and none at an update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after
     the first update nothing is gathered, run or reduced. Activations: freed once at most, where ``free`` asks for
     it, after the last call, and nothing
@@ -283,6 +283,8 @@ class _State:
         for bucket in self.facts.buckets:
             if self.holds[bucket.id] > (not bucket.trainable):
                 raise ScheduleError(f"{bucket.name} is still unsharded")
+            if self.holds[bucket.id] and bucket.id not in self.waited:
+                raise ScheduleError(f"{bucket.name} stays, and is still being gathered")
             if bucket.id in self.in_flight:
                 raise ScheduleError(f"a reduction of {bucket.name} was never settled: its gradient is lost")
             if bucket.trainable and bucket.id not in self.reduced:
