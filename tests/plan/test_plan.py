@@ -78,6 +78,7 @@ def test_a_folder_of_transformers_has_the_model(tmp_path: Path) -> None:
     model, batch = source_of(str(tmp_path), 3, 8)()
     assert all(parameter.is_meta for parameter in model.parameters()) and len(model.model.layers) == 2
     assert batch["input_ids"].shape == (3, 8) and batch["labels"].is_meta
+    assert not model.config.use_cache  # else each engine of a plan warns of it
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(EngineError, match="no causal language model"):
         source_of(str(tmp_path), 3, 8)()
