@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zeroweave._torch.storages import marks, owners, storage_key, storage_use_count, version
+from zeroweave._torch.storages import marks, owners, place_key, storage_key, storage_use_count, version
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
@@ -286,3 +286,8 @@ class Lingering:
                 each.unshard()
                 each.wait()
                 self.reshard(bucket)
+
+
+def saved_key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:
+    """What a saved view is known again by: its place, or where it lies if it is no slot."""
+    return place if place[1] >= 0 else place_key(tensor)

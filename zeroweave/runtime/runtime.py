@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing
-from zeroweave._torch.storages import place_key
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
@@ -26,7 +25,7 @@ from zeroweave.layout import BucketLayout
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.backward import Observer, WayBack
-from zeroweave.runtime.bucket import Bucket, Directory, seat
+from zeroweave.runtime.bucket import Bucket, Directory, saved_key, seat
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
@@ -237,11 +236,11 @@ class Runtime:
         if self._frame is not None and not self._frame.covered:
             self._frame.ran_compiled(read)
         for tensor, place in tensors:
-            self._saved[place if place[1] >= 0 else place_key(tensor)] += 1
+            self._saved[saved_key(tensor, place)] += 1
 
     def passes_through(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
         """Is this view, found at `place`, one that a compiled forward has just saved? Each is asked for once."""
-        key = place if place[1] >= 0 else place_key(tensor)
+        key = saved_key(tensor, place)
         if not (left := self._saved.get(key, 0)):
             return False
         self._saved[key] = left - 1
