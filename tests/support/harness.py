@@ -3,8 +3,8 @@
 A `Pool` starts its workers at the first job and keeps them for all later ones, because importing torch costs
 more than most jobs. A job is a module-level function with picklable arguments; every rank calls it at the same
 time and returns a picklable value. A job that passes its deadline, or that raises on some ranks while others
-wait for them, ends with every rank's stack; the pool then starts afresh for the next job, so that one bad test
-cannot spoil another.
+wait for them, ends with every rank's stack. The pool then starts afresh for the next job, so that one bad test
+cannot spoil another; it also does behind a job that leaves an engine running.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -41,7 +42,8 @@ class Outcome:
     """What one rank made of a job: a value, a traceback, or the end of its process.
 
     `kind` is the exception's class name and `message` its text with notes; `exit_code` is None while the process lives;
-    `ended` is the wall clock (`time.time()`) at which the pool saw the value, the traceback or the end.
+    `ended` is the wall clock (`time.time()`) at which the pool saw the value, the traceback or the end. `running`: the
+    job has left threads of an engine behind, as one does that raises before it closes its engine.
     """
 
     rank: int
@@ -50,6 +52,7 @@ class Outcome:
     kind: str | None = None
     message: str = ""
     trace: str = ""
+    running: bool = False
     exit_code: int | None = None
     stderr: str = ""
 
@@ -149,7 +152,8 @@ class Pool:
             worker.new_stderr()
             worker.pipe.send((function, args))
         outcomes = self._collect(time.monotonic() + (self.deadline if deadline is None else deadline))
-        if len({outcome.failed for outcome in outcomes}) > 1 or any(o.exit_code is not None for o in outcomes):
+        apart = len({outcome.failed for outcome in outcomes}) > 1
+        if apart or any(outcome.exit_code is not None or outcome.running for outcome in outcomes):
             self.kill()
         return outcomes
 
@@ -292,7 +296,7 @@ def _serve(
     jobs.send({"value": "ready"})
     try:
         while (job := jobs.recv()) is not None:
-            jobs.send(_answer(*job))
+            jobs.send({**_answer(*job), "running": _engine_runs()})
             if fresh_dynamo:
                 torch._dynamo.reset()
             gc.collect()
@@ -309,3 +313,8 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, An
     except Exception as error:
         text = "\n".join([str(error), *getattr(error, "__notes__", ())])
         return {"kind": type(error).__name__, "message": text, "trace": traceback.format_exc()}
+
+
+def _engine_runs() -> bool:
+    """Has an engine that nobody closed left its threads?"""
+    return any(thread.name.startswith("zeroweave ") for thread in threading.enumerate())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 
 import pytest
@@ -36,6 +37,11 @@ def wait_forever_on(rank: int) -> None:
         time.sleep(1000)
 
 
+def leave_a_thread(name: str) -> int:
+    threading.Thread(target=time.sleep, args=(1000,), name=name, daemon=True).start()
+    return os.getpid()
+
+
 def test_workers_are_kept_between_jobs(disposable: Pools) -> None:
     pool = disposable(2)
     first, second = pool.run(add, 1.0), pool.run(add, 2.0)
@@ -57,6 +63,13 @@ def test_a_process_ends(disposable: Pools) -> None:
     outcomes = pool.outcomes(leave_on, 0, 7)
     assert outcomes[0].exit_code == 7 and "leaving now" in outcomes[0].stderr
     assert pool.run(add, 0.0)[0][1] == 1.0
+
+
+def test_an_engine_that_is_left_running_is_not_met_by_the_next_job(disposable: Pools) -> None:
+    pool = disposable(2)
+    assert pool.run(leave_a_thread, "somebody's")[0] == pool.run(leave_a_thread, "zeroweave alarm")[0]
+    first, again = pool.run(add, 1.0), pool.run(add, 1.0)
+    assert pool.run(leave_a_thread, "somebody's")[0] == first[0][2] == again[0][2]
 
 
 @pytest.mark.matrix
