@@ -141,6 +141,7 @@ def policy_of(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
         accumulate_dtype=getattr(torch, precision.accumulate),
         masters_off=settings.offload.optimizer != "none" or settings.offload.params,
         params_off=settings.offload.params,
+        splits_masters=precision.master == "split",
         keep_gradient_targets=settings.debug.keep_gradient_targets,
         free_threshold=settings.activations.free_threshold_bytes,
         offload_threshold=settings.offload.activations_threshold_bytes if settings.offload.activations else None,

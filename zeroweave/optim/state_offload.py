@@ -155,6 +155,10 @@ class StateOffload:
         """Does something that an update of the bucket needs live in host memory?"""
         return bucket in self._moments or (bucket in self._buckets and self._buckets[bucket].home.on_host)
 
+    def _lands(self, bucket: int) -> bool:
+        """Is something that an update of the bucket needs not at hand?"""
+        return bucket in self._moments or (bucket in self._buckets and not self._buckets[bucket].home.at_hand)
+
     def _lift(self, bucket: int) -> None:
         if bucket in self._lifted or not self.comes(bucket):
             return
@@ -178,7 +182,7 @@ class StateOffload:
             self._lift(bucket)
         if buckets and buckets[-1] in self._after:
             self._lift(self._after[buckets[-1]])
-        masters = {bucket: self._land(bucket) for bucket in buckets if bucket in self._lifted}
+        masters = {bucket: self._land(bucket) for bucket in buckets if self._lands(bucket)}
         try:
             yield
         finally:
@@ -186,9 +190,9 @@ class StateOffload:
                 self._lower(bucket, master)
 
     def _land(self, bucket: int) -> torch.Tensor | None:
-        upload, master = self._lifted.pop(bucket), None
-        if upload is not None:
-            (master,) = upload.wait()
+        upload, home, master = self._lifted.pop(bucket, None), self._buckets[bucket].home, None
+        if not home.at_hand:
+            (master,) = (upload or home.lift()).wait()
             self._fragments[bucket].point(master)
         if bucket in self._moments:
             self._moments[bucket].land()
@@ -197,7 +201,7 @@ class StateOffload:
     def _lower(self, bucket: int, master: torch.Tensor | None) -> None:
         copies = []
         if master is not None:
-            self._fragments[bucket].point(self._buckets[bucket].shard)
+            self._fragments[bucket].point_home()
             copies = self._buckets[bucket].home.lower(master)
         if bucket in self._moments:
             copies += self._moments[bucket].lower()
@@ -232,7 +236,7 @@ class StateOffload:
         view = self._buckets[bucket]
         if view.home.movable:
             view.home.move(on_host)
-            self._fragments[bucket].point(view.shard)
+            self._fragments[bucket].point_home()
 
     def take_in(self, bucket: int) -> None:
         """What somebody has put into the optimizer's state of a bucket goes where that bucket's moments live."""

@@ -29,7 +29,7 @@ def contents(parts: EngineParts, functions: Iterable[Any] = ()) -> dict[str, lis
     """
     found: dict[str, list[torch.Tensor]] = {}
     for bucket in _trained(parts):
-        found[f"parameters of {bucket.layout.name}"] = [bucket.shard]
+        found[f"parameters of {bucket.layout.name}"] = list(bucket.home.at_rest)
         if parts.optimizer is not None:
             found[f"optimizer state of {bucket.layout.name}"] = parts.optimizer.tensors(bucket.id)
     for name, buffer in parts.model.named_buffers():
@@ -123,7 +123,8 @@ class Whereabouts:
         return self._options_now() == self._options
 
     def _shards_now(self) -> list[int]:
-        return [bucket.shard.data_ptr() for bucket in self._parts.runtime.buckets.values()]
+        homes = [bucket.home for bucket in self._parts.runtime.buckets.values()]
+        return [tensor.data_ptr() for home in homes for tensor in home.at_rest]
 
     def _flats_now(self) -> dict[int, int]:
         """Of those that stay gathered, by bucket. No graph gathers them."""
