@@ -9,6 +9,7 @@ import torch
 
 from tests.optim.test_step import one_group, two_groups
 from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
+from zeroweave.comm.rounding import cast
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.state_offload import moments_of
 from zeroweave.runtime.transfers import Download, Transfers, Upload
@@ -63,7 +64,7 @@ def test_bit_equal_to_states_on_the_device(kind: str, offload: str, dtype: torch
         assert mine.sharded.memory() == theirs.sharded.memory()
         for view in theirs.views.values():
             home = view.home
-            assert torch.equal(home.source, home.master.to(dtype)), "what is gathered is out of date"
+            assert torch.equal(home.source, cast(home.master, dtype)), "what is gathered is out of date"
             assert home.on_host == (offload == "params" or (view.layout.trainable and dtype != torch.float32))
 
 

@@ -31,7 +31,7 @@ def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str
         pairs = zip(bucket.layout.slots, views, strict=True)
         for slot, view in pairs:
             values[slot.name] = cast_(torch.empty_like(view, dtype=dtypes[slot.name]), view)
-        del views, pairs  # before the next bucket is gathered
+        del views, pairs, view  # before the next bucket is gathered
     return values
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, islice
 from typing import Any, Final
@@ -92,8 +92,7 @@ class Saved:
         """What this rank has to write; of its values, those in `told` are known."""
         self._runtime.transfers.finish()
         rank, buckets = self._control.rank, self._runtime.buckets.values()
-        pieces = {bucket.id: [*self._pieces(bucket, bucket.shard)] for bucket in buckets}
-        parts = [part for part, _ in chain.from_iterable(pieces.values())]
+        parts = [part for bucket in buckets for part, _ in self._pieces(bucket, bucket.shard.to("meta"))]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
         others += [pair for bucket in self._trained() for pair in self._gradients(bucket)]
         parts += [part for part, _ in others]

@@ -1,0 +1,1 @@
+"""Kernels for GPUs. Imported where there is one; its PyTorch brings Triton along."""
