@@ -46,10 +46,9 @@ def _gradient(gradient: Any, factor: Any, at: Any, there: Any, FACTOR: tl.conste
 def _there(numel: Any, found: Any, FOUND: tl.constexpr, SIZE: tl.constexpr) -> Any:
     """The elements of this program, and which of them are to be updated: none where `found` is not 0."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    there = at < numel
     if FOUND:
-        there = there & (tl.load(found) == 0)
-    return at, there
+        numel = tl.where(tl.load(found) == 0, numel, 0)
+    return at, at < numel
 
 
 @triton.jit
