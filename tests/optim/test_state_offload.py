@@ -11,6 +11,7 @@ from tests.optim.test_step import one_group, two_groups
 from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
 from zeroweave.comm.rounding import cast
 from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.state_offload import moments_of
 from zeroweave.runtime.transfers import Download, Transfers, Upload
 
@@ -116,7 +117,7 @@ def step(rank: Rank, seed: int, without: frozenset[int] = frozenset()) -> None:
     shards = world.shards(random_gradients(rank.model, seed), 0)
     order = sorted(shards, reverse=True)
     update = rank.sharded.in_turn(
-        lambda bucket: None if bucket in without else shards[bucket], {b: frozenset() for b in order}, order
+        lambda bucket: None if bucket in without else Scaled(shards[bucket]), {b: frozenset() for b in order}, order
     )
     for bucket in order:
         update([bucket])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,14 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-pytest.importorskip("triton")
-HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if HERE.type == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # asked for where a kernel is defined
-from zeroweave._triton import masters, rules
-
-os.environ.pop("TRITON_INTERPRET", None)
-
+from tests.triton_kernels.kernels import HERE, masters, rules
 from zeroweave.comm.rounding import join_, split_
 
 NUMEL = 5000
@@ -45,7 +37,7 @@ def adam(coupled: bool, amsgrad: bool, device: bool) -> Kernel:
         rules.adam[masters.programs(NUMEL)](
             master, rest, gradient, *moments, factor(), factor(), scalars, NUMEL,
             *((math.nan,) * 3 if device else at_hand), DECAY, 1 - 0.9, 0.999, 1 - 0.999, 1e-8,
-            SPLIT=master.dtype == torch.bfloat16, FACTOR=True, FOUND=False, DEVICE=device, COUPLED=coupled,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=device, COUPLED=coupled,
             AMSGRAD=amsgrad, MAXIMIZE=False, SIZE=masters.BLOCK,
         )  # fmt: skip
 
@@ -57,7 +49,7 @@ def sgd(momentum: float, nesterov: bool, dampening: float) -> Kernel:
         rules.sgd[masters.programs(NUMEL)](
             master, rest, gradient, state.get("momentum_buffer", master), factor(), factor(), factor(), NUMEL,
             RATE, DECAY, momentum, 1 - dampening,
-            SPLIT=master.dtype == torch.bfloat16, FACTOR=True, FOUND=False, DEVICE=False, DECAY=True,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=False, DECAY=True,
             MOMENTUM=momentum != 0, FIRST=step == 1, NESTEROV=nesterov, MAXIMIZE=False, SIZE=masters.BLOCK,
         )  # fmt: skip
 
@@ -67,7 +59,7 @@ def sgd(momentum: float, nesterov: bool, dampening: float) -> Kernel:
 def adagrad(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
     rules.adagrad[masters.programs(NUMEL)](
         master, rest, gradient, state["sum"], factor(), NUMEL, RATE / (1 + (step - 1) * 0.1), DECAY, 1e-10,
-        SPLIT=master.dtype == torch.bfloat16, FACTOR=True, DECAY=True, MAXIMIZE=False, SIZE=masters.BLOCK,
+        SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DECAY=True, MAXIMIZE=False, SIZE=masters.BLOCK,
     )  # fmt: skip
 
 
@@ -133,7 +125,7 @@ def test_a_skipped_step_writes_nothing(found: float) -> None:
     rules.adam[masters.programs(NUMEL)](
         master, master, gradient, *state, factor(), torch.tensor(found, device=HERE), factor(), NUMEL,
         1.0, 1e-2, 1.0, 0.0, 0.1, 0.999, 1e-3, 1e-8,
-        SPLIT=False, FACTOR=False, FOUND=True, DEVICE=False, COUPLED=False, AMSGRAD=False, MAXIMIZE=True,
+        SPLIT=False, FACTOR=0, FOUND=True, DEVICE=False, COUPLED=False, AMSGRAD=False, MAXIMIZE=True,
         SIZE=masters.BLOCK,
     )  # fmt: skip
     assert torch.equal(master, before) == bool(found)

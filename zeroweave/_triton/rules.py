@@ -12,7 +12,9 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from zeroweave._triton.masters import bits_of, joined, shard_of
+from zeroweave._triton.masters import BLOCK, bits_of, joined, programs, shard_of
+
+__all__ = ["BLOCK", "adagrad", "adam", "programs", "sgd"]
 
 
 @triton.jit
@@ -35,7 +37,9 @@ def _keep(values: Any, master: Any, remainder: Any, at: Any, there: Any, SPLIT: 
 @triton.jit
 def _gradient(gradient: Any, factor: Any, at: Any, there: Any, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr) -> Any:
     values = tl.load(gradient + at, there).to(tl.float32)
-    if FACTOR:
+    if FACTOR == 1:
+        values = values * factor
+    if FACTOR == 2:
         values = values * tl.load(factor)
     if MAXIMIZE:
         values = -values

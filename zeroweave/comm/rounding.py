@@ -14,6 +14,8 @@ from typing import Final
 
 import torch
 
+from zeroweave._triton import kernels
+
 _AT_ONCE: Final = 1 << 22
 """Elements: what is made on the way takes some bytes of each."""
 _NAN: Final = 0x7FC0_0000
@@ -24,6 +26,9 @@ def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Overwrites `target` with `values` of the same shape, rounded as above where bfloat16 is made of float32."""
     if (target.dtype, values.dtype) != (torch.bfloat16, torch.float32):
         return target.copy_(values)
+    if (fast := kernels("masters", values.device.type)) is not None:
+        fast.cast_(target, values.contiguous())
+        return target
     for part, of in zip(target.view(-1).split(_AT_ONCE), values.reshape(-1).split(_AT_ONCE), strict=True):
         part.view(torch.int16).copy_(_carried(_bits(of)) >> 16)
     return target
@@ -37,6 +42,9 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 @torch.no_grad()
 def split_(masters: torch.Tensor, shard: torch.Tensor, remainder: torch.Tensor) -> None:
     """Overwrites `shard`, bfloat16, and `remainder`, int16, with what together are `masters`, float32; all [n]."""
+    if (fast := kernels("masters", masters.device.type)) is not None:
+        fast.split_(masters, shard, remainder)
+        return
     parts = (tensor.split(_AT_ONCE) for tensor in (masters, shard, remainder))
     for values, high, low in zip(*parts, strict=True):
         bits = _bits(values)
@@ -47,6 +55,9 @@ def split_(masters: torch.Tensor, shard: torch.Tensor, remainder: torch.Tensor) 
 @torch.no_grad()
 def join_(masters: torch.Tensor, shard: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """Overwrites `masters`, float32, with what `split_` has made `shard` and `remainder` of; all [n]."""
+    if (fast := kernels("masters", masters.device.type)) is not None:
+        fast.join_(masters, shard, remainder)
+        return masters
     parts = (tensor.split(_AT_ONCE) for tensor in (masters, shard, remainder))
     for values, high, low in zip(*parts, strict=True):
         bits = low.to(torch.int32)

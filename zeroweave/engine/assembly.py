@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zeroweave._triton import kernels
 from zeroweave.comm.choose import Choice, choose, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.fence import fenced
@@ -284,7 +285,8 @@ def _assemble(
         looks = checks(settings, layouts)
         graphed = settings.compile.cuda_graphs and captures_on(device) and why_not_captured(optimizer, looks) is None
         rates = Rates(optimizer, device) if graphed else None
-        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates)
+        fast = kernels("rules", device.type)
+        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, fast)
         states.clear()
     parts = EngineParts(
         model=model,

@@ -13,9 +13,9 @@ from zeroweave.runtime.bucket import Bucket
 class Fragments:
     """One `nn.Parameter` per slot, each a 1-D view of the bucket's shard, empty where nothing lies here.
 
-    They view the shard, without memory while that has none, or what `point` says. The shard is the master: it has at least float32 where its parameters
-    are trained. An empty fragment never gets a gradient, so optimizers skip it and keep no state for it. Costs no
-    memory beside the shard.
+    They view the shard, without memory while that has none, or what `point` says. The shard is the master: it has at
+    least float32 where its parameters are trained. An empty fragment never gets a gradient, so optimizers skip it and
+    keep no state for it. Costs no memory beside the shard.
     """
 
     def __init__(self, bucket: Bucket) -> None:

@@ -131,9 +131,11 @@ class Whereabouts:
         return {id: bucket.flat.data_ptr() for id, bucket in self._parts.runtime.buckets.items() if bucket.standing}
 
     def _options_now(self) -> list[str]:
-        groups = [] if self._parts.optimizer is None else self._parts.optimizer.optimizer.param_groups
-        changing = ("params", "lr", "initial_lr")
-        return [repr(value) for group in groups for key, value in group.items() if key not in changing]
+        if (optimizer := self._parts.optimizer) is None:
+            return []
+        changing, groups = ("params", "lr", "initial_lr"), optimizer.optimizer.param_groups
+        options = [repr(value) for group in groups for key, value in group.items() if key not in changing]
+        return [*options, repr(sorted(optimizer.uneven))]
 
 
 def _trained(parts: EngineParts) -> list[Bucket]:
