@@ -243,7 +243,8 @@ def _assemble(
     device = device_of(group)
     sinks = sinks_of(settings, ends) if control.rank == 0 else []
     named = dict(model.named_parameters())
-    specs = specs_of(model, named, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
+    own = experts if settings.experts.parallel_size > 1 else frozenset()
+    specs = specs_of(model, named, own, settings, optimizer)
     agree_on(control, model, specs, settings)
     told = agree(control, optimizer, named)
     groups = groups_of(settings.experts, control.world)

@@ -248,7 +248,10 @@ class OnePass:
             return False
         if self._rates is not None and any(slot.slot in absent for slot in self._slots[bucket]):
             self.uneven.add(bucket)
-        fits = all(self._rule.fits(group) for group in self._optimizer.param_groups)
+        groups = self._optimizer.param_groups
+        if self._rates is None and any(isinstance(g["lr"], torch.Tensor) and g["lr"].device.type != "cpu" for g in groups):
+            return False  # nobody waits for the device
+        fits = all(self._rule.fits(group) for group in groups)
         return fits and bucket not in self.uneven
 
     @torch.no_grad()

@@ -162,7 +162,7 @@ class PlannedRank:
         self._meter = meter = Meter(clock, hardware)
         named, cpu = dict(model.named_parameters()), torch.device("cpu")
         layouts = build_layout(
-            specs_of(model, named, frozenset(), config), world, config.bucket.bytes, config.bucket.by_block
+            specs_of(model, named, frozenset(), config, None), world, config.bucket.bytes, config.bucket.by_block
         )
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts), config.offload.optimizer != "none"
