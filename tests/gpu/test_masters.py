@@ -39,27 +39,6 @@ def test_split_masters_are_float32_masters(ranks: Ranks, case: Case, graphs: boo
     assert ranks(differing, case, graphs) == ["", ""]
 
 
-def by_kernels(case: Case) -> tuple[int, float]:
-    """How many ranges were updated by kernels, and how far the losses are from those of torch's own steps."""
-    import zeroweave.optim.onepass as onepass
-
-    with deterministic():
-        passed = train(case, False)
-        rules, onepass.RULES = onepass.RULES, {}  # type: ignore[misc]
-        try:
-            stepped = train(case, False)
-        finally:
-            onepass.RULES = rules  # type: ignore[misc]
-    return len(rules), max(abs(a - b) / abs(b) for a, b in zip(passed.losses, stepped.losses, strict=True))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain", "capturable"])
-def test_losses_are_those_of_torchs_own_steps(ranks: Ranks, optimizer: str) -> None:
-    """float32, so that nothing rounds an update away: some units of the last place, a few dozen steps long."""
-    for _, apart in ranks(by_kernels, Case(2, dtype="float32", optimizer=optimizer, steps=30)):
-        assert 0 <= apart < 1e-4
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernels_rows_run_here() -> None:
     """tests/triton_kernels compares each kernel with torch, on this GPU."""
