@@ -1,4 +1,4 @@
-"""The kernels beside `torch.optim`: on a GPU if there is one, else in Triton's interpreter, where Triton is installed."""
+"""The kernels beside `torch.optim`: on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -115,7 +115,9 @@ def test_a_step_is_within_a_unit_of_the_last_place_of_torchs(case: str, split: b
         for key, value in wanted.items():
             squares = "sq" in key or key == "sum"  # a unit in a gradient that decay was added to is two in its square
             size = torch.maximum(terms.square() if squares else terms, was[key].abs())
-            assert far(state[key], value, size) <= (3 if squares else 1), key
+            # A kernel rounds the product and the sum; torch may round their end only.
+            limit = 3 if squares else 2 if key == "momentum_buffer" else 1
+            assert far(state[key], value, size) <= limit, key
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])

@@ -7,8 +7,6 @@ handed in, or by the kernel in double precision where the learning rate and the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -18,14 +16,16 @@ __all__ = ["BLOCK", "adagrad", "adam", "programs", "sgd"]
 
 
 @triton.jit
-def _master(master: Any, remainder: Any, at: Any, there: Any, SPLIT: tl.constexpr) -> Any:
+def _master(master, remainder, at, there, SPLIT: tl.constexpr):
     if SPLIT:
-        return joined(tl.load(master + at, there), tl.load(remainder + at, there))
-    return tl.load(master + at, there)
+        values = joined(tl.load(master + at, there), tl.load(remainder + at, there))
+    else:
+        values = tl.load(master + at, there)
+    return values
 
 
 @triton.jit
-def _keep(values: Any, master: Any, remainder: Any, at: Any, there: Any, SPLIT: tl.constexpr) -> None:
+def _keep(values, master, remainder, at, there, SPLIT: tl.constexpr):
     if SPLIT:
         bits = bits_of(values)
         tl.store(master + at, shard_of(bits), there)
@@ -35,7 +35,7 @@ def _keep(values: Any, master: Any, remainder: Any, at: Any, there: Any, SPLIT: 
 
 
 @triton.jit
-def _gradient(gradient: Any, factor: Any, at: Any, there: Any, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr) -> Any:
+def _gradient(gradient, factor, at, there, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr):
     values = tl.load(gradient + at, there).to(tl.float32)
     if FACTOR == 1:
         values = values * factor
@@ -47,7 +47,7 @@ def _gradient(gradient: Any, factor: Any, at: Any, there: Any, FACTOR: tl.conste
 
 
 @triton.jit
-def _there(numel: Any, found: Any, FOUND: tl.constexpr, SIZE: tl.constexpr) -> Any:
+def _there(numel, found, FOUND: tl.constexpr, SIZE: tl.constexpr):
     """The elements of this program, and which of them are to be updated: none where `found` is not 0."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     if FOUND:
@@ -57,24 +57,24 @@ def _there(numel: Any, found: Any, FOUND: tl.constexpr, SIZE: tl.constexpr) -> A
 
 @triton.jit
 def adam(
-    master: Any,
-    remainder: Any,
-    gradient: Any,
-    average: Any,
-    square: Any,
-    largest: Any,
-    factor: Any,
-    found: Any,
-    scalars: Any,
-    numel: Any,
-    keep: Any,
-    size: Any,
-    root: Any,
-    decay: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
+    master,
+    remainder,
+    gradient,
+    average,
+    square,
+    largest,
+    factor,
+    found,
+    scalars,
+    numel,
+    keep,
+    size,
+    root,
+    decay,
+    rest1,
+    beta2,
+    rest2,
+    eps,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
     FOUND: tl.constexpr,
@@ -83,7 +83,7 @@ def adam(
     AMSGRAD: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
-) -> None:
+):
     """Adam, and AdamW where not COUPLED; `rest1`, `rest2`: 1 - beta1, 1 - beta2.
 
     DEVICE: `keep`, `size` and `root` are the first of `scalars`, float32.
@@ -111,18 +111,18 @@ def adam(
 
 @triton.jit
 def sgd(
-    master: Any,
-    remainder: Any,
-    gradient: Any,
-    buffer: Any,
-    factor: Any,
-    found: Any,
-    scalars: Any,
-    numel: Any,
-    rate: Any,
-    decay: Any,
-    momentum: Any,
-    undamped: Any,
+    master,
+    remainder,
+    gradient,
+    buffer,
+    factor,
+    found,
+    scalars,
+    numel,
+    rate,
+    decay,
+    momentum,
+    undamped,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
     FOUND: tl.constexpr,
@@ -133,7 +133,7 @@ def sgd(
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
-) -> None:
+):
     """SGD; `undamped`: 1 - dampening. FIRST: there is no momentum yet. DEVICE: `rate` is the first of `scalars`."""
     at, there = _there(numel, found, FOUND, SIZE)
     if DEVICE:
@@ -151,21 +151,21 @@ def sgd(
 
 @triton.jit
 def adagrad(
-    master: Any,
-    remainder: Any,
-    gradient: Any,
-    total: Any,
-    factor: Any,
-    numel: Any,
-    rate: Any,
-    decay: Any,
-    eps: Any,
+    master,
+    remainder,
+    gradient,
+    total,
+    factor,
+    numel,
+    rate,
+    decay,
+    eps,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
     DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
-) -> None:
+):
     """Adagrad; `rate`: with the decay of the rate in it."""
     at, there = _there(numel, factor, False, SIZE)
     values = _master(master, remainder, at, there, SPLIT)

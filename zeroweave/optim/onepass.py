@@ -139,7 +139,8 @@ class AdamRule:
             gradient if scalars is None else scalars, gradient.numel(), *numbers, float(group["weight_decay"]),
             1 - beta1, beta2, 1 - beta2, group["eps"],
             DEVICE=scalars is not None, COUPLED=self._coupled(group) and group["weight_decay"] != 0,
-            AMSGRAD=group["amsgrad"], MAXIMIZE=group["maximize"], SIZE=kernels.BLOCK, **launch.flags(),
+            AMSGRAD=group["amsgrad"], MAXIMIZE=group["maximize"], SIZE=kernels.BLOCK, enable_fp_fusion=False,
+            **launch.flags(),
         )  # fmt: skip
 
 
@@ -175,7 +176,7 @@ class SGDRule:
             float(group["lr"]) if scalars is None else 0.0, float(group["weight_decay"]), float(group["momentum"]),
             1.0 - group["dampening"], DEVICE=scalars is not None, DECAY=group["weight_decay"] != 0,
             MOMENTUM=bool(moments), FIRST=first, NESTEROV=group["nesterov"], MAXIMIZE=group["maximize"],
-            SIZE=kernels.BLOCK, **launch.flags(),
+            SIZE=kernels.BLOCK, enable_fp_fusion=False, **launch.flags(),
         )  # fmt: skip
 
 
@@ -249,7 +250,9 @@ class OnePass:
         if self._rates is not None and any(slot.slot in absent for slot in self._slots[bucket]):
             self.uneven.add(bucket)
         groups = self._optimizer.param_groups
-        if self._rates is None and any(isinstance(g["lr"], torch.Tensor) and g["lr"].device.type != "cpu" for g in groups):
+        if self._rates is None and any(
+            isinstance(r := g["lr"], torch.Tensor) and r.device.type != "cpu" for g in groups
+        ):
             return False  # nobody waits for the device
         fits = all(self._rule.fits(group) for group in groups)
         return fits and bucket not in self.uneven
