@@ -166,13 +166,14 @@ class Checkpoints:
             with opened(folder, tag, self._control) as reader:
                 fitting = Fitting(reader.manifest, self._loaded.wanted(), strict)
                 fitting.check(self._control)
-                if data is not None:  # first: it may refuse, and then nothing has changed
+                client = fitting.client(reader)  # first: there may be no memory for it, and then nothing has changed
+                if data is not None:  # it may refuse, too
                     data.load_state_dict(fitting.data(self._control.rank, self._control.world))
                 if (numbers := fitting.values.get(f"rank/{self._control.rank}/random")) is not None:
                     random_numbers.restore(numbers, self._parts.device)
                 with self._values.rewriting("load()"):
                     self._loaded.load(reader, fitting)
-            return fitting.facts.client
+            return client
 
     def export(self, path: StrPath, dtype: torch.dtype | None, shard_bytes: int) -> None:
         with self.alone("export"):
