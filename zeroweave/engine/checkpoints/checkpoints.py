@@ -181,7 +181,7 @@ class Checkpoints:
 
     def export(self, path: StrPath, dtype: torch.dtype | None, shard_bytes: int) -> None:
         _check(path, None)
-        if not (dtype is None or isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
             raise EngineError(
                 f"the dtype of an export is {dtype!r}: pass a floating one, as torch.bfloat16 is, or none"
             )
