@@ -240,7 +240,7 @@ def _assemble(
     ledger = guard.progress.ledger
     settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
     device = device_of(group)
-    sinks = sinks_of(settings, ends) if control.rank == 0 else []
+    sinks = sinks_of(settings, ends) if control.rank == 0 and optimizer is not None else []
     named = dict(model.named_parameters())
     specs = specs_of(model, named, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
     agree_on(control, model, specs, settings)
