@@ -76,6 +76,7 @@ def demo(
         raise typer.BadParameter(f"{ranks} does not divide the batch of 16 sequences", param_hint="--ranks")
     settings = {"stage": stage, "steps": steps, "lower": lower, "eager": eager, "profile": profile}
     paths = {name: None if path is None else str(path) for name, path in (("json", json), ("save", save))}
+    print(f"starting {ranks} {'rank' if ranks == 1 else 'ranks'}", flush=True)
     raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo.run", dumps(settings | paths)]))
 
 

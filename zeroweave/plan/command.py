@@ -74,6 +74,7 @@ def plan(
     from json import dumps
 
     from zeroweave.errors import ConfigError, EngineError
+    from zeroweave.notices import working
     from zeroweave.plan.model import source_of
     from zeroweave.plan.plan import make, refuse_worlds
     from zeroweave.plan.show import lines
@@ -101,7 +102,9 @@ def plan(
         }
         every = (3,) if "params" in away else (1, 2, 3)
         stages = every if stage == "all" else (int(stage),)
-        plans = make(source_of(model, micro_batch, seq), stages, worlds, settings, hardware)
+        with working() as tell:
+            tell(f"reading {model}")
+            plans = make(source_of(model, micro_batch, seq), stages, worlds, settings, hardware, tell)
     except (ConfigError, EngineError) as error:
         print(f"zeroweave: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -123,10 +126,14 @@ def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
         return None if known is None else Calibration.load(known)
     import torch
 
+    from zeroweave.notices import working
     from zeroweave.plan.calibrate import measured
 
+    ranks = torch.cuda.device_count() or 2  # without GPUs, on the CPU
     try:
-        found = measured(torch.cuda.device_count() or 2)  # without GPUs, on the CPU
+        with working() as tell:
+            tell(f"measuring this machine with {ranks} {'rank' if ranks == 1 else 'ranks'}")
+            found = measured(ranks)
         found.save(anew)
     except (RuntimeError, OSError) as error:
         raise EngineError(f"--calibrate: {error}") from None
