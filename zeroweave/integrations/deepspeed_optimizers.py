@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any, Final
 
 import torch
@@ -134,4 +135,5 @@ def _unlike(value: Any, default: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | torch.Tensor) and not isinstance(value, bool)
+    """NumPy's count as well, and what torch takes as a learning rate on the device."""
+    return isinstance(value, Real | torch.Tensor) and not isinstance(value, bool)
