@@ -53,8 +53,9 @@ from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.experts import groups_of
 from zeroweave.layout import WORLD, BucketLayout, build_layout
-from zeroweave.notices import Journal
+from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.check import in_no_group
 from zeroweave.optim.rates import Rates, why_not_captured
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts
@@ -239,11 +240,13 @@ def _assemble(
     ledger = guard.progress.ledger
     settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
     device = device_of(group)
-    sinks = sinks_of(settings, ends) if control.rank == 0 else []
+    sinks = sinks_of(settings, ends) if control.rank == 0 and optimizer is not None else []
     named = dict(model.named_parameters())
     specs = specs_of(model, named, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
     agree_on(control, model, specs, settings)
     told = agree(control, optimizer, named)
+    if optimizer is not None and (left := in_no_group(optimizer, named)):
+        warn(left, control.rank)
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     policy = policy_of(settings, layouts)

@@ -34,6 +34,9 @@ _NOT_ELEMENT_WISE = {
     **dict.fromkeys(("lamb", "fusedlamb", "lars", "larc", "novograd"), "computes norms of whole parameters"),
 }
 
+_SHOWN = 8
+"""Names that a warning tells."""
+
 _QUANTIZED = re.compile(r"([48]bit|fp8)$", re.IGNORECASE)
 
 
@@ -61,6 +64,20 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         lines = "\n".join(f"  {reason}" for reason in reasons)
         kind = ParameterError if isinstance(optimizer, torch.optim.Optimizer) else UnsupportedOptimizer
         raise kind(f"optimizer {type(optimizer).__name__} cannot be used; nothing was changed:\n{lines}")
+
+
+def in_no_group(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> str:
+    """What to tell of parameters that train and that the optimizer does not have; "" where there are none."""
+    has = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left = [name for name, parameter in named.items() if parameter.requires_grad and id(parameter) not in has]
+    if not left:
+        return ""
+    shown = ", ".join(left[:_SHOWN]) + (f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else "")
+    return (
+        f"what requires gradients and is in no group of the optimizer stays as it is: {shown}. "
+        "Its gradients are reduced and count in the norm all the same: add it to the optimizer, or freeze it with "
+        "requires_grad_(False)"
+    )
 
 
 def _class_reasons(optimizer: object) -> Iterator[str]:

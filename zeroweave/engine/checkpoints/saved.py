@@ -95,11 +95,13 @@ class Saved:
         parts = [part for part, _ in chain.from_iterable(pieces.values())]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
         others += [pair for bucket in self._trained() for pair in self._gradients(bucket)]
-        parts += [part for part, _ in others]
         values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **told}
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
         if rank == 0:
-            values |= self._facts(client)
+            stored = plain.Stored("client")
+            values |= self._facts() | {"client": plain.encode(dict(client), "client_state", stored)}
+            others += [(Part.of(name, value), value) for name, value in stored.tensors.items()]
+        parts += [part for part, _ in others]
         if not apart:
             return Content(parts, self._faults.amid(self._tensors(others), "write"), values)
         snapshots = {bucket: self._snapshot(each) for bucket, each in pieces.items()}
@@ -159,13 +161,12 @@ class Saved:
             raise EngineError(f"the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there")
         return held
 
-    def _facts(self, client: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """What all ranks share."""
         optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
         facts: dict[str, Any] = {
             "model": plain.encode(self._model().model_dump(), "model"),
             "run": {"micro_steps": self._window.micro_steps, "skipped_steps": self._step.skipped},
-            "client": plain.encode(dict(client), "client_state"),
             "loss_scale": plain.encode(self._step.scale_state(), "the loss scale"),
         }
         if optimizer is not None:
