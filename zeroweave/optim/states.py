@@ -20,6 +20,7 @@ from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.room import Need, Room, decide, shortage
+from zeroweave.optim.several import kind_of
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 
@@ -97,7 +98,7 @@ def describe(optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Par
                 states[names[id(p)]] = {
                     key: tell(optimizer.state, p, key, value, on_device) for key, value in held.items()
                 }
-    return Described(type(optimizer).__name__, groups, states)
+    return Described(kind_of(optimizer), groups, states)
 
 
 def agree(
@@ -248,7 +249,7 @@ def _found(told: Sequence[_Mine], layout: BucketLayout, rank: int) -> list[dict[
     """By slot: what the optimizers of that rank's sharding group hold."""
     number = layout.number(rank)
     group = [one for other, one in enumerate(told) if layout.number(other) == number]
-    return [_merged([one.get((layout.id, slot), {}) for one in group]) for slot in range(len(layout.slots))]
+    return [merged([one.get((layout.id, slot), {}) for one in group]) for slot in range(len(layout.slots))]
 
 
 def _to_gather(told: Sequence[_Mine], bucket: Bucket, found: Sequence[Mapping[str, Told]]) -> list[_Kind]:
@@ -320,7 +321,7 @@ def _tell_whole(value: Any, on_device: bool) -> Told:
     return Told("whole", value=value) if _is_plain(value) else Told("own")
 
 
-def _merged(told: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
+def merged(told: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
     """What the ranks of a group say of one parameter. Of one element both shapes are the same: the others know then."""
     merged: dict[str, Told] = {}
     for one in told:
