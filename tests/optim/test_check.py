@@ -26,7 +26,7 @@ def test_ordinary_optimizers_pass(model: nn.Module) -> None:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "SparseAdam"])
 def test_optimizers_of_torch_that_are_not_element_wise(model: nn.Module, kind: str) -> None:
     with pytest.raises(ParameterError, match=f"optimizer {kind}.*\n.*not element-wise"):
         check_optimizer(getattr(torch.optim, kind)([p for p in model.parameters() if p.ndim == 2]), model)

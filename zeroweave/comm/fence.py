@@ -17,8 +17,8 @@ class Fenced(Around):
     """A transport that waits before it issues a collective or until it has finished, as the switches say.
 
     Before: everything that was issued to the device has finished; on a CPU it always has. After: the collective has
-    finished, on the device too, before the call returns. `all_reduce_sum` and `all_to_all` count as reductions; a broadcast
-    has no switch.
+    finished, on the device too, before the call returns. `all_reduce_sum` and `all_to_all` count as
+    reductions; a broadcast has no switch.
     """
 
     def __init__(self, inner: Transport, device: torch.device, switches: DebugConfig) -> None:

@@ -17,7 +17,8 @@ class Skipping(Around):
     """A transport in the place of `inner` that issues nothing at all.
 
     Skipped gathers fill the flat with copies of this rank's shard: real numbers, because processors draw less power
-    on zeros, and are slow on denormals. Skipped reductions and all-to-alls give zeros; a skipped broadcast or `all_reduce_sum`
+    on zeros, and are slow on denormals. Skipped reductions and all-to-alls give zeros; a skipped
+    broadcast or `all_reduce_sum`
     leaves its tensor as it is. All are asynchronous as real ones are. `planned` counts what would have been sent;
     nothing in a world of 1.
     """

@@ -73,7 +73,6 @@ from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.schedule import BucketFacts, Facts
 
-
 SchedulerLike = LRScheduler | Sequence[LRScheduler]
 
 
@@ -318,8 +317,8 @@ def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
     """ParameterError for parameters that are to be updated as wholes, and are not the same on all ranks."""
     if names := [slot.name for b in layouts if b.groups > 1 for slot in b.slots if slot.name in whole]:
         raise ParameterError(
-            f"{', '.join(names)}: ranks have experts of their own there, whose matrices are not put together; give them "
-            "to an element-wise optimizer, and the others to the one that computes with whole matrices"
+            f"{', '.join(names)}: ranks have experts of their own there, whose matrices are not put together; give "
+            "them to an element-wise optimizer, and the others to the one that computes with whole matrices"
         )
 
 

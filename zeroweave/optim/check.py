@@ -52,8 +52,8 @@ def check_optimizers(optimizers: Sequence[Given], model: nn.Module) -> None:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if homes.setdefault(id(parameter), where) != where:
                 raise ParameterError(
-                    f"{names[id(parameter)]!r} is in two optimizers, {homes[id(parameter)]} and {where}: a parameter is "
-                    "updated by one; nothing was changed"
+                    f"{names[id(parameter)]!r} is in two optimizers, {homes[id(parameter)]} and {where}: a parameter "
+                    "is updated by one; nothing was changed"
                 )
 
 
@@ -63,17 +63,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, whole: b
     It names everything that is wrong: an optimizer whose class or whose step's signature says that it is not
     element-wise, parameters that are not the model's or occur twice, and state that cannot be cut. Where nothing is,
     and the class is none of torch's, a copy of the optimizer is tried out; see `probe`. UnsupportedOptimizer, which is
-    a ParameterError, for an object that is no torch.optim.Optimizer. `whole`: it gets whole parameters, and is not tried
-    out; what it keeps has to be of their shapes all the same, which its first step shows. Changes nothing. To be called before the
-    parameters are put to rest.
+    a ParameterError, for an object that is no torch.optim.Optimizer. `whole`: it gets whole parameters, and is not
+    tried out; what it keeps has to be of their shapes all the same, which its first step shows. Changes nothing. To be
+    called before the parameters are put to rest.
     """
     reasons = [*_class_reasons(optimizer, whole)]
     if isinstance(optimizer, torch.optim.Optimizer):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         reasons += _group_reasons(optimizer, names)
-        if whole := uncuttable(optimizer.state, names):
+        if lasting := uncuttable(optimizer.state, names):
             reasons.append(
-                f"it holds state that cannot be cut like its parameters ({', '.join(whole)}); build a new optimizer "
+                f"it holds state that cannot be cut like its parameters ({', '.join(lasting)}); build a new optimizer "
                 "for zeroweave.initialize, or use AdamW, Adam or SGD"
             )
         if not reasons and not whole and type(optimizer) not in ELEMENT_WISE:

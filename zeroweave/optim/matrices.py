@@ -5,9 +5,10 @@
     out     the owner sends each rank what is new of its fragments of master and states: one all-to-all a bucket
 
 At rest nothing is whole, so whatever reads or writes states finds fragments, as of any other parameter. Buckets travel
-in the order that the caller gives, which is the same on all ranks, and with them goes what all ranks know of each other:
-which states a matrix has, and of which dtypes. They tell each other on the host when an optimizer has made its first
-ones, when states were loaded, and with each update where one value, such as a step counter, belongs to a whole matrix.
+in the order that the caller gives, which is the same on all ranks, and with them goes what all ranks know of each
+other: which states a matrix has, and of which dtypes. They tell each other on the host when an optimizer has made
+its first ones, when states were loaded, and with each update where one value, such as a step counter, belongs to a
+whole matrix.
 
 A message has its pieces matrix by matrix, of each: gradient (in only), master, states; a piece starts at 16 bytes.
 """

@@ -89,7 +89,7 @@ class Several(torch.optim.Optimizer):
         """That of all members, as it is now."""
         return _States(self.members)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps each, in the order of the list."""
         loss = None
         if closure is not None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zeroweave as zw
 from tests.support.harness import Pools
-from zeroweave.optim.several import kind_of
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 BOUND = 1e-5
@@ -96,8 +92,8 @@ def far(stage: int, gas: int, more: dict[str, Any], dtype: torch.dtype = torch.f
         world = engine.world
     reference, begin = plain(world, gas, more.get("gradient_clipping"), dtype), build(dtype)
     pairs = zip(model.parameters(), reference.parameters(), begin.parameters(), strict=True)
-    distances = [(float((a - b).abs().max()), float((a - c).abs().max())) for a, b, c in pairs]
-    return max(one for one, _ in distances), min(moved for _, moved in distances[:-2])
+    distances = [(float((a - b).abs().max()), float((a - c).abs().max())) for a, b, c in pairs if a.requires_grad]
+    return max(one for one, _ in distances), min(moved for _, moved in distances)
 
 
 ROWS = [(world, gas, stage) for world in (1, 2, 3) for gas in (1, 4) for stage in (1, 2, 3)]
@@ -108,5 +104,5 @@ DAILY = {(2, 1, 3)}
     ("world", "gas", "stage"), [pytest.param(*r, marks=[] if r in DAILY else pytest.mark.matrix) for r in ROWS]
 )
 def test_weights_are_those_of_one_process(pools: Pools, world: int, gas: int, stage: int) -> None:
-    for distance, _ in pools(world).run(far, stage, gas, {}):
-        assert distance <= BOUND, distance
+    for distance, moved in pools(world).run(far, stage, gas, {}):
+        assert distance <= BOUND and moved > 0.01, (distance, moved)
