@@ -116,7 +116,8 @@ class Ledger:
         """Notes one collective when it is issued.
 
         `payload`: bytes of the full flat, padding included; see `Traffic`. `group`: the sharding group's name,
-        `world`: its ranks (None: all). This rank, and which of the groups of that name it is in, are no part of the hash.
+        `world`: its ranks (None: all). This rank, and which of the groups of that name it is in, are no part of the
+        hash.
         """
         world = self.world if world is None else world
         if self._aside is not None:
