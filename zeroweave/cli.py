@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from zeroweave.plan.command import plan
+
 if TYPE_CHECKING:
     from zeroweave.report.course import Courses
 
@@ -179,70 +181,7 @@ def report(
     print(f"wrote {output}, {len(written.encode()):,} bytes")
 
 
-@app.command()
-def plan(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="config.json, its folder, or module:function", show_default=False)
-    ],
-    stage: Annotated[Literal["1", "2", "3", "all"], typer.Option(help="ZeRO stage")] = "all",
-    world: Annotated[list[int] | None, typer.Option(help="ranks, 1 to 1,024; may be given several times")] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="sequences of a rank's batch")] = 1,
-    seq: Annotated[int, typer.Option(min=2, help="tokens of a sequence")] = 1024,
-    precision: Annotated[
-        Literal["bfloat16", "float32"], typer.Option(help="of the parameters as they are computed with")
-    ] = "bfloat16",
-    gpu: Annotated[Literal["a100", "h100", "h200"], typer.Option(help="by its data sheet")] = "h200",
-    inside: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s of a rank inside its node, one direction")
-    ] = None,
-    between: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s of a rank between nodes, one direction")
-    ] = None,
-    ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
-    efficiency: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="share of the data sheet; see docs/plan.md")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,
-    picture: Annotated[Path | None, typer.Option(help="also write a picture (SVG) to this file")] = None,
-) -> None:
-    """Say what training MODEL with AdamW would take in memory and time, at each stage, without a GPU.
-
-    One rank runs on tensors without memory, with the engine's own buckets, regions and schedules. What a GPU would do
-    to it is calculated from its data sheet.
-    """
-    from dataclasses import replace
-    from json import dumps
-
-    from zeroweave.errors import EngineError
-    from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
-    from zeroweave.plan.model import source_of
-    from zeroweave.plan.plan import make, refuse_worlds
-    from zeroweave.plan.show import lines
-    from zeroweave.plan.show import picture as drawn
-
-    sys.path.insert(0, "")  # as `python -m` has it, for module:function
-    worlds = world or [8]
-    try:
-        refuse_worlds(worlds)
-        sheet = GPUS[gpu]
-        device = replace(
-            sheet,
-            ranks_per_node=ranks_per_node,
-            inside=sheet.inside if inside is None else inside * 1e9,
-            between=sheet.between if between is None else between * 1e9,
-        )
-        hardware = Hardware(device, Efficiency().changed(efficiency or ()))
-        stages = (1, 2, 3) if stage == "all" else (int(stage),)
-        plans = make(source_of(model, micro_batch, seq), stages, worlds, precision, hardware)
-    except EngineError as error:
-        print(f"zeroweave: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    for line in lines(plans):
-        print(line)
-    if json is not None:
-        json.write_text(dumps(plans.as_json(), indent=1))
-    if picture is not None:
-        picture.write_text(drawn(plans))
+app.command()(plan)
 
 
 @app.command()

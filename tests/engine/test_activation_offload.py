@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.engine.offloading import BLOCKS, BYTES, Net, engine_of, in_both, resident, rows, train
 from tests.support.marks import MODES, slow
-from zeroweave.runtime.transfers import CopyStream
+from zeroweave.runtime.copies import CopyStream
 from zeroweave.schedule import Free, Offload, Release, Reload
 
 pytestmark = pytest.mark.oldest

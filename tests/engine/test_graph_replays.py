@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 import zeroweave as zw
 from tests.support.graphs import on_cpu
 from tests.support.marks import daily
-from tests.support.replays import Case, batch_of, compared, loss_fn, micro_step, start, train
+from tests.support.replays import WIDTH, Case, batch_of, compared, loss_fn, micro_step, start, train
+from zeroweave.engine.logs.sinks import FILE
 
 CASES = [
     *(Case(stage, gas, loop, dropout=0.1) for stage in (1, 2, 3) for gas in (1, 4) for loop in ("train_step", "plain")),
@@ -19,6 +22,10 @@ CASES = [
     *(Case(3, gas, loop, overflow=20, clipping=0.1, decay=True) for gas in (1, 3) for loop in ("train_step", "plain")),
     Case(2, sizes=(4, 6)),
     Case(2, 2, config={"precision": {"accumulate": "bfloat16"}, "reduce": {"depth": 1}}),
+]
+FROZEN = [
+    *(Case(stage, gas, loop, frozen=True) for gas, loop in ((1, "train_step"), (3, "plain")) for stage in (2, 1)),
+    Case(3, frozen=True),
 ]
 DEFERRING = [
     *(Case(stage, 4, loop, dropout=0.1) for loop in ("coalesced", "no_sync") for stage in (3, 2, 1)),
@@ -50,6 +57,60 @@ def test_replayed_windows_whose_backwards_defer_are_exact(case: Case) -> None:
 def test_whatever_else_a_program_does_is_exact(stage: int, gas: int) -> None:
     case = Case(stage, gas, "busy", steps=64, dropout=0.1)
     differs, graphed = compared(case)
+    assert not differs
+    assert graphed["captured"] >= 3 and graphed["replayed"] >= 8 * gas, (graphed["uncaptured"], graphed["told"])
+
+
+@pytest.mark.parametrize("loop", ["train_step", "plain"])
+def test_a_log_of_each_step_disturbs_no_graph(loop: str, tmp_path: Path) -> None:
+    config = {"log_dir": str(tmp_path), "log": {"every": 1}}
+    case = Case(3, 2, loop, steps=16, clipping=0.1, overflow=10, config=config)
+    differs, graphed = compared(case)
+    assert not differs and not graphed["told"]
+    assert graphed["captured"] == 1 and graphed["replayed"] >= 2 * (case.steps - 12), graphed["uncaptured"]
+    told = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    runs = [index for index, each in enumerate(told) if each["kind"] == "run"]
+    one, other = told[: runs[1]], told[runs[1] :]
+    kept = "step", "loss", "loss_scale", "gradient_norm", "skipped"
+    figures = [[[each[name] for name in kept] for each in run if each["kind"] == "figures"] for run in (one, other)]
+    assert figures[0] == figures[1] and [each[0] for each in figures[0]] == list(range(1, case.steps + 1))
+    assert [each["step"] for each in other if each.get("event") == "skipped"] == [11]
+
+
+@daily("case", FROZEN[:1], FROZEN[1:], ids=str)
+def test_frozen_weights_lie_where_graphs_find_them(case: Case) -> None:
+    """Gathered before the capture and never inside; where they are written, the next windows run as ever."""
+    losses, replayed = [], []
+    for graphs in (True, False):
+        with on_cpu() as device:
+            engine = start(case, graphs)
+            device.serve(engine)
+            engine.reschedule(keep="all" if case.stage == 3 else "none")
+            found = []
+            for index in range(28):
+                before = engine.stats.replayed_steps
+                if index in (12, 20):
+                    engine.set_full("blocks.1.line.weight", torch.full((WIDTH, WIDTH), 0.01 * index))
+                if index == 20:
+                    engine.eval()
+                    with torch.no_grad():  # gathers what is written, maybe where it lay before
+                        found.append(engine(*batch_of(case, 0, 0))["loss"].detach())
+                    engine.train()
+                for micro in range(case.gas):
+                    found.append(micro_step(engine, case, batch_of(case, index, micro)))
+                if graphs and index == 12:
+                    assert before > 0 and engine.stats.replayed_steps == before
+            losses.append([float(loss) for loss in found])
+            replayed.append(engine.stats.replayed_steps)
+            assert engine.stats.captured_windows in ((2, 3) if graphs else (0,))
+            engine.destroy()
+    assert losses[0] == losses[1]
+    assert replayed[0] >= 10 * case.gas and replayed[1] == 0
+
+
+@daily(("stage", "gas"), [], [(2, 1), (1, 3), (2, 3)])
+def test_whatever_else_a_program_does_is_exact_with_frozen_weights(stage: int, gas: int) -> None:
+    differs, graphed = compared(Case(stage, gas, "busy", steps=64, dropout=0.1, frozen=True))
     assert not differs
     assert graphed["captured"] >= 3 and graphed["replayed"] >= 8 * gas, (graphed["uncaptured"], graphed["told"])
 

@@ -92,7 +92,7 @@ def test_what_a_step_changes_is_known_by_name_and_by_address() -> None:
     engine = zw.initialize(model, torch.optim.AdamW(model.parameters()), {"compile": {"enabled": False}})
     engine.train_step(torch.ones(4, 8), loss_fn)
     parts = engine._parts
-    before, copies, there = digests(contents(parts)), Copies(parts, None), Whereabouts(parts)
+    before, copies, there = digests(contents(parts)), Copies(parts, contents(parts), None), Whereabouts(parts)
     engine.train_step(torch.ones(4, 8), loss_fn)
     changed = different(before, digests(contents(parts)))
     assert {"buffer 1.running_mean", "buffer 1.num_batches_tracked"} < changed

@@ -83,6 +83,24 @@ def test_micro_steps_of_one_window_are_one_step(tmp_path: Path) -> None:
     assert [round(each["tokens_per_second"] * each["seconds"]) for each in told] == [24, 24]
 
 
+def test_a_loss_is_what_the_gradients_are_of(tmp_path: Path) -> None:
+    """Two losses of one micro-step add up, a block divides nothing, and what the program has divided stays so."""
+    with started({"log_dir": str(tmp_path), "log": {"every": 1}, "gradient_accumulation_steps": 2}) as engine:
+        one, other = (float(engine(ids(each)).detach()) for each in (0, 1))
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(ids(0)) / 4, scale_wrt_gas=False)
+        engine.backward(engine(ids(1)))
+        engine.step()
+        engine.set_gradient_accumulation_boundary(None)
+        third, fourth = (float(engine(ids(each)).detach()) for each in (0, 1))
+        with engine.coalesce_grad_reduction():
+            for each in (0, 1):
+                engine.backward(engine(ids(each)))
+        engine.step()
+    told = [each["loss"] for each in lines(tmp_path, "figures")]
+    assert told == pytest.approx([one / 4 + other / 2, third + fourth], rel=1e-6)
+
+
 def test_the_ordinary_loop_tells_the_same_as_train_step(tmp_path: Path) -> None:
     told = []
     for name in ("train_step", "backward", "scale"):

@@ -61,6 +61,22 @@ class Reading(Net):
         return loss * (1.0 if float(loss) < 1e9 else 2.0)
 
 
+class Early(Net):
+    """Reads a number on the host while the next block is gathered, as long as `reads`."""
+
+    reads = True
+
+    def forward(self, tokens: Tensor, factor: Tensor) -> Tensor:
+        first = self.blocks[0].register_forward_hook(lambda _, __, x: self.look(x))
+        try:
+            return super().forward(tokens, factor)
+        finally:
+            first.remove()
+
+    def look(self, x: Tensor) -> Tensor:
+        return x * (1.0 if not self.reads or float(x.detach().sum()) < math.inf else 2.0)
+
+
 class Coined(Net):
     """Tosses a coin on the host."""
 
@@ -87,7 +103,7 @@ class Rich(Net):
         return {"loss": super().forward(tokens, factor), "mean": self.head.bias.mean() * 2, "name": "rich"}
 
 
-MODELS = {model.__name__: model for model in (Net, Reading, Coined, Counting, Rich)}
+MODELS = {model.__name__: model for model in (Net, Reading, Early, Coined, Counting, Rich)}
 
 
 @dataclass(frozen=True)
@@ -112,7 +128,7 @@ class Case:
     optimizer: str = "adamw"
     loop: str = "train_step"
     """or "plain", or "clipped", by hand; "coalesced" or "no_sync", whose backwards defer; "busy": with other things in
-    between"""
+    between; "cast", "cast around": under autocast; "relieved": by a model that cannot be captured at first"""
     more: dict[str, Any] = field(default_factory=dict)
     """config"""
 
@@ -198,6 +214,21 @@ def micro_step(engine: Any, case: Case, batch: tuple[Tensor, Tensor]) -> Tensor:
     if case.loop == "train_step":
         loss: Tensor = engine.train_step(batch)
         return loss
+    if case.loop == "cast":  # around the forward only, and the step in other modes
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = engine(*batch)
+        engine.backward(loss)
+        engine.eval()
+        with torch.no_grad():
+            engine.step()
+        engine.train()
+        return loss.detach()
+    if case.loop == "cast around":
+        with torch.autocast("cuda", torch.bfloat16):
+            return engine.train_step(batch)  # type: ignore[no-any-return]
+    if case.loop == "relieved":  # it can be captured from some step on, with batches of other shapes
+        engine.module.reads = engine.global_steps < 20
+        return engine.train_step(batch)  # type: ignore[no-any-return]
     defers = case.loop == "no_sync" and not engine.is_gradient_accumulation_boundary()
     with engine.no_sync() if defers else nullcontext():
         output = engine(*batch)

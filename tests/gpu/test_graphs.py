@@ -28,6 +28,7 @@ EXACT = [
     *(Case(stage, 2, loop="clipped", model="Rich", schedule=True) for stage in (2, 3)),
     Case(3, 4, loop="plain", dtype="float16", clipping=1.0, overflow=30, dropout=0.1, schedule=True),
     Case(2, loop="plain", mode="inductor", dropout=0.1),
+    *(Case(3, loop=loop, mode="eager", dtype="float32", dropout=0.1) for loop in ("cast", "cast around")),
     *(Case(stage, 4, loop=loop, delays=True) for stage in (1, 2, 3) for loop in ("coalesced", "no_sync")),
 ]
 
@@ -49,6 +50,18 @@ def test_whatever_else_a_program_does_between_captured_steps_is_exact(ranks: Ran
     for differs, run in ranks(graph_jobs.compared, Case(stage, loop="busy", steps=70)):
         assert not differs
         assert run.captured >= 2 and run.replayed >= 25, run.uncaptured
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_capture_that_has_failed_leaves_nothing_behind(ranks: Ranks, stage: int) -> None:
+    """Random numbers are drawn, and windows of other shapes are captured, as if it had not been."""
+    case = Case(
+        stage, mode="eager", model="Early", loop="relieved", dropout=0.1, lengths=(64,) * 20 + (48,) * 60, steps=80
+    )
+    for differs, run in ranks(graph_jobs.compared, case):
+        assert not differs
+        assert any("not permitted" in why for why in run.uncaptured), run.uncaptured
+        assert run.captured == 1 and run.replayed >= 30, run.uncaptured
 
 
 REFUSED = [

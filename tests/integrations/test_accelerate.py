@@ -51,7 +51,7 @@ def parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepspeed_plugin": ({"deepspeed_plugin": object()}, "from_deepspeed"),
     "deepspeed_plugins": ({"deepspeed_plugins": {"a": object()}}, "from_deepspeed"),
-    "fsdp_plugin": ({"fsdp_plugin": FullyShardedDataParallelPlugin}, "FULL_SHARD is zeroweave_config"),
+    "fsdp_plugin": ({"fsdp_plugin": FullyShardedDataParallelPlugin}, 'FULL_SHARD is {"stage": 3}'),
     "megatron_lm_plugin": ({"megatron_lm_plugin": object()}, "leave it out"),
     "torch_tp_plugin": ({"torch_tp_plugin": object()}, "tensor, context and sequence parallelism"),
     "parallelism_config": ({"parallelism_config": ParallelismConfig()}, "tensor, context and sequence parallelism"),
@@ -172,6 +172,13 @@ def test_a_list_of_parameters_from_before_is_clipped() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(model(torch.ones(2, runs.WIDTH)).square().mean())
     assert float(accelerator.clip_grad_norm_(earlier, 1.0)) > 0
+
+
+def test_a_prepared_model_has_what_the_users_has() -> None:
+    prepared, _ = made().prepare(*parts())
+    assert prepared.blocks is prepared.module.blocks and prepared.frozen.in_features == runs.WIDTH
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'nothing'"):
+        _ = prepared.nothing
 
 
 def test_an_accelerator_for_each_of_two_models() -> None:

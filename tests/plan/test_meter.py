@@ -1,4 +1,4 @@
-"""What is alive is counted, and what takes time is told to the clock."""
+"""What is alive is counted, and what takes time is told to the clock, on the lane that it takes it from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from zeroweave._torch.fake import without_memory
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
-from zeroweave.plan.meter import Meter, PlannedClock
+from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock
 
 HARDWARE = Hardware(GPUS["h200"], Efficiency())
 
@@ -27,3 +27,38 @@ def test_a_storage_counts_until_nobody_views_it() -> None:
         assert clock.allocated() == z.nbytes
         del z
         assert clock.allocated() == 0 and clock.peak() == 4096 + 4096 - 128
+
+
+def test_what_was_made_since_is_told_apart() -> None:
+    clock = PlannedClock()
+    meter = Meter(clock, HARDWARE)
+    with without_memory(), meter:
+        before = torch.empty(8)
+        since = meter.made
+        x, y = torch.empty(16), torch.empty(32)
+        assert meter.alive(since) == x.nbytes + y.nbytes
+        del y, before
+        assert meter.alive(since) == clock.allocated() == x.nbytes
+
+
+def test_what_lies_in_host_memory_is_not_counted() -> None:
+    clock = PlannedClock()
+    meter = Meter(clock, HARDWARE)
+    with without_memory(), meter:
+        with meter.elsewhere():
+            host = torch.zeros(1024)
+        assert clock.allocated() == 0 and clock.now == 0.0
+        view = host[:3]
+        assert clock.allocated() == 0
+        assert (view + 1).nbytes == clock.peak()
+
+
+def test_each_lane_has_its_own_time() -> None:
+    clock, lane = PlannedClock(), Lane()
+    clock.spend(1.0)
+    with clock.on(lane):
+        clock.spend(5.0)
+        end = Passed(clock, clock.now)
+    assert clock.now == 1.0 and not end.query()
+    clock.lane.wait_event(end)
+    assert clock.now == 5.0 and end.query()

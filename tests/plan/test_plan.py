@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from zeroweave import cli
 from zeroweave.config import Config
 from zeroweave.errors import EngineError
+from zeroweave.plan.calibration import Calibration
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
 from zeroweave.plan.model import source_of
-from zeroweave.plan.plan import Plans, Row, advise
+from zeroweave.plan.plan import Plans, Row, advise, make
 from zeroweave.plan.rank import PlannedRank
 from zeroweave.plan.show import lines, picture
 from zeroweave.schedule import simulate
@@ -32,10 +33,20 @@ def rank(function: str, **settings: object) -> PlannedRank:
 
 
 @pytest.mark.matrix
-def test_the_step_that_follows_a_plan_takes_what_the_plan_says() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"offload": {"optimizer": "all"}},
+        {"offload": {"params": True}},
+        {"offload": {"activations": True, "activations_threshold_bytes": 64}},
+        {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0},
+    ],
+    ids=["plain", "optimizer", "params", "activations", "accumulation"],
+)
+def test_the_step_that_follows_a_plan_takes_what_the_plan_says(settings: dict[str, object]) -> None:
     """The simulator and the rank itself, which carries the schedule out, come to the same time."""
-    found = rank("llama")
-    found.measure()
+    found = rank("llama", **settings).measure()
     assert simulate(found.first, found.costs).seconds == pytest.approx(found.step.seconds, rel=0.02)
 
 
@@ -47,14 +58,60 @@ def test_code_that_asks_for_values_is_refused_by_the_name_of_its_module() -> Non
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps"),
-        ({"gradient_clipping": 1.0}, "gradient_clipping"),
-        ({"offload": {"optimizer": "all"}}, "offload"),
+        ({"on_nonfinite": "skip"}, "on_nonfinite"),
+        ({"precision": {"params": "float16"}}, "loss_scale"),
+        ({"compile": {"cuda_graphs": True}}, "cuda_graphs"),
+        ({"experts": {"parallel_size": 2, "parameters": ["x"]}}, "experts"),
+        ({"offload": {"optimizer": "adaptive", "memory_budget": 1}}, "'adaptive'.* measured on the GPU"),
     ],
 )
 def test_what_a_plan_would_leave_out_is_refused(settings: dict[str, object], named: str) -> None:
     with pytest.raises(EngineError, match=named):
         rank("llama", **settings)
+
+
+AWAY = {"optimizer": {"optimizer": "all"}, "params": {"params": True}, "activations": {"activations": True}}
+
+
+@pytest.mark.matrix
+def test_what_is_offloaded_is_not_on_the_device_and_takes_time_on_the_way() -> None:
+    """Times of copies that no figure hides: over a link a thousandth as fast."""
+    slow = Hardware(replace(HARDWARE.gpu, host=1e6), HARDWARE.efficiency)
+
+    def row(hardware: Hardware, *kinds: str) -> Row:
+        source = source_of("tests.plan.models:llama", 4, 64)
+        offload = {key: value for kind in kinds for key, value in AWAY[kind].items()}
+        if "activations" in kinds:
+            offload["activations_threshold_bytes"] = 256
+        settings = {"precision": {"params": "bfloat16"}, "offload": offload, "compile": {"enabled": False}}
+        return make(source, (3,), (2,), settings, hardware).rows[0]
+
+    plain = row(HARDWARE)
+    assert plain.host == 0
+    for kinds in (("optimizer",), ("params",), ("optimizer", "params"), ("activations",)):
+        fast, hindered = row(HARDWARE, *kinds), row(slow, *kinds)
+        assert 0 < fast.host == hindered.host, kinds
+        assert fast.peak < plain.peak, kinds
+        assert fast.activations == plain.activations or "activations" in kinds, kinds
+        state = sum((each.parameters + each.optimizer) * sign for each, sign in ((plain, 1), (fast, -1)))
+        assert (state > 0) == (kinds != ("activations",)), kinds
+        assert hindered.seconds > fast.seconds + fast.host / 1e6, kinds
+
+
+@pytest.mark.matrix
+def test_collectives_that_nobody_waits_for_take_time_from_what_is_computed_beside_them() -> None:
+    found = {}
+    for beside in (0.0, 0.5):
+        model, batch = source_of("tests.plan.models:llama", 64, 64)()
+        hardware = Hardware(HARDWARE.gpu, replace(HARDWARE.efficiency, beside=beside))
+        config = Config.load({"stage": 3, "compile": {"enabled": False}})
+        found[beside] = PlannedRank(model, batch, torch.optim.AdamW, config, 2, hardware).measure().plan()
+    sent = found[0.5].prediction.busy("all_gather", "reduce_scatter")
+    assert found[0.0].seconds == found[0.0].prediction.seconds == found[0.5].prediction.seconds
+    hidden = sent - sum(found[0.5].prediction.waits.values())
+    assert hidden > 0
+    # a gather's cast of the shard belongs to its time, and is not taken from anybody
+    assert found[0.5].seconds - found[0.0].seconds == pytest.approx(0.5 * hidden, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +135,7 @@ def test_a_folder_of_transformers_has_the_model(tmp_path: Path) -> None:
     model, batch = source_of(str(tmp_path), 3, 8)()
     assert all(parameter.is_meta for parameter in model.parameters()) and len(model.model.layers) == 2
     assert batch["input_ids"].shape == (3, 8) and batch["labels"].is_meta
+    assert not model.config.use_cache  # else each engine of a plan warns of it
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(EngineError, match="no causal language model"):
         source_of(str(tmp_path), 3, 8)()
@@ -94,6 +152,8 @@ def test_the_fastest_that_fits_is_advised_and_of_equals_the_smallest() -> None:
     advice = advise([ROW, small, large], 2, 1 << 30)
     assert advice.take == small
     assert "stage 1, auto would be faster and takes more than 1.0 GiB" in advice.reason
+    assert "host memory" not in advice.reason
+    assert "takes 2.0 GiB of host memory" in advise([replace(ROW, host=2 << 30)], 2, 1 << 30).reason
     nothing = advise([large], 2, 1 << 30)
     assert nothing.take is None and "stage 1, auto takes least, 1024.0 GiB" in nothing.reason
 
@@ -103,6 +163,9 @@ def test_a_table_and_a_picture_show_every_row() -> None:
     plans = Plans(rows, (advise(rows, 2, 500),), {"head": "it <breaks>"}, room=500)
     text = "\n".join(lines(plans))
     assert "stage 3, auto" in text and "1.00 !" in text and "head runs eagerly: it <breaks>" in text
+    assert "host" not in text
+    away = "\n".join(lines(replace(plans, rows=(replace(ROW, host=3 << 30),))))
+    assert "host" in away and "3.00" in away
     drawn = ElementTree.fromstring(picture(plans))
     labels = [each.text or "" for each in drawn.iter() if each.tag.endswith("text")]
     assert sum("ranks, stage" in label for label in labels) == 2
@@ -121,9 +184,49 @@ def test_the_command_plans_a_world_of_1024_ranks(tmp_path: Path) -> None:
     ElementTree.parse(tmp_path / "plan.svg")
 
 
+@pytest.mark.matrix
+def test_the_command_plans_as_it_is_asked(tmp_path: Path) -> None:
+    calibration = tmp_path / "h100.json"
+    Calibration("NVIDIA H100 80GB HBM3", 8, 1, {"matmul": 6e14, "host": 5e10}, {"beside": 0.25}).save(calibration)
+    asked = ["--seq", "8", "--world", "2", "--offload", "optimizer,params", "--gas", "2", "--clip"]
+    files = ["--calibration", str(calibration), "--json", str(tmp_path / "plan.json")]
+    result = CliRunner().invoke(cli.app, ["plan", "tests.plan.models:llama", *asked, *files])
+    assert result.exit_code == 0, result.output
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert {row["stage"] for row in plan["rows"]} == {3} and all(row["host"] for row in plan["rows"])
+    assert plan["config"]["gradient_accumulation_steps"] == 2 and plan["config"]["gradient_clipping"]
+    assert plan["hardware"]["gpu"]["memory"] == GPUS["h100"].memory
+    share = plan["hardware"]["efficiency"]
+    assert share["beside"] == 0.25 and share["matmul"] == pytest.approx(6e14 / GPUS["h100"].half)
+    assert share["memory"] == Efficiency().memory
+
+
 @pytest.mark.parametrize(
-    ("asked", "told"), [(["--world", "2000"], "1 to 1,024"), (["--efficiency", "x=1"], "name=value")]
+    ("asked", "told"),
+    [
+        (["--world", "2000"], "1 to 1,024"),
+        (["--efficiency", "x=1"], "name=value"),
+        (["--offload", "all"], "write optimizer, params"),
+        (["--offload", "adaptive"], "measured on the GPU"),
+        (["--offload", "params", "--stage", "2"], "offload.params"),
+        (["--calibrate", "a.json", "--calibration", __file__], "--calibrate"),
+        (["--calibration", __file__], "is no calibration"),
+    ],
 )
 def test_the_command_says_what_is_wrong(asked: list[str], told: str) -> None:
     result = CliRunner().invoke(cli.app, ["plan", "tests.plan.models:llama", *asked])
     assert result.exit_code == 2 and told in result.output
+
+
+def test_the_command_needs_a_model_or_something_to_calibrate() -> None:
+    result = CliRunner().invoke(cli.app, ["plan"])
+    assert result.exit_code == 2 and "MODEL" in result.output
+
+
+@pytest.mark.matrix
+def test_the_command_measures_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    result = CliRunner().invoke(cli.app, ["plan", "--calibrate", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "measured on 2 x cpu, 1 host" in result.output
+    assert Calibration.load(path).rates["matmul"] > 0

@@ -76,6 +76,27 @@ def test_a_rank_that_does_not_come_is_named_after_the_deadline() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("call", "gathers_on_entry", "told"),
+    [
+        ("in forward", False, "waits for it in forward: at stages 1 and 2 the first forward behind a step() gathers"),
+        ("in forward", True, "waits for it in forward: at stage 3 each forward gathers parameters"),
+        ("after step", False, "waits for it after step, in a module that was called by itself: at stages 1 and 2"),
+        ("in state_dict", False, "waits for it in state_dict: all ranks must make the engine's calls together"),
+    ],
+)
+def test_who_waits_says_in_which_call_and_what_to_do(call: str, gathers_on_entry: bool, told: str) -> None:
+    here, there = both = world(2)
+    here.ledger.gathers_on_entry = gathers_on_entry
+    here.ledger.call, there.ledger.call = call, "after step"
+    here.issues()
+    here.waits(0.0)
+    found = first_word(both, here, 0.0, DEADLINE + 5.0)
+    assert found is not None and f"within the deadline of 20 s; rank 0 {told}" in found[1]
+    cures = ["full_parameters()" in found[1], "gather_after_step" in found[1]]
+    assert cures == [call != "in state_dict", call != "in state_dict" and not gathers_on_entry]
+
+
 def test_nobody_waits_for_a_rank_that_computes() -> None:
     """Each computes for ten deadlines, one after the other; only who waits for longer than one may complain."""
     here, there = both = world(2)

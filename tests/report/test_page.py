@@ -215,15 +215,14 @@ def test_an_engine_writes_what_the_page_needs(tmp_path: Path, monkeypatch: pytes
         with engine.profiling():
             for _ in range(2):
                 engine.train_step(5 * x, loss_of)
-        for _ in range(2):
-            engine.train_step(x, loss_of)
+        losses.append(sum(engine.train_step(x, loss_of).item() for _ in range(2)) / 2)
         stats = engine.stats
     shown = Courses.load(tmp_path / "rank0.json")
     told = shown.about
     assert told is not None and told.stats.regions == stats.regions == 3
     assert [number for number, _ in told.losses] == list(range(1, 10))
-    assert [loss for _, loss in told.losses[:8]] == pytest.approx(losses)
-    assert told.losses[8][1] < losses[7], "neither what was given up nor what was tried out counts"
+    # Neither what was given up nor what was tried out counts.
+    assert [loss for _, loss in told.losses] == pytest.approx(losses)
     assert {number for number, _ in told.seconds} <= set(range(2, 10)) and len(told.seconds) > 5
     assert [slot.name for bucket in told.buckets for slot in bucket.slots][:2] == ["0.0.weight", "0.0.bias"]
     fastest, slowest = shown.others

@@ -55,6 +55,15 @@ class Player:
         self.runtime.replay.limit_reductions(facts.depth)
         self.updated: list[int] = []
 
+    def stand(self, schedule: Schedule) -> None:
+        """What stays is there, as an earlier step of this schedule has left it; the clock begins anew."""
+        self.runtime.next_window(schedule)
+        for bucket in sorted(schedule.stays):
+            self.runtime.buckets[bucket].unshard()
+            self.runtime.replay.lingering.reshard(bucket)
+        self.transport.calls.clear()
+        self.clock.now = self.transport.free = 0.0
+
     def play(self, record: Iterable[Event], schedule: Schedule | None) -> Step | None:
         """One step that follows `schedule` (None: on demand); as it was timed, if it did."""
         runtime, replay = self.runtime, self.runtime.replay

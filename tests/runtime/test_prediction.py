@@ -64,6 +64,7 @@ def once_a_backward(record: Iterable[Event]) -> tuple[Event, ...]:
 
 def check(schedule: Schedule, costs: Costs) -> None:
     player, prediction = Player(schedule.facts, costs), simulate(schedule, costs)
+    player.stand(schedule)
     step = player.play(schedule.record, schedule)
     assert step is not None, "the step departed from its schedule"
     assert max(player.clock.now, player.transport.free) == prediction.seconds

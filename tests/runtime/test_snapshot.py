@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.executor import Staging
-from zeroweave.runtime.transfers import CopyStream, Snapshot, Transfers
+from zeroweave.runtime.transfers import Snapshot, Transfers
 
 DELAYS = [0.0, 0.05]
 

@@ -103,11 +103,12 @@ def is_legal(schedule: Schedule) -> bool:
         held = [0]
         for i in instructions:
             held.append(held[-1] + (i == Unshard(bucket)) - (i == Reshard(bucket)))
-        if min(held) < 0 or held[-1]:
+        stays = held[-1] == 1 and not buckets[bucket].trainable
+        if min(held) < 0 or (held[-1] and not stays):
             return False
         starts = [n for n in positions(Unshard(bucket)) if held[n] == 0]
-        gathers.update(starts)
-        stops = [n for n in positions(Reshard(bucket)) if held[n + 1] == 0]
+        gathers.update(starts if not stays else ())
+        stops = [n for n in positions(Reshard(bucket)) if held[n + 1] == 0] + [length] * stays
         waits = positions(Wait(bucket))
         if not all(held[n] for n in waits):
             return False

@@ -153,7 +153,7 @@ def replay(schedule: Schedule) -> Replay:
     assert all(isinstance(i, Wait | Settle | Update | Reshard) for i in rest), "left for the step's end"
     while executor.cursor < len(schedule.instructions):
         executor.execute()
-    assert not executor.resident()
+    assert executor.resident() == schedule.stays
     assert not executor.in_flight
     return executor
 
@@ -197,7 +197,8 @@ def test_random_records(seed: int) -> None:
         before = resident
     gathers = Counter(bucket for kind, bucket in schedule.collectives() if kind == "all_gather")
     assert gathers <= Counter(bucket for kind, bucket in plain.collectives() if kind == "all_gather")
-    assert all(gathers[bucket] == 1 for bucket in facts.kept_by_stage)
+    assert schedule.stays == {bucket for bucket in facts.kept_by_stage if not facts.by_id[bucket].trainable}
+    assert all(gathers[bucket] == (bucket not in schedule.stays) for bucket in facts.kept_by_stage)
     reductions = [bucket for kind, bucket in schedule.collectives() if kind == "reduce_scatter"]
     assert reductions == [event.bucket for event in record if isinstance(event, Ready)]
 

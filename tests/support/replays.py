@@ -38,11 +38,11 @@ class Net(nn.Module):
         self.reads = False
 
     def forward(self, x: Tensor, factor: Tensor) -> dict[str, Any]:
-        for block in self.blocks:
+        for index, block in enumerate(self.blocks):
             x = block(x)
+            if self.reads and index == 1:  # while the next block is gathered
+                x = x * (1.0 if x.sum().item() < math.inf else 2.0)
         loss = self.head(self.norm(x)).square().mean() * factor * (1.0 + self.noise())
-        if self.reads:
-            loss = loss * (1.0 if loss.item() < math.inf else 2.0)
         return {"loss": loss, "spread": x.std(), "name": "net"}
 
 
@@ -62,14 +62,20 @@ class Case:
     sizes: tuple[int, ...] = (4,)
     """of the batches, in turn"""
     steps: int = 30
+    frozen: bool = False
+    """are the blocks' layers?"""
     config: dict[str, Any] = field(default_factory=dict)
 
 
 def start(case: Case, graphs: bool) -> Any:
     torch.manual_seed(0)
     model = Net(case.dropout)
+    if case.frozen:
+        for block in model.blocks:
+            block.get_submodule("line").requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # a tensor, which all steps read alike
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=torch.tensor(1e-2), fused=True)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n) if case.decay else None
     config: dict[str, Any] = {
         "stage": case.stage,
@@ -266,6 +272,8 @@ def between(engine: Any, step: int) -> None:
     if step == 34:
         with engine.full_parameters() as parameters, torch.no_grad():
             parameters["head.bias"].add_(0.01)
+    if step == 35:
+        engine.set_full("blocks.1.line.weight", torch.full((WIDTH, WIDTH), 0.05))
     if step == 36:
         engine.optimizer.param_groups[0]["weight_decay"] = 0.02
     if step == 40:

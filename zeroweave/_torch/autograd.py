@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,3 +61,21 @@ def checkpoint_segment() -> weakref.ref[Any] | None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[1], "__qualname__", "")
     return weakref.ref(hooks[1]) if inside else None
+
+
+def leaves_behind(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward of these tensors would add gradients to.
+
+    Why: the nodes of a graph are public, and the variable of its last ones is not.
+    """
+    found, seen = [], set[Any]()
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    return found

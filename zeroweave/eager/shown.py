@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import nn
 
 from zeroweave._torch.storages import use_count
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradient
+from zeroweave.errors import EngineError
 from zeroweave.parameters.places import Places
 from zeroweave.runtime.runtime import Runtime
 
@@ -28,6 +30,8 @@ class Shown:
         """how many need the real parameters"""
         self._views: dict[str, nn.Parameter] | None = None
         """what `open` shows, by name; None: it is closed"""
+        self._lends = False
+        """does this rank show full values of its own?"""
         for bucket in access.buckets:
             bucket.attach(self._retire)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
@@ -92,9 +96,30 @@ class Shown:
         if was_open:
             self.open()
 
+    @contextmanager
+    def lent(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, this rank's modules show these full values, by name, wherever they lie; nobody computes. Local.
+
+        What is open already is more, and stays.
+        """
+        if self.is_open:
+            yield
+            return
+        self._places.show_values(values)
+        self._lends = True
+        try:
+            yield
+        finally:
+            self._lends = False
+            self._places.show_stubs()
+
     # ------------------------------------------------------------------ to the engine's calls
     def show(self) -> None:
         """One more needs the real parameters."""
+        if self._lends:
+            raise EngineError(
+                "a forward inside `with engine.full_on_rank_0():`, where one rank may be alone: leave it first"
+            )
         if self._count == 0:
             self._places.show_real()
             self._access.watch()

@@ -137,8 +137,10 @@ def initialize(
 def policy_of(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
     """What of a config the runtime follows."""
     precision = settings.precision
+    kept = () if settings.stage == 3 else tuple(layouts)
     return Policy(
-        kept_by_stage=frozenset() if settings.stage == 3 else frozenset(b.id for b in layouts),
+        kept_by_stage=frozenset(b.id for b in kept),
+        stays=frozenset(b.id for b in kept if not b.trainable),
         op=settings.reduce.op,
         reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
         accumulate_dtype=getattr(torch, precision.accumulate),

@@ -112,18 +112,18 @@ class Engine:
         """
         self._followers.batch(True, batch)
         loss, boundary = self._graphs.train_step(batch, loss_fn)
-        self._followers.loss(loss)
+        self._followers.loss(loss, self._window.divisor)
         self._followers.step_ended(boundary)
         return loss
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         self._graphs.backward(loss, retain_graph, scale_wrt_gas)
-        self._followers.loss(loss)
+        self._followers.loss(loss, self._window.divisor if scale_wrt_gas else 1)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps; float32 at least where it is scaled."""
-        self._followers.loss(loss)
+        self._followers.loss(loss, self._window.divisor)
         return self._window.scale(loss)
 
     @property
@@ -253,6 +253,13 @@ class Engine:
         Parameters come from the float32 masters. `{}` on the other ranks. Collective.
         """
         return self._values.state_dict()
+
+    def full_on_rank_0(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+        """Yields `state_dict()`; inside, rank 0's module has all parameters in host memory, for code that saves it.
+
+        Nothing is computed inside, and nothing kept that is written. Collective.
+        """
+        return self._values.full_on_rank_0()
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The names and tensors of `state_dict`, one after the other, for models larger than the host's memory.

@@ -31,10 +31,10 @@ class Followers:
         if training and self._look:
             self._noted.batch(*batch)
 
-    def loss(self, loss: torch.Tensor) -> None:
-        """The loss of a micro-step, unscaled."""
+    def loss(self, loss: torch.Tensor, divisor: int) -> None:
+        """A loss, unscaled, and what it is divided by where it is differentiated."""
         if self._look:
-            self._noted.loss(loss)
+            self._noted.loss(loss, divisor)
 
     def aborted(self) -> None:
         """The window was given up."""

@@ -37,8 +37,9 @@ class About:
     """What an engine tells about itself and its run, beside the times of its steps.
 
     model: its class. device: what this rank computes on. config: as `Config.model_dump` has it. seconds: the number of
-    each timed step, from 1, and how long it took. losses: the number of each step, and the mean of the losses that this
-    rank has given to `backward`, or got from `train_step`. Of both the last thousand; skipped steps count.
+    each timed step, from 1, and how long it took. losses: the number of each step, and the loss that its gradients are
+    of on this rank, as far as `backward`, `scale` and `train_step` know it. Of both the last thousand; skipped steps
+    count.
     """
 
     rank: int
@@ -138,7 +139,7 @@ class Samples:
         return cls(parts, scheduler, step, stats, path, None if last is None else int(last))
 
     def step_ended(self, loss: torch.Tensor | None) -> None:
-        """After each optimizer step. `loss`: the mean of its losses, if there were any."""
+        """After each optimizer step. `loss`: what its gradients are of on this rank, None: unknown."""
         number, steps = self._parts.progress.step, self._recording.steps
         if loss is not None:
             self._losses.append((number, float(loss)))

@@ -43,6 +43,8 @@ class Snapshot:
             self._back.append(partial(torch.set_rng_state, torch.get_rng_state()))
         if contents and device.type == "cuda":
             self._back.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+        self._gathers = {bucket.id: bucket.gathers for bucket in self._runtime.buckets.values() if bucket.standing}
+        """of those that stay gathered: how often they were"""
         self._seen: set[int] = set()
         for bucket in self._trained:
             self._keep(bucket.shard)
@@ -89,6 +91,9 @@ class Snapshot:
         for bucket in self._trained:
             bucket.put(bucket.values())  # what is gathered may be another tensor
             bucket.renew()
+        standing = [bucket for bucket in self._runtime.buckets.values() if bucket.standing]
+        since = [bucket.id for bucket in standing if self._gathers.get(bucket.id) != bucket.gathers]
+        self._runtime.replay.lingering.expire(since)  # it may not be their values that were gathered
         self._runtime.next_window(self._schedule)
 
 

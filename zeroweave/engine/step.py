@@ -181,6 +181,7 @@ class OptimizerStep:
         runtime.next_window(self._scheduler.next(candidate, found.decision, applied))
         runtime.release_kept()
         if applied:
+            torch.clear_autocast_cache()  # an autocast around several steps has kept casts of what parameters were
             runtime.replay.lingering.rewrite(found.viewed)
         self._scaler.next_window(stepped=applied)
         if self._adaptive is not None and applied and not parts.transport.tries:

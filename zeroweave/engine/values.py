@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch import nn
@@ -63,7 +63,8 @@ class Values:
             self._guard.meet()
             place, part = bucket.layout.slots[slot], None
             mine, label = written.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
-            if refused := written.differing([(place.name, bucket.layout.groups)], [mine], [True], label, self._control):
+            names = [(place.name, bucket.layout.groups)]
+            if refused := written.compared(names, [mine], [True], label, self._control)[0]:
                 raise EngineError(refused)
             if tuple(value.shape) == place.shape:
                 fragment = bucket.layout.fragment(slot, bucket.rank)
@@ -164,11 +165,13 @@ class Values:
             self.shown.open()
             self._staging.arrive_all()
             before = written.versions(buckets)
+        back = False
         try:
             with self._runtime.writing():
                 try:
                     yield self.shown.views
                 except Exception:
+                    back = True
                     if not self._guard.lost:
                         with suppress(RankFailure, AgreementError):
                             written.gives_up(label, control)
@@ -176,10 +179,14 @@ class Values:
             with self._guard("the end of full_parameters", clean=False):
                 refused = written.keep(buckets, before, control, label)
             if refused:
+                back = True
                 raise EngineError(refused)  # on all ranks, or those that did not raise by themselves
         finally:
             written.abort(buckets)
             self.shown.close()
+            if back and not self._guard.lost:  # what is gathered still has been written
+                with self._guard("the end of full_parameters", clean=False):
+                    self._runtime.replay.lingering.gather_again()
             if self._parts.config.gather_after_step and not self._guard.lost:
                 self.shown.open()
 
@@ -188,6 +195,16 @@ class Values:
             self._window.refuse_inside("state_dict()")
             self._guard.meet()
             return state.state_dict(self._parts)
+
+    @contextmanager
+    def full_on_rank_0(self) -> Iterator[dict[str, torch.Tensor]]:
+        values, label = self.state_dict(), "full_on_rank_0()"
+        with self._guard.around(label), ExitStack() as lent:
+            if values:
+                buckets, places = self._runtime.buckets, self._runtime.directory.places
+                keys = {name: buckets[places[name][0]].layout.keys(name)[0] for name in self._parts.places.names}
+                lent.enter_context(self.shown.lent({name: values[key] for name, key in keys.items()}))
+            yield values
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._guard("stream_state_dict"):
@@ -226,6 +243,7 @@ class Values:
         self._guard.meet()
         self._window.abort()
         self.shown.close()
+        self._runtime.replay.lingering.expire()
         values = state.full_values(self._runtime, self._parts.original_dtypes)
         if self._optimizer is None or not optimizer_state:
             return values, Gathered({})

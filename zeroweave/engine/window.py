@@ -107,11 +107,11 @@ class Window(Observer):
     # ------------------------------------------------------------------ backwards
     def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps unless told not to."""
-        self._scaled, steps = True, self._divisor if by_steps else 1
+        self._scaled, steps = True, self.divisor if by_steps else 1
         return self._scaler.scale(loss / steps if steps > 1 else loss)
 
     @property
-    def _divisor(self) -> int:
+    def divisor(self) -> int:
         """What a loss is divided by: the window's backwards are counted, except in a coalesced block."""
         return 1 if self.defers == "coalesce_grad_reduction" else self._config.gradient_accumulation_steps
 
@@ -164,7 +164,7 @@ class Window(Observer):
 
     def _warn_unscaled(self) -> None:
         """A plain `loss.backward()`: said once where that looks unintended."""
-        scale, steps = self._scaler.loss_scale.value, self._divisor
+        scale, steps = self._scaler.loss_scale.value, self.divisor
         missing = [f"divide by gradient_accumulation_steps ({steps})"] if steps > 1 else []
         missing += [f"multiply by the loss scale ({scale:g})"] if scale != 1.0 else []
         if missing:
@@ -237,11 +237,13 @@ class Window(Observer):
 
     def abort(self) -> None:
         """Forgets the open window and what an exception left behind; the engine is dirty until all of that is done."""
-        schedule = self._runtime.replay.schedule
+        schedule, broken = self._runtime.replay.schedule, self._guard.dirty
         self.aborted += 1
         with self._guard.cleaning():
             self._runtime.abort()
             self._runtime.next_window(schedule)
+            if broken:  # nobody knows what is in memory now
+                self._runtime.replay.lingering.expire()
             self._scheduler.abort()
             self._shown.reset()
             self._scaler.next_window()

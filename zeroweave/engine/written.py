@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import torch
 import xxhash
@@ -30,38 +31,39 @@ def versions(buckets: Iterable[Bucket]) -> list[int]:
     return [version(parameter) for bucket in buckets for parameter in bucket.real]
 
 
-def differing(
+def compared(
     names: Sequence[tuple[str, int]], mine: Sequence[bytes], wrote: Sequence[bool], label: str, control: Control
-) -> str:
+) -> tuple[str, list[bool]]:
     """Which values the ranks do not share, and so do not keep, in words; "" where they share all. Collective.
 
-    `names`: of the values, with the number of sharding groups that have one of that name, which need not share it;
-    `mine`: their digests here; `wrote`: did this rank write them? A rank that has nothing to compare any more calls
-    `gives_up` instead.
+    And of each value, whether any rank has written it. `names`: of the values, with the number of sharding groups that
+    have one of that name, which need not share it; `mine`: their digests here; `wrote`: did this rank write them? A
+    rank that has nothing to compare any more calls `gives_up` instead.
     """
     packed = b"".join(bytes([w]) + d for w, d in zip(wrote, mine, strict=True))
     ranks = control.all_gather_bytes(b"\1" + packed, label)
     if gone := [rank for rank, data in enumerate(ranks) if data[:1] != b"\1"]:
-        return f"rank {gone[0]} left {label} with an exception: nothing that was written there is kept"
+        return f"rank {gone[0]} left {label} with an exception: nothing that was written there is kept", []
     told: list[str] = []
+    some = [any(data[1 + 9 * index] for data in ranks) for index in range(len(names))]
     for index, (name, groups) in enumerate(names):
         entries = [data[1 + 9 * index :][:9] for data in ranks]
         alike = all(entry[1:] == entries[rank % groups][1:] for rank, entry in enumerate(entries))
         if not alike:
             writers = [rank for rank, entry in enumerate(entries) if entry[0]]
-            some = 0 < len(writers) < control.world
-            told.append(f"{name!r}" + (f" (written on rank {', '.join(map(str, writers))} only)" if some else ""))
+            alone = 0 < len(writers) < control.world
+            told.append(f"{name!r}" + (f" (written on rank {', '.join(map(str, writers))} only)" if alone else ""))
     if not told:
-        return ""
+        return "", some
     more = f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
     return (
         f"{label}: the ranks have different values of {', '.join(told[:_SHOWN])}{more}; none is kept. Write the same "
         "on all ranks, or use engine.load_state_dict(), which takes what rank 0 has"
-    )
+    ), some
 
 
 def gives_up(label: str, control: Control) -> None:
-    """Tells the ranks that come to `differing` that this one does not. Collective in its place."""
+    """Tells the ranks that come to `compared` that this one does not. Collective in its place."""
     control.all_gather_bytes(b"\0", label)
 
 
@@ -73,23 +75,25 @@ def keep(buckets: Sequence[Bucket], before: list[int], control: Control, label: 
     parameter still has the one rounded from it. Where the ranks do not have the same values, nothing is kept, and all
     are told why; else "".
     """
+    wrote = [now != then for now, then in zip(versions(buckets), before, strict=True)]
     if control.world > 1:
         slots = [(slot.name, bucket.layout.groups) for bucket in buckets for slot in bucket.layout.slots]
         mine = [digest(view) for bucket in buckets for view in bucket.views(bucket.flat)]
-        wrote = [now != then for now, then in zip(versions(buckets), before, strict=True)]
-        if found := differing(slots, mine, wrote, label, control):
-            return found
+        refused, wrote = compared(slots, mine, wrote, label, control)
+        if refused:
+            return refused
+    written_anywhere = iter(wrote)
     for bucket in buckets:
         written, values = bucket.slice(bucket.flat), bucket.values()
         changed = written != values.to(bucket.dtype)
         bucket.put(torch.where(changed, written.to(values.dtype), values))
-        if bucket.written:
+        if any(tuple(islice(written_anywhere, len(bucket.real)))):  # on all ranks alike: they gather it again
             bucket.renew()
     return ""
 
 
 def abort(buckets: Iterable[Bucket]) -> None:
-    """Takes what was written as not written: the shards have the old values, and the next gather brings them back."""
+    """Takes what was written as not written: the shards have the old values, and a gather brings them back."""
     for bucket in buckets:
         if bucket.written:
             bucket.renew()

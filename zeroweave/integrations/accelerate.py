@@ -46,8 +46,7 @@ class ZeroweaveAccelerator(Accelerator):
         super().__init__(*args, **kwargs)
         refuse_made(self)
         refuse_other_device(self.device)
-        mixed = self.mixed_precision if self.native_amp else "no"
-        self._config = autocasting(settings_of(zeroweave_config, "Accelerate"), mixed, AUTOCASTS)
+        self._config = autocasting(settings_of(zeroweave_config, "Accelerate"), self.mixed_precision, AUTOCASTS)
         self.scaler = None  # the engine scales losses
 
     @property
@@ -78,17 +77,16 @@ class ZeroweaveAccelerator(Accelerator):
                 )
             self._refuse_placement(model, args, device_placement)
             engine = initialize(model, optimizer, self._config)
-            made[id(model)] = AcceleratedModel(engine, widens=self.native_amp)
-            made[id(optimizer)] = ZeroweaveOptimizer(optimizer, engine)
+            made[id(model)], made[id(optimizer)] = AcceleratedModel(engine), ZeroweaveOptimizer(engine)
         return super().prepare(*(made.get(id(each), each) for each in args), device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+    ) -> Any:
         """A model for evaluation: sharded, and cast as `mixed_precision` says. Collective."""
         if not _is_prepared(model) and next(model.parameters(), None) is not None:
             self._refuse_placement(model, [model], None if device_placement is None else [device_placement])
-            model = AcceleratedModel(initialize(model, config=self._config), widens=self.native_amp)
+            model = AcceleratedModel(initialize(model, config=self._config))
         return super().prepare_model(model, device_placement, evaluation_mode=True)  # there is nothing to replicate
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:

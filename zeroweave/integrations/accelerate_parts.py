@@ -1,32 +1,31 @@
-"""What `ZeroweaveAccelerator.prepare` returns: a model that is called through its engine, and its optimizer."""
+"""What Accelerate has around a model and its optimizer, for its own scripts and for transformers' Trainer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
 
 from zeroweave.engine import Engine
-from zeroweave.errors import ParameterError, UnsupportedError
-from zeroweave.integrations.wrapped import ZeroweaveModel
+from zeroweave.errors import UnsupportedError
+from zeroweave.integrations.wrapped import ZeroweaveModel, drop
 
 
 class AcceleratedModel(ZeroweaveModel):
-    """`widens`: narrower floating outputs become float32, as Accelerate has it where it autocasts."""
+    """Where its engine autocasts, narrower floating outputs become float32, as Accelerate has it."""
 
-    def __init__(self, engine: Engine, widens: bool) -> None:
-        super().__init__(engine, convert_to_fp32 if widens else None)
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine, convert_to_fp32 if engine.config.precision.autocast else None)
         self._is_accelerate_prepared = True  # Accelerate lists it, and prepares it no further
 
 
 class ZeroweaveOptimizer(AcceleratedOptimizer):
-    """The user's `optimizer`, whose `step` is the engine's. It is to be called by all ranks, as everything here."""
+    """The user's optimizer, whose `step` is the engine's. It is to be called by all ranks, as everything here."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.optimizer, device_placement=False, scaler=None)
         self._engine = engine
         self._is_accelerate_prepared = True
 
@@ -43,9 +42,5 @@ class ZeroweaveOptimizer(AcceleratedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops gradients that wait, where Accelerate syncs gradients. After a step there are none."""
-        if not self.gradient_state.sync_gradients:
-            return
-        try:
-            self.optimizer.zero_grad()
-        except ParameterError:  # gradients wait
-            self._engine.zero_grad()
+        if self.gradient_state.sync_gradients:
+            drop(self._engine, self.optimizer.zero_grad)

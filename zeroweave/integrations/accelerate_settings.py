@@ -12,11 +12,11 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBa
 
 from zeroweave.errors import UnsupportedError
 
-_DEEPSPEED = "the engine shards instead: pass zeroweave_config=zeroweave.Config.from_deepspeed(its JSON)"
-_FSDP = 'the engine shards instead: FULL_SHARD is zeroweave_config={"stage": 3}, SHARD_GRAD_OP {"stage": 2}'
+_DEEPSPEED = "the engine shards instead: zeroweave.Config.from_deepspeed(its JSON) is its config"
+_FSDP = 'the engine shards instead: FULL_SHARD is {"stage": 3} in its config, SHARD_GRAD_OP {"stage": 2}'
 _MEGATRON = "the engine trains the model as it is: leave it out"
 _MESH = "tensor, context and sequence parallelism are not there: leave it out"
-_COMPILED = 'the engine compiles by itself: leave it out, and see "compile" in zeroweave_config'
+_COMPILED = 'the engine compiles by itself: leave it out, and see "compile" in its config'
 
 _ARGUMENTS: Final = {
     "deepspeed_plugin": _DEEPSPEED,
@@ -59,13 +59,12 @@ def refuse_made(made: Accelerator) -> None:
         found.append("AutocastKwargs: pass it to accelerator.autocast(autocast_handler=...) around a block instead")
     if made.scaler_handler is not None:
         found.append(
-            'GradScalerKwargs: the engine scales losses; say it in zeroweave_config, as {"precision": '
+            'GradScalerKwargs: the engine scales losses; say it in its config, as {"precision": '
             '{"initial_loss_scale": ..., "loss_scale_window": ...}}'
         )
     if made.ddp_handler is not None and made.ddp_handler.comm_hook != DDPCommunicationHookType.NO:
         found.append(
-            'DistributedDataParallelKwargs(comm_hook): say it in zeroweave_config, as {"precision": {"reduce": '
-            '"bfloat16"}}'
+            'DistributedDataParallelKwargs(comm_hook): say it in its config, as {"precision": {"reduce": "bfloat16"}}'
         )
     if made.project_configuration.save_on_each_node:
         found.append("ProjectConfiguration(save_on_each_node=True): all ranks write one checkpoint to a shared folder")
@@ -74,4 +73,4 @@ def refuse_made(made: Accelerator) -> None:
 
 def _refuse(found: Sequence[str]) -> None:
     if found:
-        raise UnsupportedError("ZeroweaveAccelerator cannot be made with\n  " + "\n  ".join(found))
+        raise UnsupportedError("an engine under Accelerate cannot be had with\n  " + "\n  ".join(found))

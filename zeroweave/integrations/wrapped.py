@@ -14,7 +14,7 @@ from torch import nn
 from zeroweave.comm.process_group import device_of
 from zeroweave.config import Config
 from zeroweave.engine import Engine
-from zeroweave.errors import ConfigError, UnsupportedError
+from zeroweave.errors import ConfigError, ParameterError, UnsupportedError
 
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -22,7 +22,7 @@ ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 class ZeroweaveModel(nn.Module):
     """The user's model, `module`, called through its `engine`; as `DistributedDataParallel` is around one.
 
-    `convert` is applied to what the model returns.
+    `convert` is applied to what the model returns. Attributes that are not here are the user's module's.
     """
 
     def __init__(self, engine: Engine, convert: Callable[[Any], Any] | None = None) -> None:
@@ -30,9 +30,20 @@ class ZeroweaveModel(nn.Module):
         self.module, self.engine = engine.module, engine
         self._convert = convert
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    @torch.compiler.disable  # a library may compile what it wraps; the engine compiles by itself
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.engine(*args, **kwargs)
         return output if self._convert is None else self._convert(output)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that wait. Where none do, as behind each step, nothing happens."""
+        drop(self.engine, super().zero_grad)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """What libraries enter around backwards that end no accumulation.
@@ -41,6 +52,14 @@ class ZeroweaveModel(nn.Module):
         gradient; `engine.no_sync()` does it there as well.
         """
         return self.engine.no_sync() if self.engine.config.stage == 1 else nullcontext()
+
+
+def drop(engine: Engine, zero_grad: Callable[[], None]) -> None:
+    """`zero_grad()` of the user's own model or optimizer, which refuses where gradients wait; then the engine's."""
+    try:
+        zero_grad()
+    except ParameterError:
+        engine.zero_grad()
 
 
 def settings_of(given: ConfigLike | None, library: str) -> Config:

@@ -135,6 +135,11 @@ class Places:
         self._status.show(Showing.OPEN)
         return views
 
+    def show_values(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Opens the modules: Parameters with these full values, by canonical name, are there. Errors as `show_real`."""
+        self.show({name: nn.Parameter(values[name], stub.requires_grad) for name, stub in self.names.items()})
+        self._status.show(Showing.OPEN)
+
     def show_stubs(self) -> None:
         """Puts the stubs back. No-op if they are there.
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from zeroweave.errors import EngineError
 from zeroweave.schedule import Line
+from zeroweave.schedule.passes.room import TAX
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class Gpu:
     """One GPU. Bytes, bytes per second, and floating-point operations per second (dense).
 
     half: of bfloat16 and float16 matmuls, single: of float32 ones. inside: NVLink or PCIe, one direction. between:
-    the network, for each GPU of a node. ranks_per_node: GPUs of a node.
+    the network, for each GPU of a node. host: to and from host memory, one direction. ranks_per_node: GPUs of a node.
     """
 
     memory: int
@@ -25,19 +26,23 @@ class Gpu:
     single: float
     inside: float
     between: float
+    host: float
     ranks_per_node: int = 8
 
 
 GPUS: Final = MappingProxyType(
     {
-        # NVIDIA A100 Tensor Core GPU data sheet (80GB SXM); DGX A100 data sheet (eight 200 Gb/s adapters)
-        "a100": Gpu(80 * 10**9, 2.039e12, 312e12, 19.5e12, 300e9, 25e9),
-        # NVIDIA H100 Tensor Core GPU data sheet (SXM; half of what it says with sparsity); DGX H100 (400 Gb/s)
-        "h100": Gpu(80 * 10**9, 3.35e12, 989.5e12, 67e12, 450e9, 50e9),
-        # NVIDIA H200 Tensor Core GPU data sheet (SXM; half of what it says with sparsity); DGX H200 (400 Gb/s)
-        "h200": Gpu(141 * 10**9, 4.8e12, 989.5e12, 67e12, 450e9, 50e9),
+        # NVIDIA A100 Tensor Core GPU data sheet (80GB SXM, PCIe Gen4); DGX A100 data sheet (eight 200 Gb/s adapters)
+        "a100": Gpu(80 * 10**9, 2.039e12, 312e12, 19.5e12, 300e9, 25e9, 32e9),
+        # NVIDIA H100 Tensor Core GPU data sheet (SXM, PCIe Gen5; half of its rates with sparsity); DGX H100 (400 Gb/s)
+        "h100": Gpu(80 * 10**9, 3.35e12, 989.5e12, 67e12, 450e9, 50e9, 64e9),
+        # NVIDIA H200 Tensor Core GPU data sheet (SXM, PCIe Gen5; half of its rates with sparsity); DGX H200 (400 Gb/s)
+        "h200": Gpu(141 * 10**9, 4.8e12, 989.5e12, 67e12, 450e9, 50e9, 64e9),
     }
 )
+
+_SHARES: Final = ("matmul", "attention", "memory", "inside", "between", "host")
+"""Of what the data sheet says; the others are seconds, or seconds for each second."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Efficiency:
     """The share of what a data sheet says that programs get, and what they wait for. From 0 to 1, and seconds.
 
     matmul, memory and inside are from H200s: 780 of 989 TFLOP/s in large matmuls, 4.24 of 4.8 TB/s in copies, 304 of
-    450 GB/s in an all-gather of 256 MiB. attention and between are guesses. kernel: from one kernel to the next.
+    450 GB/s in an all-gather of 256 MiB. attention, between and host are guesses. beside: by how many seconds
+    computation is longer for each second of a collective that runs beside it. kernel: from one kernel to the next.
     launch: of a collective; hop_inside, hop_between: from one rank of a ring to the next.
     """
 
@@ -54,6 +60,8 @@ class Efficiency:
     memory: float = 0.88
     inside: float = 0.68
     between: float = 0.8
+    host: float = 0.8
+    beside: float = TAX
     kernel: float = 3e-6
     launch: float = 2e-5
     hop_inside: float = 3e-6
@@ -69,11 +77,11 @@ class Efficiency:
                 value = float(text)
             except ValueError:
                 value = -1.0
-            share = name in ("matmul", "attention", "memory", "inside", "between")
-            if name not in known or not (0 < value <= 1 if share else 0 <= value < 1):
+            if name not in known or not (0 < value <= 1 if name in _SHARES else 0 <= value < 1):
+                others = ", ".join(sorted(known.difference(_SHARES)))
                 raise EngineError(
-                    f"efficiency {word!r}: write name=value, with a share above 0 and up to 1 of matmul, attention, "
-                    "memory, inside, between, or seconds below 1 of kernel, launch, hop_inside, hop_between"
+                    f"efficiency {word!r}: write name=value, with a share above 0 and up to 1 of {', '.join(_SHARES)}, "
+                    f"or seconds below 1 of {others}"
                 )
             changes[name] = value
         return replace(self, **changes)
@@ -95,6 +103,10 @@ class Hardware:
     def traffic(self, nbytes: float) -> float:
         """Seconds that so many bytes take to or from memory."""
         return nbytes / (self.gpu.bandwidth * self.efficiency.memory)
+
+    def copy(self, nbytes: float) -> float:
+        """Seconds of a copy between the device and host memory."""
+        return self.efficiency.kernel + nbytes / (self.gpu.host * self.efficiency.host)
 
     def collective(self, world: int) -> Line:
         """An all-gather or a reduce-scatter of a flat, by its bytes, on `world` ranks that fill nodes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,26 +14,77 @@ from zeroweave._torch.fx import flatten
 from zeroweave._torch.storages import storage_key
 from zeroweave.comm.clock import Clock, Tell
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.transport import Messages, Parts, ReduceOp, Spread
-from zeroweave.layout import BucketLayout
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.work import eager_seconds
-from zeroweave.schedule import Line
+
+
+class Lane:
+    """A stream: `now` is when it will have done what it was given, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """It works for so long."""
+        self.now += seconds
+
+    def reach(self, time: float) -> None:
+        """It waits until then."""
+        self.now = max(self.now, time)
+
+    def wait_event(self, event: Passed) -> None:
+        """As streams of CUDA have it."""
+        self.reach(event.time)
+
+
+class Passed:
+    """A time on some lane, with the words of an event of CUDA: who waits is the current lane of the clock."""
+
+    def __init__(self, clock: PlannedClock, time: float) -> None:
+        self._clock, self.time = clock, time
+
+    def wait(self) -> None:
+        self._clock.reach(self.time)
+
+    def query(self) -> bool:
+        """Is it over? The host keeps pace with the device."""
+        return self._clock.now >= self.time
 
 
 class PlannedClock(Clock):
-    """`now` is the compute stream's time in seconds; the host takes none. It counts bytes of the device as well."""
+    """`now` is the time of the current lane, most of the time the computation's; the host takes none.
+
+    It counts bytes of the device as well.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
+        self.lane = Lane()
+        """the current one"""
         self._beside = self._peak = 0
         """bytes beside the flats, and at most of all"""
-        self._flats = Gauge()
+        self._flats, self._away = Gauge(), Gauge()
 
-    def attach(self, flats: Gauge) -> None:
-        """`flats` counts what is unsharded. Once: whoever has them needs a clock first."""
-        self._flats = flats
+    def attach(self, flats: Gauge, away: Gauge | None) -> None:
+        """`flats` counts what is unsharded, `away` what was moved to host memory and counts as alive for all that;
+        None: nothing is.
+
+        Once: whoever has them needs a clock first.
+        """
+        self._flats, self._away = flats, away or Gauge()
+
+    @property
+    def now(self) -> float:
+        return self.lane.now
+
+    @contextmanager
+    def on(self, lane: Lane) -> Iterator[None]:
+        """Inside, that lane is the current one."""
+        before, self.lane = self.lane, lane
+        try:
+            yield
+        finally:
+            self.lane = before
 
     def add(self, nbytes: int) -> None:
         """So many bytes more are in use, or fewer."""
@@ -41,12 +92,12 @@ class PlannedClock(Clock):
         self._peak = max(self._peak, self.allocated())
 
     def spend(self, seconds: float) -> None:
-        """The compute stream works for so long."""
-        self.now += seconds
+        """The current lane works for so long."""
+        self.lane.spend(seconds)
 
     def reach(self, time: float) -> None:
-        """The compute stream waits until then."""
-        self.now = max(self.now, time)
+        """The current lane waits until then."""
+        self.lane.reach(time)
 
     def mark(self) -> float:
         self._peak = max(self._peak, self.allocated())
@@ -62,7 +113,7 @@ class PlannedClock(Clock):
         return None
 
     def allocated(self) -> int:
-        return self._beside + self._flats.now
+        return self._beside + self._flats.now - self._away.now
 
     def peak(self) -> int:
         return self._peak
@@ -80,12 +131,19 @@ class Meter(OperatorMode):
     def __init__(self, clock: PlannedClock, hardware: Hardware) -> None:
         super().__init__()
         self._clock, self._hardware = clock, hardware
-        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._inside = False
+        self._alive: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
+        """its number, its bytes, and itself, of each storage, by its identity"""
+        self.made = 0
+        """storages so far"""
+        self._inside = self._elsewhere = False
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """These stay for as long as the rank does."""
         self._clock.add(sum({storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values()))
+
+    def alive(self, since: int) -> int:
+        """Bytes that are in use of those that were made behind the first `since`."""
+        return sum(nbytes for number, nbytes, _ in self._alive.values() if number >= since)
 
     @contextmanager
     def program(self) -> Iterator[None]:
@@ -96,7 +154,18 @@ class Meter(OperatorMode):
         finally:
             self._inside = before
 
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Inside, the host works, in its own memory."""
+        before, self._elsewhere = self._elsewhere, True
+        try:
+            yield
+        finally:
+            self._elsewhere = before
+
     def ran(self, operator: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        if self._elsewhere:
+            return
         outputs = [leaf for leaf in flatten(out)[0] if isinstance(leaf, torch.Tensor)]
         inputs = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
         given = set(map(storage_key, inputs))
@@ -115,71 +184,6 @@ class Meter(OperatorMode):
             del alive[key]
             clock.add(-nbytes)
 
-        alive[key] = weakref.ref(storage, gone)
+        alive[key] = self.made, nbytes, weakref.ref(storage, gone)
+        self.made += 1
         clock.add(nbytes)
-
-
-class _Pending:
-    """A collective that is over at `end`; `alive` stays until it has been waited for."""
-
-    def __init__(self, clock: PlannedClock, end: float, *alive: object) -> None:
-        self._clock, self._end, self._alive = clock, end, alive
-
-    def wait(self) -> None:
-        self._clock.reach(self._end)
-        self._alive = ()
-
-    def over(self, clock: Clock) -> float:
-        return self._end
-
-
-class PlannedTransport:
-    """Rank 0 of `world` ranks, none of which is there. Collectives run one after the other, as long as they would.
-
-    As `comm.process_group` has it, a gather casts the shard first, and a reduction copies gradients into a flat.
-    """
-
-    def __init__(self, world: int, clock: PlannedClock, hardware: Hardware) -> None:
-        self.rank, self.world = 0, world
-        self._clock, self._hardware, self._line = clock, hardware, hardware.collective(world)
-        self._free = 0.0
-
-    @property
-    def line(self) -> Line:
-        """A collective by the bytes of the flat, without what each rank does beside it."""
-        return self._line
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
-
-    def together(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def _issue(self, nbytes: int, copied: int, *alive: object) -> _Pending:
-        begin = max(self._clock.now, self._free)
-        self._free = begin + self._line(nbytes) + self._hardware.traffic(copied)
-        return _Pending(self._clock, self._free, *alive)
-
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> _Pending:
-        as_it_is = shard.dtype == flat.dtype and self.world > 1
-        return self._issue(flat.nbytes, 0 if as_it_is else shard.nbytes + flat.nbytes // self.world, flat, shard)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> _Pending:
-        if self.world == 1:
-            return self._issue(out.nbytes, 2 * out.nbytes)
-        whole = isinstance(parts, torch.Tensor) and parts.dtype == out.dtype
-        flat = parts if whole else torch.empty(layout.numel, dtype=out.dtype)
-        nbytes = layout.numel * out.itemsize
-        return self._issue(nbytes, 0 if whole else 2 * nbytes, flat, parts, out)
-
-    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> _Pending:
-        raise NotImplementedError("an engine's window has no such reduction")
-
-    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> _Pending:
-        raise NotImplementedError("what is planned is AdamW's, which needs no whole matrices")
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = "world") -> None:
-        raise NotImplementedError("nothing has values")
-
-    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
-        raise NotImplementedError("nothing has values")

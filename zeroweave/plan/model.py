@@ -56,6 +56,8 @@ def _transformers(path: Path, micro_batch: int, seq: int) -> Source:
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(f"{path}: {error}") from None
 
+    config.use_cache = False  # no training has one: the engine would pass this, with a warning for each plan
+
     def made() -> tuple[nn.Module, Any]:
         with torch.device("meta"):
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -12,7 +12,7 @@ from zeroweave.config import Config
 from zeroweave.errors import EngineError
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.model import Source
-from zeroweave.plan.rank import Planned, PlannedRank
+from zeroweave.plan.rank import Measured, Planned, PlannedRank
 
 ROOM: Final = 0.9
 """The share of a GPU's memory that a plan may fill: the rest is for the driver, libraries and fragmentation."""
@@ -23,10 +23,11 @@ class Row:
     """One rank's step. Seconds and bytes.
 
     schedule: "prefetch 1", "auto" (what an engine follows by itself) or "keep auto" (stage 3: with as many buckets kept
-    gathered as there is room for). exposed: seconds in which the computation waits for collectives. parameters: shards
-    and masters. gradients: the reduced ones. flats: of parameters and of gradients in flight, at most. activations:
-    what the forward leaves for the backward.
-    peak: everything at once, at most. fits: is that within the room?
+    gathered as there is room for). exposed: seconds in which the computation waits for collectives and copies.
+    parameters: shards and masters. gradients: the reduced ones, and what backwards that do not reduce have added up.
+    flats: of parameters and of gradients in flight, at most. activations: what the forward leaves for the backward; if
+    they are moved to host memory, what of it is still on the device at its end. peak: everything at once, at most.
+    fits: is that within the room? All of these are on the device. host: everything in host memory, at most.
     """
 
     stage: int
@@ -41,6 +42,7 @@ class Row:
     activations: int
     peak: int
     fits: bool
+    host: int = 0
 
     @property
     def name(self) -> str:
@@ -69,27 +71,32 @@ class Plans:
         return asdict(self)
 
 
-def make(source: Source, stages: Sequence[int], worlds: Sequence[int], params: str, hardware: Hardware) -> Plans:
-    """One rank of each world at each stage, with AdamW. `params`: as `precision.params` of the config.
+def make(
+    source: Source, stages: Sequence[int], worlds: Sequence[int], settings: Mapping[str, Any], hardware: Hardware
+) -> Plans:
+    """One rank of each world at each stage, with AdamW. `settings`: what of a config stands beside the stage.
 
-    EngineError where the model cannot run without values; see `PlannedRank.measure`.
+    EngineError where the model cannot run without values, see `PlannedRank.measure`, and for settings of which plans
+    know nothing.
     """
     room = int(hardware.gpu.memory * ROOM)
     rows: list[Row] = []
     eager: dict[str, str] = {}
     for world in worlds:
         for stage in stages:
-            config = Config.load({"stage": stage, "precision": {"params": params}})
-            rank = PlannedRank(
-                *source(), lambda parameters: torch.optim.AdamW(parameters, fused=True), config, world, hardware
-            )
-            rank.measure()
-            eager |= rank.calls.eager_regions
-            rows += [_row(stage, world, name, plan, room) for name, plan in _schedules(rank, stage, room)]
+            config = Config.load({**settings, "stage": stage})
+            found = PlannedRank(*source(), adamw, config, world, hardware).measure()
+            eager |= found.eager
+            rows += [_row(stage, world, name, plan, room) for name, plan in _schedules(found, stage, room)]
     return Plans(tuple(rows), tuple(advise([r for r in rows if r.world == w], w, room) for w in worlds), eager, room)
 
 
-def _schedules(rank: PlannedRank, stage: int, room: int) -> Iterator[tuple[str, Planned]]:
+def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of plans."""
+    return torch.optim.AdamW(parameters, fused=True)
+
+
+def _schedules(rank: Measured, stage: int, room: int) -> Iterator[tuple[str, Planned]]:
     yield "prefetch 1", rank.plan(prefetch=1)
     yield "auto", rank.plan()
     if stage == 3:
@@ -97,20 +104,21 @@ def _schedules(rank: PlannedRank, stage: int, room: int) -> Iterator[tuple[str, 
 
 
 def _row(stage: int, world: int, schedule: str, plan: Planned, room: int) -> Row:
-    memory, expected = plan.memory, plan.prediction
+    memory = plan.memory
     return Row(
         stage=stage,
         world=world,
         schedule=schedule,
-        seconds=expected.seconds,
-        exposed=sum(expected.waits.values()),
-        parameters=memory.shards + memory.masters,
-        optimizer=memory.optimizer,
-        gradients=memory.gradients,
+        seconds=plan.seconds,
+        exposed=sum(plan.prediction.waits.values()),
+        parameters=memory.shards + memory.masters - memory.host_shards - memory.host_masters,
+        optimizer=memory.optimizer - memory.host_optimizer,
+        gradients=memory.gradients + memory.local_sums,
         flats=max((flats for flats, _ in plan.schedule.memory), default=0),
         activations=plan.activations,
         peak=plan.peak,
         fits=plan.peak <= room,
+        host=plan.host,
     )
 
 
@@ -124,7 +132,7 @@ def advise(rows: Iterable[Row], world: int, room: int) -> Advice:
             world,
             None,
             f"none fits into {room / 2**30:.1f} GiB: {least.name} takes least, {least.peak / 2**30:.1f} GiB; take more "
-            "ranks, a smaller micro-batch, or shorter sequences",
+            "ranks, a smaller micro-batch, shorter sequences, or offload",
         )
     best = min(row.seconds for row in fitting)
     take = min((row for row in fitting if row.seconds <= best * 1.01), key=lambda row: row.peak)
@@ -134,6 +142,8 @@ def advise(rows: Iterable[Row], world: int, room: int) -> Advice:
         reason += (
             f"; {', '.join(row.name for row in others)} would be faster and takes more than {room / 2**30:.1f} GiB"
         )
+    if take.host:
+        reason += f"; each rank takes {take.host / 2**30:.1f} GiB of host memory"
     return Advice(world, take, reason)
 
 

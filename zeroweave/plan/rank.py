@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -27,26 +26,49 @@ from zeroweave.engine.model import specs_of
 from zeroweave.engine.settings import ScheduleSettings, settings_of
 from zeroweave.engine.stats import Memory
 from zeroweave.errors import EngineError
-from zeroweave.layout import build_layout
+from zeroweave.layout import BucketLayout, build_layout
 from zeroweave.notices import Journal
+from zeroweave.optim.scaler import Scaler, checks
 from zeroweave.optim.states import States
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.places import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.plan.hardware import Hardware
-from zeroweave.plan.meter import Meter, PlannedClock, PlannedTransport
+from zeroweave.plan.meter import Meter, PlannedClock
+from zeroweave.plan.transport import PlannedCopies, PlannedTransport
 from zeroweave.plan.work import Program
 from zeroweave.runtime.backward import Observer
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.timeline import Timeline
-from zeroweave.schedule import Costs, Prediction, Schedule, compile_schedule, costs_of, simulate
+from zeroweave.schedule import (
+    Costs,
+    Event,
+    Facts,
+    Line,
+    Prediction,
+    Reduce,
+    Schedule,
+    Step,
+    Unshard,
+    compile_schedule,
+    costs_of,
+    simulate,
+)
 
 
 class _Backwards(Observer):
-    """Each backward ends a window."""
+    """The backwards of one window after another, as the engine's has it."""
 
-    def __init__(self, shown: Shown) -> None:
-        self._shown = shown
+    def __init__(self, shown: Shown, stage: int) -> None:
+        self._shown, self._stage = shown, stage
+        self._ends = True
+
+    def expect(self, ends: bool) -> None:
+        """The next one ends its window, or does not."""
+        self._ends = ends
+
+    def reduces(self) -> bool:
+        return self._stage > 1 or self._ends
 
     def backward_began(self) -> None:
         self._shown.show()
@@ -55,26 +77,75 @@ class _Backwards(Observer):
         self._shown.hide()
 
 
+class _Ran(NamedTuple):
+    """A step that is over: its record, and bytes that a forward has left alive, at most."""
+
+    record: tuple[Event, ...]
+    left: int
+
+
 @dataclass(frozen=True)
 class Planned:
-    """A schedule of one rank, and what is expected of it. Bytes.
+    """A schedule of one rank, and what is expected of it. Bytes, and seconds.
 
-    memory: the model state, as the tensors have it. activations: what the forward leaves for the backward.
+    seconds: of the step, with what collectives take from computation beside them. memory: the model state, as the
+    tensors have it. activations: what the forward leaves for the backward. host: everything in host memory, at most.
     peak: everything on the device, at most.
     """
 
     schedule: Schedule
     prediction: Prediction
+    seconds: float
     memory: Memory
     activations: int
+    host: int
     peak: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A step that a rank has carried out, under the schedule `first` of its record, and what it took.
+
+    eager: regions that cannot be compiled, with the reason. Else see `Planned`.
+    """
+
+    first: Schedule
+    step: Step
+    costs: Costs
+    memory: Memory
+    activations: int
+    host: int
+    eager: dict[str, str]
+    _settings: ScheduleSettings
+    _facts: Facts
+    _collective: Line
+    _beside: float
+
+    def plan(self, **changes: Any) -> Planned:
+        """What the engine would follow with these settings of `compile`, once it has measured its steps."""
+        settings, costs = replace(self._settings, **changes), self.costs
+        schedule = compile_schedule(self.first.record, settings.facts(self._facts, costs, self.first))
+        expected = simulate(schedule, costs)
+        peak = costs.peak - simulate(self.first, costs).peak + expected.peak  # as settings have it
+        seconds = expected.seconds + self._beside * self._hidden(expected, schedule)
+        return Planned(schedule, expected, seconds, self.memory, self.activations, self.host, peak)
+
+    def _hidden(self, expected: Prediction, schedule: Schedule) -> float:
+        """Seconds of collectives, without uploads before them, for which nobody waits."""
+        sent = 0.0
+        for span in expected.spans:
+            instruction = schedule.instructions[span.index]
+            if isinstance(instruction, Unshard | Reduce):
+                longest = self._collective(schedule.facts.sizes[instruction.bucket])
+                sent += min(span.stop - span.start, longest) if span.lane != "compute" else 0.0
+        return max(0.0, sent - sum(expected.waits.values()))
 
 
 class PlannedRank:
     """Rank 0 of `world` ranks, with a model that lies on `meta` and is used up.
 
-    `batch` is one as `Engine.train_step` takes it, on `meta`. `optimizer` makes one of parameters. EngineError for a
-    config of what plans know nothing about.
+    `batch` is one as `Engine.train_step` takes it, on `meta`: that of every micro-step. `optimizer` makes one of
+    parameters. EngineError for a config of what plans know nothing about.
     """
 
     def __init__(
@@ -86,117 +157,139 @@ class PlannedRank:
         world: int,
         hardware: Hardware,
     ) -> None:
-        _refuse(config)
-        self.config, self._model, self._hardware = config, model, hardware
-        self._clock = PlannedClock()
-        self._meter = Meter(self._clock, hardware)
-        with ExitStack() as inside:
-            self._fake = without_memory()
-            inside.enter_context(self._fake)
-            self._make(model, optimizer, world)
-            self._batch = map_tensors(_on_cpu, batch)
-            buffers = {id(b): _on_cpu(b) for b in model.buffers()}
-            for module in model.modules():
-                module._buffers.update({n: buffers[id(b)] for n, b in module._buffers.items() if b is not None})
-        homes = [bucket.home for bucket in self.runtime.buckets.values()]
-        held = [home.master for home in homes] + [home.source for home in homes] + list(buffers.values())
-        map_tensors(held.append, self._batch)
-        self._meter.hold(held)
-
-    def _make(self, model: nn.Module, optimizer: Callable[[list[nn.Parameter]], Any], world: int) -> None:
-        config = self.config
-        named = dict(model.named_parameters())
+        self._config, self._model, self._hardware = config, model, hardware
+        self._clock = clock = PlannedClock()
+        self._meter = meter = Meter(clock, hardware)
+        named, cpu = dict(model.named_parameters()), torch.device("cpu")
         layouts = build_layout(
             specs_of(model, named, frozenset(), config), world, config.bucket.bytes, config.bucket.by_block
         )
-        policy = policy_of(config, layouts)
-        wire = Wire(PlannedTransport(world, self._clock, self._hardware), torch.device("cpu"), self._clock)
-        self.runtime = runtime = Runtime(layouts, wire, policy)
-        self._clock.attach(runtime.flats)
-        self._wire = wire
-        made = optimizer(list(model.parameters()))
-        places = runtime.directory.places
-        slot_of = {id(p): places[name] for name, p in named.items()}
-        del named
-        at = rest(model, StubStatus(), lambda name, _: runtime.buckets[places[name][0]].real[places[name][1]])
-        self.optimizer = ShardedOptimizer(
-            made, list(runtime.buckets.values()), slot_of, runtime.transfers, States(), moments_off=False, rates=None
-        )
-        self._facts = facts_of(config, layouts, policy, self.optimizer)
-        access = Access(model, runtime)
-        hook_gradients(runtime)
-        shown = Shown(runtime, at, access)
-        self.calls = Calls(model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program)
-        runtime.attach(_Backwards(shown))
+        _refuse(config, layouts)
+        policy, moments_off = policy_of(config, layouts), config.offload.optimizer != "none"
+        self._fake = without_memory()
+        with self._fake:
+            self._wire = wire = Wire(PlannedTransport(world, clock, hardware), cpu, clock)
+            self._runtime = runtime = Runtime(
+                layouts,
+                wire,
+                policy,
+                issuing=wire.issuing,
+                streams=lambda _: PlannedCopies(meter, clock, hardware),
+            )
+            offloading = runtime.activations.offloading
+            clock.attach(runtime.flats, None if offloading is None else offloading.away)
+            made, place = optimizer(list(model.parameters())), runtime.directory.places
+            slot_of = {id(p): place[name] for name, p in named.items()}
+            del named
+            at = rest(model, StubStatus(), lambda name, _: runtime.buckets[place[name][0]].real[place[name][1]])
+            buckets = list(runtime.buckets.values())
+            self._optimizer = ShardedOptimizer(
+                made, buckets, slot_of, runtime.transfers, States(), moments_off, rates=None
+            )
+            self._scaler = Scaler(runtime.gradients, None, False, wire, cpu)
+            self._facts = facts_of(config, layouts, policy, self._optimizer)
+            access = Access(model, runtime)
+            hook_gradients(runtime)
+            shown = Shown(runtime, at, access)
+            self._calls = Calls(
+                model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program
+            )
+            self._backwards = _Backwards(shown, config.stage)
+            runtime.attach(self._backwards)
+            self._batch = map_tensors(_on_cpu, batch)
+            meter.hold(self._held(model, buckets))
+
+    def _held(self, model: nn.Module, buckets: Sequence[Any]) -> list[torch.Tensor]:
+        """What lies on the device for good; the model's buffers among it, which are put there."""
+        homes = [bucket.home for bucket in buckets]
+        held = [home.master for home in homes if not home.on_host]
+        held += [home.source for home in homes if not home.source_on_host]
+        buffers = {id(b): _on_cpu(b) for b in model.buffers()}
+        for module in model.modules():
+            module._buffers.update({n: buffers[id(b)] for n, b in module._buffers.items() if b is not None})
+        held += buffers.values()
+        map_tensors(held.append, self._batch)
+        return held
 
     def _program(self, lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind, phases: Phases) -> Boxed:
         return Program(graph.graph, self._hardware, lower == "inductor", self._clock.spend, self._meter.program)
 
     # ------------------------------------------------------------------ steps
-    def _step(self, schedule: Schedule | None) -> int:
-        """A whole step that follows `schedule`, on demand without one. Bytes that the forward has left alive."""
-        runtime, replay = self.runtime, self.runtime.replay
+    def _step(self, schedule: Schedule | None) -> _Ran:
+        """A whole step that follows `schedule`, on demand without one."""
+        runtime, replay, gradients = self._runtime, self._runtime.replay, self._runtime.gradients
         runtime.next_window(schedule)
-        begin = self._clock.allocated() - runtime.flats.now
-        args, kwargs = arguments_of(self._batch)
-        args, kwargs = self.calls.inputs(tuple(args), dict(kwargs))
+        steps = self._config.gradient_accumulation_steps
         with self._fake, self._meter:
-            with self.calls.compiling():
-                with self.calls.session():
-                    output = self._model(*args, **kwargs)
-                loss = loss_of(output, self._batch, None)
-                del output
-            left = self._clock.allocated() - runtime.flats.now - begin
-            loss.backward()
-            del loss
+            left = max(self._micro_step(number + 1 == steps) for number in range(steps))
             if not replay.arrive():
                 replay.record.prune(replay.record.needed())
-            gradients = runtime.gradients
-            absent = gradients.absent(gradients.had_gradient())
-            self._record = tuple(replay.record)
-            replay.finish(
-                self.optimizer.in_turn(gradients.take, absent, replay.update_order(frozenset(absent))),
-                frozenset(absent),
-            )
+            absent, record = gradients.absent(gradients.had_gradient()), tuple(replay.record)
+            updates = frozenset(absent)
+            if self._config.gradient_clipping is not None:
+                self._scaler.clip(self._config.gradient_clipping)
+            replay.finish(self._optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates)), updates)
             for bucket in absent:
                 runtime.buckets[bucket].renew()
+        self._scaler.next_window()
         runtime.release_kept()
+        return _Ran(record, left)
+
+    def _micro_step(self, ends: bool) -> int:
+        """Bytes that the forward has left alive. `ends`: the window does with it."""
+        runtime, steps, begin = self._runtime, self._config.gradient_accumulation_steps, self._meter.made
+        args, kwargs = arguments_of(self._batch)
+        args, kwargs = self._calls.inputs(tuple(args), dict(kwargs))
+        with self._calls.compiling():
+            with self._calls.session():
+                output = self._model(*args, **kwargs)
+            loss = loss_of(output, self._batch, None)
+            del output
+        offloading = runtime.activations.offloading
+        away = runtime.transfers.staged.now + (0 if offloading is None else offloading.away.now)
+        left = self._meter.alive(begin) - away
+        self._backwards.expect(ends)
+        (loss / steps if steps > 1 else loss).backward()
         return left
 
-    def measure(self) -> None:
+    def measure(self) -> Measured:
         """Two steps: one on demand, which is recorded, and one that follows the schedule of that and is timed.
 
         EngineError, which names the module, where the program asks for values, which no tensor has.
         """
         try:
-            self._step(None)
+            record = self._step(None).record
         except value_errors() as error:
             where = innermost(error, self._model)
             raise EngineError(
                 f"{where} needs values of tensors to go on ({str(error).splitlines()[0]}), and a plan has none: plan "
                 "the model without it"
             ) from error
-        self.first = compile_schedule(self._record, settings_of(self.config).facts(self._facts, None, None))
+        settings, executor = settings_of(self._config), self._runtime.replay.executor
+        first = compile_schedule(record, settings.facts(self._facts, None, None))
         timeline = Timeline(self._clock)
-        self.runtime.next_window(self.first)
+        self._runtime.next_window(first)
         self._clock.restart_peak()
-        self.runtime.replay.executor.note_times(timeline)
+        executor.note_times(timeline)
         self._wire.time(timeline.collectives)
-        self._activations = self._step(self.first)
+        left = self._step(first).left
         self._wire.time(None)
-        self.runtime.replay.executor.note_times(None)
-        self.memory = Memory.read(self.runtime, self.optimizer, 0)
-        self.step = timeline.step(self.first)
-        self.costs: Costs = costs_of([self.step], self._clock.peak())
-
-    def plan(self, **changes: Any) -> Planned:
-        """What the engine would follow with these settings of `compile`, once it has measured its steps."""
-        settings: ScheduleSettings = replace(settings_of(self.config), **changes)
-        costs = self.costs
-        schedule = compile_schedule(self.first.record, settings.facts(self._facts, costs, self.first))
-        expected = simulate(schedule, costs)
-        peak = costs.peak - simulate(self.first, costs).peak + expected.peak  # as settings have it
-        return Planned(schedule, expected, self.memory, self._activations, peak)
+        executor.note_times(None)
+        step, offloading = timeline.step(first), self._runtime.activations.offloading
+        memory = Memory.read(self._runtime, self._optimizer, 0)
+        return Measured(
+            first,
+            step,
+            costs_of([step], self._clock.peak()),
+            memory,
+            left,
+            memory.host + (0 if offloading is None else offloading.host.peak),
+            dict(self._calls.eager_regions),
+            settings,
+            self._facts,
+            self._hardware.collective(self._wire.world),
+            self._hardware.efficiency.beside,
+        )
 
 
 def innermost(error: BaseException, model: nn.Module) -> str:
@@ -213,15 +306,18 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
 
 
-def _refuse(config: Config) -> None:
+def _refuse(config: Config, layouts: Sequence[BucketLayout]) -> None:
     """EngineError for what a plan would leave out."""
+    if config.offload.optimizer == "adaptive":
+        raise EngineError(
+            "a plan knows nothing about offload.optimizer 'adaptive': how many states move follows from a peak that is "
+            "measured on the GPU; plan 'none' and 'all', which it lies between"
+        )
     unknown = {
-        "offload": config.offload != type(config.offload)(),
-        "gradient_accumulation_steps": config.gradient_accumulation_steps > 1,
-        "gradient_clipping": config.gradient_clipping is not None,
         "experts": config.experts.parallel_size > 1,
         "compile.cuda_graphs": config.compile.cuda_graphs,
         "activations": config.activations.free_threshold_bytes is not None,
+        "precision.loss_scale or on_nonfinite": checks(config, layouts),
     }
     if named := [key for key, is_set in unknown.items() if is_set]:
         raise EngineError(f"a plan knows nothing about {', '.join(named)}: leave that out of the config")

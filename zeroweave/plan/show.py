@@ -19,6 +19,7 @@ _HEAD: Final = (
     "activations",
     "flats",
     "peak GiB",
+    "host",
     "step s",
     "exposed s",
 )
@@ -27,8 +28,12 @@ _WIDTH, _BAR, _LEFT = 620, 22, 210
 
 
 def lines(plans: Plans) -> Iterator[str]:
-    """A table, in GiB and seconds, and what to take."""
-    yield from table(_HEAD, [_cells(row) for row in plans.rows])
+    """A table, in GiB and seconds, and what to take. Host memory is a column where something lies there."""
+    cells = [_HEAD, *map(_cells, plans.rows)]
+    if not any(row.host for row in plans.rows):
+        at = _HEAD.index("host")
+        cells = [(*row[:at], *row[at + 1 :]) for row in cells]
+    yield from table(cells[0], cells[1:])
     yield ""
     for advice in plans.advice:
         what = f"take {advice.take.name}" if advice.take is not None else "nothing fits"
@@ -40,8 +45,8 @@ def lines(plans: Plans) -> Iterator[str]:
 def _cells(row: Row) -> tuple[str, ...]:
     sizes = (row.parameters, row.optimizer, row.gradients, row.activations, row.flats)
     peak = f"{row.peak / _GIB:.2f}{'' if row.fits else ' !'}"
-    name = f"{row.name}"
-    return name, str(row.world), *(f"{s / _GIB:.2f}" for s in sizes), peak, f"{row.seconds:.4f}", f"{row.exposed:.4f}"
+    host, times = f"{row.host / _GIB:.2f}", (f"{row.seconds:.4f}", f"{row.exposed:.4f}")
+    return row.name, str(row.world), *(f"{s / _GIB:.2f}" for s in sizes), peak, host, *times
 
 
 def picture(plans: Plans) -> str:

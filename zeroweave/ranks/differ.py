@@ -13,6 +13,14 @@ MODULES = (
     "ranks; what is used inside one region may differ (compile.regions makes a module one region), and at stages 1 and "
     "2 the modules may differ, too"
 )
+_ALONE = (
+    "make it on all ranks, or, so that one rank may, inside `with engine.full_parameters():`, which all ranks enter"
+)
+_FORWARD = (
+    "at stages 1 and 2 the first forward behind a step() gathers the new weights, and needs all ranks for it: "
+    f"{_ALONE}, or set gather_after_step to true, which gathers them in step()"
+)
+_FORWARD_ON_ENTRY = f"at stage 3 each forward gathers parameters, and needs all ranks for it: {_ALONE}"
 _COLLECTIVE = "collective "
 _UPDATES = ("agreement of step ", "the check after backward ")
 """Where a rank is that has issued all collectives of its step, or of a backward."""
@@ -59,6 +67,20 @@ def advice(one: str, two: str) -> str:
     if all(collectives) or one.startswith(_UPDATES) or two.startswith(_UPDATES):
         return f": {MODULES}; {ADVICE}"
     return f": {ADVICE}"
+
+
+def in_vain(issued: Issued, gathers_on_entry: bool = False) -> str:
+    """In which call a rank waits for a collective to which others do not come, and what to do; "" where nobody knows.
+
+    `gathers_on_entry`: see `Ledger`.
+    """
+    if not issued.call:
+        return ""
+    by_itself = issued.call.startswith("after ")
+    where = f"{issued.call}, in a module that was called by itself" if by_itself else issued.call
+    if issued.text.startswith("all_gather") and (by_itself or issued.call == "in forward"):
+        return f"{where}: {_FORWARD_ON_ENTRY if gathers_on_entry else _FORWARD}"
+    return f"{where}: {ADVICE}"
 
 
 def dump(marks: Sequence[Issued]) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from zeroweave._torch.distributed import collectives_begun
 from zeroweave.ranks import stacks
-from zeroweave.ranks.differ import ADVICE, Issued, dump, explain, parse
+from zeroweave.ranks.differ import ADVICE, Issued, dump, explain, in_vain, parse
 from zeroweave.ranks.process import is_stopped
 from zeroweave.ranks.status import Failure, RankStatus, StatusLine, question_of, read, tell
 
@@ -171,8 +171,8 @@ class Watcher:
         mine = self._line.status  # read after the progress: an agreement may have been reached between
         for rank, status in self._others():
             here = f"this rank has issued {count} and is in step {step}"
-            if self._trail.call:
-                here = f"{here}, {self._trail.call}: {ADVICE}"
+            if where := self._where(count) or (self._trail.call and f"{self._trail.call}: {ADVICE}"):
+                here = f"{here}, {where}"
             if status.left and count > status.count:
                 return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
             if status.meetings > mine.meetings and count > status.count:
@@ -215,7 +215,13 @@ class Watcher:
         )
         what = f"collective {number} ('{self._trail.text_at(number)}')"
         self._missed = True
-        return f"{who} did not come to {what} within the deadline of {self._deadline:g} s"
+        told, where = f"{who} did not come to {what} within the deadline of {self._deadline:g} s", self._where(number)
+        return f"{told}; rank {self.rank} waits for it {where}" if where else told
+
+    def _where(self, number: int) -> str:
+        """Where this rank has issued its collective of that number, in words, and what to do."""
+        issued = next((mark for mark in self._trail.marks if mark.count == number), None)
+        return "" if issued is None else in_vain(issued, self._trail.gathers_on_entry)
 
     def _missing(self, number: int) -> dict[int, RankStatus]:
         """Whom a rank waits for that has come to this collective: the stopped ones, else those farthest behind."""

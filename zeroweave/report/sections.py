@@ -160,7 +160,7 @@ def collectives(shown: Courses) -> Table:
     for kind, (name, waits) in kinds.items():
         buckets = [bucket for each, bucket in schedule.collectives() if each == kind]
         issuer = Unshard if kind == "all_gather" else Reduce
-        launches = sum(isinstance(launch[0], issuer) for launch in schedule.launches)
+        launches = len(buckets) - sum(len(each) - 1 for each in schedule.launches if isinstance(each[0], issuer))
         row = [name, str(len(buckets)), str(launches), size(sum(sizes[bucket] for bucket in buckets))]
         for course in shown.courses:
             lane: Lane = "all_gather" if kind == "all_gather" else "reduce_scatter"
@@ -190,7 +190,9 @@ def buckets(schedule: Schedule, about: About | None) -> list[Bucket]:
     for facts in schedule.facts.buckets:
         layout = layouts.get(facts.id)
         traits = ["trained" if facts.trainable else "frozen"]
-        if facts.id in schedule.facts.kept_by_stage:
+        if facts.id in schedule.stays:
+            traits.append("stays gathered")
+        elif facts.id in schedule.facts.kept_by_stage:
             traits.append("stays gathered until the optimizer step")
         if facts.id in schedule.places:
             traits.append(f"gathered by copy engine, in place {schedule.places[facts.id]}")

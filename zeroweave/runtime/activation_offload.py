@@ -18,26 +18,24 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from zeroweave._torch.storages import storage_key
 from zeroweave.comm.gauge import Gauge
+from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.storages import Group, Home, HostCopy, Saved, free_storages, unshared
 from zeroweave.runtime.timeline import Timeline
-from zeroweave.runtime.transfers import CopyStream
 from zeroweave.schedule import Call, Instruction, Needed, Offload, Release, Reload
 
 
 class Offloading:
-    """Moves storages of `threshold` bytes and more between `device` and host memory.
+    """Moves storages of `threshold` bytes and more between the device of `copies` and host memory.
 
     A call's activations are what is saved from the end of the call before it up to its own end: the input that a
     checkpoint around the call saves, too. `note` hears of what a backward asks for, for the first time each.
     """
 
-    def __init__(self, threshold: int, device: torch.device, note: Callable[[Needed], object]) -> None:
-        self._threshold, self._device, self._note = threshold, device, note
-        self._copies = CopyStream(device)
+    def __init__(self, threshold: int, copies: CopyStream, note: Callable[[Needed], object]) -> None:
+        self._threshold, self._copies, self._note = threshold, copies, note
         self._homes: weakref.WeakValueDictionary[int, Home] = weakref.WeakValueDictionary()
         self._fresh: weakref.WeakSet[Saved] = weakref.WeakSet()
         self._groups: dict[tuple[Call, int], Group] = {}
@@ -48,6 +46,8 @@ class Offloading:
         self._arriving: dict[Home, torch.UntypedStorage] = {}
         self.host = Gauge()
         """bytes in host memory"""
+        self.away = Gauge()
+        """those of them that are not on the device"""
         self.moved = self.moved_before = 0
         """bytes moved out in this window, and in the one before"""
         self.on_demand = 0
@@ -57,9 +57,7 @@ class Offloading:
     def add(self, saved: Saved) -> None:
         """A tensor was saved; it moves if its storage can."""
         tensor = saved.tensor
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device != self._device:
-            return
-        if tensor.layout != torch.strided:
+        if not self._copies.moves(tensor):
             return
         storage = tensor.untyped_storage()
         if storage.nbytes() < self._threshold or not storage.nbytes() or not storage.resizable():
@@ -163,7 +161,7 @@ class Offloading:
         del leaving  # which holds the storages as well
         for home in homes:
             if self._is_wanted_out(home) and free_storages(home.tensors(), threshold=0, held=1):
-                home.gone()
+                home.gone(self.away)
                 self.moved += home.nbytes
             else:  # nobody keeps it any more, or somebody has got hold of it, or it is to come back already
                 home.stays()

@@ -6,13 +6,13 @@ Where the shard lives is told in `runtime.shard`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zeroweave._torch.storages import marks, owners, storage_key, storage_use_count, version
+from zeroweave._torch.storages import marks, owners, place_key, storage_key, storage_use_count, version
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
@@ -159,6 +159,8 @@ class Bucket(Flat):
         increment_version(self.real)
         self.generation += 1
         self._accept_writes()
+        if self.standing:
+            self.expire()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The slots of a tensor [numel] that is laid out like this bucket's flat."""
@@ -249,6 +251,26 @@ class Lingering:
             if self._buckets[bucket].holds or self._buckets[bucket].free():
                 self._lingering.discard(bucket)
 
+    def stay(self, buckets: Collection[int]) -> None:
+        """These stay gathered from one window to the next, and no others. Equally on all ranks, between windows."""
+        for bucket, each in sorted(self._buckets.items()):
+            if not each.stay(bucket in buckets):
+                self._lingering.add(bucket)
+
+    def expire(self, buckets: Iterable[int] | None = None) -> None:
+        """What these have gathered, by default all, is gathered again when it is needed. Equally on all ranks."""
+        for bucket in sorted(self._buckets if buckets is None else buckets):
+            if not self._buckets[bucket].expire():
+                self._lingering.add(bucket)
+
+    def gather_again(self) -> None:
+        """What is gathered is not what the shards have: whoever holds it sees those from now on. Collective."""
+        self.expire()
+        for _, bucket in sorted(self._buckets.items()):
+            if bucket.holds:
+                bucket.gather()
+                bucket.wait()
+
     def viewed(self) -> bytes:
         """A byte per bucket, by id: 1 where some tensor of this rank still views its flat."""
         self.sweep()
@@ -264,3 +286,8 @@ class Lingering:
                 each.unshard()
                 each.wait()
                 self.reshard(bucket)
+
+
+def saved_key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:
+    """What a saved view is known again by: its place, or where it lies if it is no slot."""
+    return place if place[1] >= 0 else place_key(tensor)

@@ -167,6 +167,7 @@ class Executor:
         self.executed.clear()
 
     def next_window(self) -> None:
-        """Drops every hold and forgets what was executed."""
-        self.drop_holds()
+        """Drops every hold that no instruction has dropped, and forgets what was executed."""
+        for bucket in sorted(self.holds.elements()):
+            self.lingering.reshard(bucket)
         self.holds, self.executed = Counter(), []

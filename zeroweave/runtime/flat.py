@@ -4,6 +4,7 @@ resharded   the flat's storage has 0 bytes; the shard is all there is
 gathering   storage is full size, the all-gather is under way (`unshard` of the first hold)
 usable      the current stream has waited for the gather (`wait`)
 lingering   no hold is left, but some tensor still views the flat; freed by a later `free`
+standing    no hold is left, and it stays on purpose (`stay`): the next hold finds the values, and gathers nothing
 
 A flat may have a place (`assign`): then its storage lies there when it is gathered, which is how its gather takes the
 way that all ranks have agreed on. Who lies there on this rank alone, because something views it, leaves: its content
@@ -47,6 +48,12 @@ class Flat:
         self._target = self.flat.data
         self.storage.resize_(0)
         self.holds = 0
+        self.stays = False
+        """does it stand behind its last hold? From its next gather on, which all ranks issue"""
+        self.standing = False
+        """is what was gathered good until it expires?"""
+        self.gathers = 0
+        """how many were issued"""
         self._pending: Pending | None = None
         self._place: Place | None = None
         """where the next gather finds it; None: in ordinary memory"""
@@ -72,15 +79,36 @@ class Flat:
         return self._views() > handed_in
 
     def unshard(self) -> None:
-        """Takes a hold; the first one starts the all-gather.
+        """Takes a hold; the first one starts the all-gather, unless the flat is standing.
 
         A lingering flat is gathered again: how long a view lives depends on garbage collection and may
         differ between ranks, but all ranks must issue the same collectives. Its values stay the same.
         """
         self.holds += 1
-        if self.holds == 1 and self.layout.numel:
+        if self.holds == 1 and self.layout.numel and not self.standing:
             self._move_in()
             self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
+            self.gathers += 1
+            self.standing = self.stays
+
+    def gather(self) -> None:
+        """Starts the all-gather again for those who hold it, unless it is standing. Not without a `wait` before."""
+        held, self.holds = self.holds, 0
+        self.unshard()
+        self.holds = held
+
+    def stay(self, stays: bool) -> bool:
+        """Whether it is to stand behind its last hold from now on. False if it does not, and lingers.
+
+        Equally on all ranks, as is `expire`: one of them alone would gather what the others do not.
+        """
+        self.stays = stays
+        return stays or not self.standing or self.expire()
+
+    def expire(self) -> bool:
+        """What was gathered is not good any more: the next first hold gathers. False if it lingers."""
+        self.standing = False
+        return self.holds > 0 or self.free()
 
     def assign(self, place: Place | None) -> None:
         """Where it lies from its next gather on: equally on all ranks, and between two windows."""
@@ -127,13 +155,19 @@ class Flat:
             pending, self._pending = self._pending, None
             pending.wait()
 
+    def forget_pending(self) -> None:
+        """The gather that is under way will never come: nobody waits for it."""
+        self._pending = None
+
     def reshard(self, handed_in: int = 0) -> bool:
-        """Drops a hold. The last one frees the storage in stream order; False if it is kept."""
+        """Drops a hold. The last one frees the storage in stream order, if it is not to stay; False if it lingers."""
         self.holds -= 1
         return self.holds > 0 or self.free(handed_in)
 
     def free(self, handed_in: int = 0) -> bool:
         """Frees the storage of a flat without holds unless somebody could still read it; False if so.
+
+        A standing one is looked at, and stays.
 
         `handed_in`: views that the caller knows of and promises not to read.
         """
@@ -141,6 +175,8 @@ class Flat:
             return True
         self.wait()
         self.check_unchanged()
+        if self.standing:
+            return True
         if self.kept(handed_in):
             return False
         self._give_up()
@@ -154,7 +190,7 @@ class Flat:
         """Drops every hold."""
         while self.holds:
             self.reshard()
-        self.free()
+        self.expire()
 
 
 class ShardedFlat(Flat):

@@ -18,6 +18,8 @@ class Policy:
     op: ReduceOp
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype
+    stays: frozenset[int] = frozenset()
+    """buckets that no step changes, and that are gathered once for all windows, where no schedule says otherwise"""
     keep_gradient_targets: bool = False
     """debugging: reduced gradients have memory of their own from set-up on, instead of from settle to update"""
     masters_off: bool = False

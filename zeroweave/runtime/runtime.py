@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing
-from zeroweave._torch.storages import place_key
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
@@ -26,7 +25,8 @@ from zeroweave.layout import BucketLayout
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.backward import Observer, WayBack
-from zeroweave.runtime.bucket import Bucket, Directory, seat
+from zeroweave.runtime.bucket import Bucket, Directory, saved_key, seat
+from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
 from zeroweave.runtime.policy import Policy
@@ -43,7 +43,7 @@ class Runtime:
 
     `entering(name, back)` hears of each call before anything is gathered for it; `back`: inside a backward?
     `issuing`: the scope of what is to count as a part of a gather. `trains`: does a forward in grad mode belong to a
-    window? An engine without an optimizer has none. `places`: where schedules may have buckets gathered.
+    window? Without an optimizer none does. `places`: where schedules have buckets gathered. `streams`: see `Transfers`.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Runtime:
         issuing: Callable[[], AbstractContextManager[None]] = nullcontext,
         trains: bool = True,
         places: Places | None = None,
+        streams: Callable[[torch.device], CopyStream] = CopyStream,
     ) -> None:
         self.places, self._seated = places or Places(), True
         self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
@@ -62,7 +63,7 @@ class Runtime:
         self.flats = Gauge()
         """bytes of all flats that are unsharded"""
         device = transport.empty(0, torch.uint8).device
-        self.transfers = Transfers(device, issuing)
+        self.transfers = Transfers(device, issuing, streams)
         off = policy.masters_off, policy.params_off
         dtypes = {b.id: getattr(torch, b.dtype) for b in layouts}
         homes = {b.id: Shard(b, dtypes[b.id], transport, self.transfers, *off) for b in layouts}
@@ -78,18 +79,18 @@ class Runtime:
             keep_targets=policy.keep_gradient_targets,
         )
         record, threshold = Record(), policy.offload_threshold
-        offloading = None if threshold is None else Offloading(threshold, device, record.add)
+        offloading = None if threshold is None else Offloading(threshold, streams(device), record.add)
         self.activations = Activations(policy.free_threshold, offloading)
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         free = None if policy.free_threshold is None else self.activations.free
         together = partial(self.transfers.together, transport)
         self.replay = Replay(self.buckets, self.gradients, policy.kept_by_stage, together, record, free, offloading)
+        self.replay.lingering.stay(policy.stays)
         self._inference = Inference(self.buckets, self.gradients, policy.kept_by_stage, together)
         self.compiled_calls = self.eager_calls = 0
         self._frame: Frame | None = None
-        self._training = True
         self._backward: int | None = None
-        self._accumulating = False
+        self._training, self._accumulating = True, False
         self._examined = -1
         """the graph task that was last found to accumulate or not"""
         self._whole = -1
@@ -137,8 +138,7 @@ class Runtime:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
         self.note_backward()
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
-        self._session_reads = []
-        self._session = Frame(Call("the model", "forward"), (), self.replay)
+        self._session_reads, self._session = [], Frame(Call("the model", "forward"), (), self.replay)
         self.activations.begin_forward()
 
     def _leave_session(self) -> None:
@@ -236,11 +236,11 @@ class Runtime:
         if self._frame is not None and not self._frame.covered:
             self._frame.ran_compiled(read)
         for tensor, place in tensors:
-            self._saved[_saved_key(tensor, place)] += 1
+            self._saved[saved_key(tensor, place)] += 1
 
     def passes_through(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
         """Is this view, found at `place`, one that a compiled forward has just saved? Each is asked for once."""
-        key = _saved_key(tensor, place)
+        key = saved_key(tensor, place)
         if not (left := self._saved.get(key, 0)):
             return False
         self._saved[key] = left - 1
@@ -365,6 +365,7 @@ class Runtime:
         if changes:  # once nobody holds a bucket, which would have to move
             self._seated = True
             seat(self.buckets, self.places, schedule)
+            self.replay.lingering.stay(self.policy.stays if schedule is None else schedule.stays)
 
     def unseat(self) -> None:
         """Until the next window nothing is gathered in places: graphs may have left there what they go on with.
@@ -385,6 +386,12 @@ class Runtime:
         self.replay.lingering.sweep()
         self._inference.lingering.sweep()
 
+    def forget_pending(self) -> None:
+        """Collectives that are under way will never come, as they belong to a capture that has failed."""
+        self.gradients.reductions.forget()
+        for bucket in self.buckets.values():
+            bucket.forget_pending()
+
     def abort(self) -> None:
         """Forgets the window and drops every hold: after an exception, or `zero_grad` in mid-window."""
         self._frame, self._backward, self._session_reads = None, None, None
@@ -394,7 +401,3 @@ class Runtime:
         self.gradients.reset()
         self.replay.abort()
         self._inference.abort()
-
-
-def _saved_key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:
-    return place if place[1] >= 0 else place_key(tensor)

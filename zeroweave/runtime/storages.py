@@ -137,9 +137,11 @@ class Home:
         """It does not leave, or not any more."""
         self.host = None
 
-    def gone(self) -> None:
-        """Its content is in host memory only."""
+    def gone(self, away: Gauge) -> None:
+        """Its content is in host memory only, where `away` counts it."""
+        assert self.host is not None
         self.away = True
+        self.host.alone(away)
 
     def returns(self, mark: Any) -> None:
         """Its content is on the way back, and there at `mark`."""
@@ -185,11 +187,21 @@ class Group:
 class HostCopy:
     """The content of a storage, uint8 [bytes], in host memory, where `gauge` counts it."""
 
-    __slots__ = ("_gauge", "content")
+    __slots__ = ("_gauges", "content")
 
     def __init__(self, content: torch.Tensor, gauge: Gauge) -> None:
-        self.content, self._gauge = content, gauge
-        gauge.add(content.nbytes)
+        self.content = content
+        self._gauges: list[Gauge] = []
+        self._counts(gauge)
+
+    def _counts(self, gauge: Gauge) -> None:
+        self._gauges.append(gauge)
+        gauge.add(self.content.nbytes)
+
+    def alone(self, gauge: Gauge) -> None:
+        """The storage is empty, and this all that there is of it: `gauge` counts it, too, until it is not any more."""
+        self._counts(gauge)
 
     def __del__(self) -> None:
-        self._gauge.add(-self.content.nbytes)
+        for gauge in self._gauges:
+            gauge.add(-self.content.nbytes)

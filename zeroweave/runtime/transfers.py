@@ -16,66 +16,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from zeroweave._torch.storages import lent, version
+from zeroweave._torch.storages import version
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.pending import beside, side_of
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
-
-
-class CopyStream:
-    """Copies from and to one device, which run in the order of their issue.
-
-    Device memory on either side of a copy must stay until the compute stream has waited for it (`wait`); pinned memory
-    need not, as PyTorch uses it again only when the copies that it is part of are over. `stream`: None on the CPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, side_of(device)
-        self.stream = None if self._side is None else self._side.stream
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] in host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.stream is not None)
-
-    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """[numel] in host memory."""
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.stream is not None)
-
-    def issue(self) -> AbstractContextManager[None]:
-        """What is copied inside comes after everything that the current stream has been given so far."""
-        return beside(self._side)
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies between two tensors of one shape and dtype, one on the device; inside of `issue`."""
-        target.copy_(source, non_blocking=True)
-
-    def mark(self) -> torch.Event | None:
-        """The end of what has been issued so far, for `wait`."""
-        return None if self.stream is None else self.stream.record_event()
-
-    def wait(self, mark: torch.Event | None) -> None:
-        """What the current stream is given from now on comes after a mark: inside of `issue`, the copies."""
-        if mark is not None:
-            torch.cuda.current_stream(self._device).wait_event(mark)
-
-    def reach(self, mark: torch.Event | None) -> None:
-        """The host waits for a mark, in any thread."""
-        if mark is not None:
-            with torch.cuda.device(self._device):  # a new thread would set up the first device for itself
-                mark.synchronize()
-
-    def finish(self) -> None:
-        """The host waits for everything that has been issued."""
-        if self.stream is not None:
-            self.stream.synchronize()
-
+from zeroweave.runtime.copies import CopyStream
 
 _CALLS: Final = 8
 """So many calls of the next forward may begin before the compute stream waits for the last downloads of a step."""
@@ -252,7 +203,7 @@ def _aligned(nbytes: int) -> int:
 class _Leaving(NamedTuple):
     """Device tensors that a download reads: the stream that they belong to has to wait before they are freed."""
 
-    stream: torch.cuda.Stream
+    stream: Any
     event: torch.Event
     tensors: list[torch.Tensor]
 
@@ -283,13 +234,18 @@ class _Gathering:
 class Transfers:
     """The copies of one engine. `staged` counts the bytes of parameters that are on the device to be gathered.
 
-    `issuing` is the scope of what is to count as a part of a gather.
+    `issuing` is the scope of what is to count as a part of a gather. `streams` makes what copies.
     """
 
-    def __init__(self, device: torch.device, issuing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        issuing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        streams: Callable[[torch.device], CopyStream] = CopyStream,
+    ) -> None:
         self.device, self._issuing = device, issuing
         self.staged = Gauge()
-        self._up, self._down, self._aside = CopyStream(device), CopyStream(device), CopyStream(device)
+        self._up, self._down, self._aside = streams(device), streams(device), streams(device)
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
         self._together = False
@@ -326,8 +282,7 @@ class Transfers:
             host.busy_until(mark)
         if mark is None:  # the copies are over
             return
-        current = torch.cuda.current_stream(self.device)
-        self._leaving.append(_Leaving(current, mark, [tensor for tensor, _, _ in copies]))
+        self._leaving.append(_Leaving(self._down.current(), mark, [tensor for tensor, _, _ in copies]))
         self._calls = 0
         self.retire(2)
 
@@ -377,14 +332,13 @@ class Transfers:
 
         The copy on the device goes when the gather has been waited for.
         """
-        stream = None if self._together else self._up.stream
         with self._issuing():
             upload = self.upload([shard])
             # The collective waits for the stream of the upload, and the computation does not.
-            with nullcontext() if stream is None else stream:
+            with nullcontext() if self._together else self._up.here():
                 (staged,) = upload.wait()
-                pending = transport.all_gather(flat, lent(staged), layout)
-                event = None if stream is None else self._up.mark()
+                pending = transport.all_gather(flat, self._up.lend(staged), layout)
+                event = None if self._together else self._up.mark()
         self.staged.add(staged.nbytes)
         return _Gathering(pending, event, staged, self.staged.add)
 

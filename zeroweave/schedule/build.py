@@ -26,7 +26,6 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Left,
     Micro,
-    Needed,
     Offload,
     Prepares,
     Ready,
@@ -40,6 +39,7 @@ from zeroweave.schedule.instructions import (
     Update,
     Wait,
     ends,
+    is_backward,
     needs,
     project,
 )
@@ -90,7 +90,7 @@ class Schedule:
 
     @cached_property
     def gathers(self) -> frozenset[int]:
-        """Indices of the Unshards that start a gather: those that take the first hold."""
+        """Indices of the Unshards that start a gather: those that take the first hold, unless the bucket stays."""
         return self._first_and_last_holds[0]
 
     @cached_property
@@ -99,8 +99,15 @@ class Schedule:
         return self._first_and_last_holds[1]
 
     @cached_property
+    def stays(self) -> frozenset[int]:
+        """Buckets that are still held at the end: gathered once, and not again as long as nothing changes them."""
+        held: Counter[int] = Counter(i.bucket for i in self.instructions if isinstance(i, Unshard))
+        held.subtract(i.bucket for i in self.instructions if isinstance(i, Reshard))
+        return frozenset((+held).keys())
+
+    @cached_property
     def _first_and_last_holds(self) -> tuple[frozenset[int], frozenset[int]]:
-        first, last, holds = set(), set(), Counter[int]()
+        first, last, holds = set(), set(), Counter(self.stays)
         for index, instruction in enumerate(self.instructions):
             match instruction:
                 case Unshard(bucket):
@@ -130,7 +137,7 @@ class Schedule:
     def memory(self) -> tuple[tuple[int, int], ...]:
         """After each instruction, bytes of flats and gradient flats, and of activations in host memory only."""
         sizes, moved = self.facts.sizes, needs(self.record)
-        flats = away = 0
+        flats, away = sum(sizes[bucket] for bucket in self.stays), 0
         found: list[tuple[int, int]] = []
         for index, instruction in enumerate(self.instructions):
             match instruction:
@@ -182,6 +189,8 @@ class Schedule:
                 return "Free"
             case Fuse(count):
                 return f"Fuse {count}"
+            case Unshard(bucket) if bucket in self.stays:
+                return f"Unshard {name(bucket)} (stays)"
             case Unshard(bucket) if bucket in self.places:
                 return f"Unshard {name(bucket)} at {self.places[bucket]}"
             case _:
@@ -308,6 +317,7 @@ class Schedule:
         words += [f"{facts.keep if facts.keep == 'auto' else sorted(facts.keep)} {facts.fuse} {facts.memory}"]
         words += ["activations are moved to host memory"] * facts.offload
         words += ["buckets are staged for checkpoints"] * facts.stage
+        words += [f"{facts.name(bucket)} stays gathered" for bucket in sorted(self.stays)]
         words += [f"{facts.name(bucket)} lies in place {place}" for bucket, place in sorted(self.places.items())]
         return words
 
@@ -320,7 +330,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     skip a branch gather the same. Left: ``Reshard`` what is not kept. Ready: ``Settle`` the oldest reductions
     until one more fits (``depth``, and none of this bucket in flight), ``Reduce``. At the end the rest
     settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
-    dropped.
+    dropped, but for those that no update changes.
 
     Raises ScheduleError for a record that no schedule can fit: calls left and not entered or the reverse,
     unknown buckets, gradients of a bucket that is not trainable.
@@ -348,7 +358,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         return bucket
 
     for index, event in enumerate(record):
-        if unused and _is_backward(event):
+        if unused and is_backward(event):
             unshard(unused)
             unused = []
         match event:
@@ -383,11 +393,5 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         while in_flight:
             settle()
         out.extend(map(Update, settled))
-    out.extend(map(Reshard, kept))
+    out.extend(Reshard(bucket) for bucket in kept if facts.by_id[bucket].trainable)
     return Schedule(tuple(out), tuple(record), facts)
-
-
-def _is_backward(event: Event) -> bool:
-    if isinstance(event, Entered | Left):
-        return event.call.phase == "backward"
-    return not isinstance(event, Needed)

@@ -170,6 +170,13 @@ class Needed:
 Event: TypeAlias = Entered | Left | Ready | Micro | Needed
 
 
+def is_backward(event: Event) -> bool:
+    """Does it happen in a backward, or behind one?"""
+    if isinstance(event, Entered | Left):
+        return event.call.phase == "backward"
+    return not isinstance(event, Needed)
+
+
 def ends(record: Iterable[Event]) -> frozenset[int]:
     """Indices of the ``Left`` events that become an ``End`` (see the module's text).
 

@@ -14,6 +14,8 @@ def assign(
 ) -> dict[int, int]:
     """For each bucket of ``facts.placed`` that is gathered, its place, from 0. Two that are gathered at once differ.
 
+    One that stays from step to step is not gathered, and has none.
+
     ``gathers``, ``drops``: indices of the Unshards that gather, and of the Reshards with which the storage goes.
 
     A bucket has one place, however often it is gathered. A place is as large as the largest bucket in it, so the large

@@ -52,6 +52,9 @@ class Listing(Protocol):
     @property
     def lasting(self) -> frozenset[int]: ...
 
+    @property
+    def stays(self) -> frozenset[int]: ...
+
     def describe(self, instruction: Instruction) -> str: ...
 
 
@@ -59,10 +62,11 @@ def verify(schedule: Listing) -> None:
     """Raise ScheduleError, naming index and instruction, unless the schedule is right; linear in its length.
 
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped
-    that was not taken, none while a call or a gather still needs the storage, and none is left at the end; a
-    kept bucket is gathered exactly once. Places: a bucket that copy engines gather has one, and nobody else is there
-    while it is gathered. Gradients: only trainable buckets are reduced, each at least once;
-    every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
+    that was not taken, none while a call or a gather still needs the storage, and none is left at the end but on a
+    bucket that no update changes, which stays and was waited for; a kept bucket is gathered exactly once. All of that
+    holds whether what stays is there at the start or not. Places: a bucket that copy engines gather, and that does not
+    stay, has one, and nobody else is there while it is gathered. Gradients: only trainable buckets are reduced, each at
+    least once; every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight, and none at an update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after
     the first update nothing is gathered, run or reduced. Activations: freed once at most, where ``free`` asks for
     it, after the last call, and nothing
@@ -105,7 +109,7 @@ class _State:
     def __init__(self, schedule: Listing) -> None:
         self.facts = schedule.facts
         self.lasting = schedule.lasting
-        self.places = schedule.places
+        self.places, self.stays = schedule.places, schedule.stays
         self.lying: dict[int, int] = {}  # place -> the bucket that is there
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.holds = dict.fromkeys(self.facts.by_id, 0)
@@ -191,6 +195,8 @@ class _State:
             raise ScheduleError("a Fuse before it asks for reductions of one backward")
         if isinstance(instruction, Unshard) and self.holds[instruction.bucket]:
             raise ScheduleError("a Fuse before it asks for gathers, and this bucket has been gathered")
+        if isinstance(instruction, Unshard) and instruction.bucket in self.stays:
+            raise ScheduleError("a Fuse before it asks for gathers, and this bucket stays gathered")
         self.launch.append(instruction)
         self.fused -= 1
 
@@ -220,7 +226,7 @@ class _State:
     def _lie(self, bucket: int) -> None:
         """The bucket begins to lie in its place, if it has one."""
         place = self.places.get(bucket)
-        if (place is not None) != (bucket in self.facts.placed):
+        if (place is not None) != (bucket in self.facts.placed - self.stays):
             raise ScheduleError("whether a bucket has a place is for the facts to say")
         if place is not None and self.lying.setdefault(place, bucket) != bucket:
             raise ScheduleError(f"{self.facts.name(self.lying[place])} lies in place {place}")
@@ -275,8 +281,10 @@ class _State:
             raise ScheduleError(f"a Fuse asks for {self.fused} more collectives")
         self.moves.finish()
         for bucket in self.facts.buckets:
-            if self.holds[bucket.id]:
+            if self.holds[bucket.id] > (not bucket.trainable):
                 raise ScheduleError(f"{bucket.name} is still unsharded")
+            if self.holds[bucket.id] and bucket.id not in self.waited:
+                raise ScheduleError(f"{bucket.name} stays, and is still being gathered")
             if bucket.id in self.in_flight:
                 raise ScheduleError(f"a reduction of {bucket.name} was never settled: its gradient is lost")
             if bucket.trainable and bucket.id not in self.reduced:

@@ -231,6 +231,44 @@ def test_references(pools: Pools) -> None:
     pools(2).run(references)
 
 
+def full_on_rank_0(stage: int, opens: bool) -> list[str]:
+    """Rank 0 alone reads the module while the other waits; then training goes on as if nothing had been."""
+    errors = []
+    with started(SMALL, stage, gather_after_step=opens) as engine:
+        backward(engine, SMALL, 0)
+        engine.step()
+        expected = {name: value.clone() for name, value in engine.state_dict().items()}
+        with engine.full_on_rank_0() as state:
+            assert state.keys() == expected.keys() and (dist.get_rank() == 0) == bool(state)
+            if state or opens:
+                found = engine.module.state_dict()
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+                assert engine.module.leave.weight is engine.module.enter.weight
+                assert not engine.module.middle.bias.requires_grad
+            else:
+                with pytest.raises(zw.ParameterError):
+                    engine.module.state_dict()
+            if not opens and dist.get_rank() == 0:
+                with pytest.raises(zw.EngineError) as refused:
+                    engine.module(rows(0, 0)[0])
+                errors.append(str(refused.value))
+        if opens:
+            engine.module.enter.weight.sum().item()
+        else:
+            with pytest.raises(zw.ParameterError):
+                engine.module.enter.weight.sum()
+        backward(engine, SMALL, 1)
+        engine.step()
+        assert engine.global_steps == 2
+    return errors
+
+
+@pytest.mark.parametrize(("stage", "opens"), [(3, False), (2, True)])
+def test_rank_0s_module_is_full_for_code_that_saves_it(pools: Pools, stage: int, opens: bool) -> None:
+    first, second = pools(2).run(full_on_rank_0, stage, opens)
+    assert second == [] and [("a forward inside" in error) for error in first] == [True] * (not opens)
+
+
 def refusals() -> list[str]:
     model = entry("frozen_inside")
     errors = []

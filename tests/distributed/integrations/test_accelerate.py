@@ -225,8 +225,8 @@ def by_hand(make: Callable[..., Accelerator], way: str) -> dict[str, torch.Tenso
                     accelerator.backward(model(batch).square().mean() / 2)
                 continue
             accelerator.backward(model(batch).square().mean() / 2, retain_graph=way == "dropped")
-            if way == "dropped" and index % 3 == 0:
-                optimizer.zero_grad()
+            if way.startswith("dropped") and index % 3 == 0:
+                (model if way == "dropped by the model" else optimizer).zero_grad()
                 continue
             if way == "counted" and index % 2 == 0:
                 continue
@@ -241,7 +241,8 @@ def distance_by_hand(stage: int, way: str) -> float:
     return max((float((value - expected[name]).abs().max()) for name, value in found.items()), default=0.0)
 
 
-WAYS = [(stage, way) for way in ("zero_grad first", "no_sync", "counted", "dropped") for stage in (1, 2, 3)]
+NAMED = ("zero_grad first", "no_sync", "counted", "dropped", "dropped by the model")
+WAYS = [(stage, way) for way in NAMED for stage in (1, 2, 3)]
 
 
 @pytest.mark.matrix

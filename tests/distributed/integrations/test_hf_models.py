@@ -71,6 +71,50 @@ def test_adapters_train_are_saved_and_resumed(pools: Pools, tmp_path: Path, worl
         assert found["files"] == ["adapter_model.safetensors"] and found["loaded"] and found["resumed"]
 
 
+def with_a_head(folder: str) -> dict[str, Any]:
+    """Adapters beside a layer that is trained as a whole, which PEFT reads from the model when it saves."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    with launched(folder):
+        torch.manual_seed(1)
+        adapters = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        sharded = ours(config(3, "eager"), get_peft_model(trainers.llama(), adapters), max_steps=3)
+        sharded.train()
+        sharded.save_model("final")
+        dist.barrier()
+        loaded = dict(PeftModel.from_pretrained(trainers.llama(), str(Path("final").resolve())).named_parameters())
+        found = whole(sharded)
+        sharded.engine.destroy()
+        head = "base_model.model.lm_head.modules_to_save.default.weight"
+        return {
+            "loaded": equal(found, loaded),
+            "moved": apart({head: found[head]}, {head: trainers.llama().lm_head.weight}),
+        }
+
+
+@pytest.mark.matrix
+def test_layers_beside_adapters_are_saved(pools: Pools, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    for found in pools(2).run(with_a_head, str(tmp_path)):
+        assert found["loaded"] and found["moved"] > 1e-4
+
+
+def with_a_prompt(folder: str) -> str:
+    from peft import PromptTuningConfig, get_peft_model
+
+    with launched(folder):
+        prompt = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+        with pytest.raises(zw.ConfigError) as refused:
+            ours(config(3, "eager"), get_peft_model(trainers.llama(), prompt)).train()
+        return str(refused.value)
+
+
+@pytest.mark.matrix
+def test_prompts_that_are_learnt_are_refused(pools: Pools, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert "peft's PromptTuningConfig" in pools(1).run(with_a_prompt, str(tmp_path))[0]
+
+
 class Pairs(trainers.Sentences):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index][:8]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning import LightningModule
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixed
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCheckpointIO
+from torch.utils.data import DataLoader
 
 from tests.distributed.integrations import lightnings as runs
 
@@ -226,6 +228,49 @@ def whole_life(folder: Path) -> list[Any]:
 @pytest.mark.matrix
 def test_a_trainer_evaluates_fits_again_and_gives_the_module_back(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(whole_life, tmp_path) == [[True, True, 3, 5, 2, True, True, True]] * 2
+
+
+def predicted(folder: Path, stage: int) -> list[Any]:
+    """Of two loaders, in which ranks have other numbers of batches; beside `DDPStrategy`."""
+
+    class Predicting(runs.Module):
+        def predict_step(self, batch: torch.Tensor, index: int, dataloader_idx: int = 0) -> torch.Tensor:
+            return self.net(batch)
+
+    loaders = [DataLoader(runs.rows()[:count], batch_size=2) for count in (9, 5)]
+    with runs.environment():
+        found = [
+            runs.trainer(strategy, folder).predict(Predicting(), loaders)
+            for strategy in ("ddp", runs.strategies("trainer", stage))
+        ]
+    return [[[batch.tolist() for batch in loader] for loader in loaders] for loaders in found]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_have_fewer_batches_to_predict(pools: Pools, tmp_path: Path, stage: int) -> None:
+    ranks = pools(2).run(predicted, tmp_path, stage)
+    assert [[len(loader) for loader in found] for found, _ in ranks] == [[3, 2], [2, 1]]
+    for expected, found in ranks:
+        for batch, other in zip(chain(*expected), chain(*found), strict=True):
+            assert torch.allclose(torch.tensor(batch), torch.tensor(other), atol=1e-6)
+
+
+def compiled_by_the_program() -> int:
+    with runs.environment():
+        fabric = Fabric(accelerator="cpu", devices=runs.world(), strategy=runs.strategies("fabric", 3, "aot_eager"))
+        fabric.launch()
+        net = runs.Net(0.0)
+        sgd = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+        model, optimizer = fabric.setup(torch.compile(net), sgd)
+        fabric.backward(model(torch.ones(2, runs.WIDTH)).square().mean())
+        optimizer.step()
+        return int(fabric.strategy.engine.stats.compiled_calls)
+
+
+@pytest.mark.matrix
+def test_a_model_that_the_program_compiles_is_compiled_by_the_engine(pools: Pools) -> None:
+    assert min(pools(2).run(compiled_by_the_program)) > 0
 
 
 def refused_by_the_trainer(folder: Path) -> list[str]:

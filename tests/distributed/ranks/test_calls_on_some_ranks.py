@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import zeroweave as zw
-from tests.support.harness import Outcome, Pool
+from tests.support.harness import Outcome, Pool, Pools
+from tests.support.marks import MODES, daily
 from tests.support.patience import patient
 from tests.support.zoo import Block, Stack, rows
 
@@ -141,6 +143,67 @@ def test_the_deadline_holds_in_every_collective(disposable: Disposable, where: s
         assert outcome.ended - began < SHORT + patient(5.0), f"rank {outcome.rank} after {outcome.ended - began:.1f} s"
     assert re.search(rf"rank {late} \(.*\) did not .* within the deadline", text), text
     assert re.search(r"collective \d+\b.*(all_gather|reduce_scatter|all_reduce) ", text), text
+
+
+def evaluates_alone(stage: int, alone: int, how: str) -> int:
+    """Behind step 2 one rank makes a forward, by the engine or by a module; the other leaves the engine alone."""
+    with engine_of(stage, SHORT) as engine:
+        for index in range(4):
+            if index == 2 and engine.rank == alone:
+                with torch.no_grad():
+                    x, _ = rows(engine.rank, index)
+                    engine(x) if how == "engine" else engine.module(x)
+            elif index == 2:
+                time.sleep(300)
+            engine.backward(forward(engine, index))
+            engine.step()
+        return int(engine.global_steps)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("stage", "alone", "how"), [(2, 0, "engine"), (1, 1, "engine"), (2, 0, "module")])
+def test_an_evaluation_on_one_rank_says_what_it_waits_for(
+    disposable: Disposable, stage: int, alone: int, how: str
+) -> None:
+    outcomes = disposable(2).outcomes(evaluates_alone, stage, alone, how, deadline=120.0)
+    text = told(outcomes)
+    assert all(outcome.failed for outcome in outcomes), text
+    assert re.search(rf"rank {1 - alone} \(.*\) did not come to collective", text), text
+    where = "in forward" if how == "engine" else "after step, in a module that was called by itself"
+    assert f"rank {alone} waits for it {where}: at stages 1 and 2 the first forward behind a step() gathers" in text
+    assert "make it on all ranks" in text and "full_parameters()" in text and "gather_after_step" in text
+
+
+def evaluates_alone_with_gathered_weights(stage: int, mode: str, frozen: bool) -> tuple[list[float], list[float]]:
+    """What one rank's forwards behind each step give, on either rank in turn, and what all ranks have together."""
+    torch.manual_seed(0)
+    module = Stack(lambda index: Block())
+    if frozen:
+        next(module.children()).requires_grad_(False)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    config = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 60.0, "gather_after_step": True}
+    alone, together = [], []
+    with zw.initialize(module, torch.optim.SGD(trained, lr=0.05), config) as engine:
+        for index in range(5):
+            x, _ = rows(0, 100)
+            with torch.no_grad():
+                if engine.rank == index % 2:
+                    alone += [float(engine(x).sum()), float(engine.module(x).sum())]
+                dist.barrier()  # as a program may do that has one rank evaluate
+                expected = float(engine(x).sum())
+                together += [expected] * 2 if engine.rank == index % 2 else []
+            engine.backward(forward(engine, index))
+            engine.step()
+        assert engine.stats.departures == 0
+    return alone, together
+
+
+@daily(("stage", "mode", "frozen"), [(2, "eager", True)], [(1, "eager", False), (2, "aot_eager", False)])
+def test_with_gathered_weights_one_rank_evaluates_alone(pools: Pools, stage: int, mode: str, frozen: bool) -> None:
+    for alone, together in pools(2).run(evaluates_alone_with_gathered_weights, stage, mode, frozen):
+        assert len(alone) >= 4
+        for one, all_of_them in zip(alone, together, strict=True):
+            assert one == pytest.approx(all_of_them, rel=1e-5 if mode != "eager" else 0.0)
 
 
 def slow(seconds: float, ranks: tuple[int, ...]) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zeroweave.engine.graphs.batch import Batch, Modes
+from zeroweave.engine.graphs.around import Modes
+from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer
 from zeroweave.engine.graphs.loop import Loop
 from zeroweave.engine.graphs.parts import Outputs

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
-from zeroweave.engine.graphs.batch import Uncapturable
+from zeroweave._torch.graphs import end_failed_capture
+from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.optim.room import Room
 
 
@@ -33,28 +34,32 @@ class Capturer:
     @contextmanager
     def graph(self) -> Iterator[Graph]:
         """What the device is given inside becomes the graph; nothing is executed."""
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), self._pool
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             # Other threads, such as those of the backend, may ask for things that are forbidden inside of a capture.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 yield graph
+                graph.capture_end()
             except BaseException:
-                with suppress(Exception):
-                    graph.capture_end()
+                end_failed_capture(graph, pool, self._device)
                 raise
-            graph.capture_end()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self, first: bool) -> Iterator[None]:
         """Around captures. The graphs have memory of their own, so what is cached goes first.
+
+        `first`: of the graphs so far none is left. They have given their pool up then: PyTorch takes it for one that
+        can go, which it cannot as long as a library keeps something there, and refuses to capture into it.
 
         Uncapturable at the end if random numbers of the CPU were drawn inside: a graph would repeat them for ever. They
         come again as they would have without what was done inside.
         """
         self.finish()
         torch.cuda.empty_cache()
+        if first:
+            self._pool = torch.cuda.graph_pool_handle()
         numbers, more = torch.get_rng_state(), random.getstate()
         with _no_garbage():
             try:

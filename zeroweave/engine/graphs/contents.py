@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from zeroweave.engine.graphs.batch import Uncapturable
+from zeroweave.engine.graphs.held import Held, captured_by, held_by
+from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.parts import EngineParts
 from zeroweave.runtime.bucket import Bucket
 
@@ -18,8 +18,15 @@ _FACTOR: Final = -7046029254386353131
 """2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all 64 bits."""
 
 
-def contents(parts: EngineParts) -> dict[str, list[torch.Tensor]]:
-    """Names for people, and the tensors: shards of trained parameters, the optimizer's state, buffers."""
+Contents = Mapping[str, Sequence[torch.Tensor]]
+"""Tensors by the names that people have for them, one for several that belong together."""
+
+
+def contents(parts: EngineParts, functions: Iterable[Any] = ()) -> dict[str, list[torch.Tensor]]:
+    """Names for people, and the tensors: shards of trained parameters, the optimizer's state, buffers.
+
+    And what else modules, and `functions`, the losses, have at hand, which they may write.
+    """
     found: dict[str, list[torch.Tensor]] = {}
     for bucket in _trained(parts):
         found[f"parameters of {bucket.layout.name}"] = [bucket.shard]
@@ -27,31 +34,52 @@ def contents(parts: EngineParts) -> dict[str, list[torch.Tensor]]:
             found[f"optimizer state of {bucket.layout.name}"] = parts.optimizer.tensors(bucket.id)
     for name, buffer in parts.model.named_buffers():
         found[f"buffer {name}"] = [buffer]
+    seen = {id(tensor) for tensors in found.values() for tensor in tensors}
+    for each in _held(parts, functions):
+        if _is_plain(each.tensor) and id(each.tensor) not in seen and parts.runtime.find(each.tensor) is None:
+            seen.add(id(each.tensor))
+            found[f"tensor {each.name}"] = [each.tensor]
     return found
+
+
+def _held(parts: EngineParts, functions: Iterable[Any]) -> Iterator[Held]:
+    yield from held_by(parts.model)
+    for function in functions:
+        if function is not None:
+            yield from captured_by(function, parts.model.modules())
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Is it a tensor with values of its own, no parameter at rest?"""
+    return type(tensor) is torch.Tensor and not _shares(tensor) and tensor.device.type != "meta"
+
+
+def _shares(tensor: torch.Tensor) -> bool:
+    """Is it sparse, or do its elements share memory?"""
+    strided = tensor.layout == torch.strided
+    return not strided or any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def check(parts: EngineParts) -> None:
     """Uncapturable where some of that cannot be copied and compared."""
     for name, tensors in contents(parts).items():
-        for tensor in tensors:
-            plain = tensor.layout == torch.strided
-            if not plain or any(n > 1 and not s for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-                raise Uncapturable(f"{name} is sparse, or its elements share memory")
+        if any(map(_shares, tensors)):
+            raise Uncapturable(f"{name} is sparse, or its elements share memory")
 
 
 class Copies:
-    """Copies of all of that; `home`: where they live, None for where the tensors do."""
+    """Copies of such contents; `home`: where they live, None for where the tensors do."""
 
-    def __init__(self, parts: EngineParts, home: torch.device | None) -> None:
+    def __init__(self, parts: EngineParts, named: Contents, home: torch.device | None) -> None:
         self._parts = parts
-        tensors = [tensor for tensors in contents(parts).values() for tensor in tensors]
+        tensors = [tensor for tensors in named.values() for tensor in tensors]
         self._kept = [(t, t.detach().clone() if home is None else t.detach().to(home, copy=True)) for t in tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The tensors have their contents again; between two windows."""
+        """The tensors have their contents again; between two windows. Autograd is not told, as it is not by graphs."""
         for tensor, copy in self._kept:
-            tensor.copy_(copy)
+            tensor.data.copy_(copy)
         for bucket in _trained(self._parts):
             bucket.renew()
 
@@ -65,13 +93,12 @@ class Whereabouts:
     def __init__(self, parts: EngineParts, functions: Iterable[Any] = ()) -> None:
         """`functions`: the losses that are captured. What these and the modules hold beside parameters stays alive."""
         self._parts = parts
-        self._shards = self._shards_now()
+        self._shards, self._flats = self._shards_now(), self._flats_now()
         self._places = parts.runtime.places.addresses
         self._options = self._options_now()
         owners = [module._buffers for module in parts.model.modules() if module._buffers]
         self._buffers = [(held, name, b, b.data_ptr()) for held in owners for name, b in held.items() if b is not None]
-        self._held = [each for module in parts.model.modules() for each in held_by(vars(module))]
-        self._held += [each for function in functions for each in captured_by(function)]
+        self._held = list(_held(parts, functions))
         states = [] if parts.optimizer is None else parts.optimizer.states()
         self._states = [(fragment, state, list(state.items())) for fragment, state in states]
 
@@ -79,9 +106,11 @@ class Whereabouts:
         """Is all of it still there?"""
         if (self._shards_now(), self._places) != (self._shards, self._parts.runtime.places.addresses):
             return False
+        if self._flats_now() != self._flats:
+            return False
         if any(held.get(name) is not b or b.data_ptr() != address for held, name, b, address in self._buffers):
             return False
-        if any(found() is not tensor for found, tensor in self._held):
+        if not all(each.is_there for each in self._held):
             return False
         optimizer = self._parts.optimizer
         if optimizer is None:
@@ -96,48 +125,14 @@ class Whereabouts:
     def _shards_now(self) -> list[int]:
         return [bucket.shard.data_ptr() for bucket in self._parts.runtime.buckets.values()]
 
+    def _flats_now(self) -> dict[int, int]:
+        """Of those that stay gathered, by bucket. No graph gathers them."""
+        return {id: bucket.flat.data_ptr() for id, bucket in self._parts.runtime.buckets.items() if bucket.standing}
+
     def _options_now(self) -> list[str]:
         groups = [] if self._parts.optimizer is None else self._parts.optimizer.optimizer.param_groups
         changing = ("params", "lr", "initial_lr")
         return [repr(value) for group in groups for key, value in group.items() if key not in changing]
-
-
-_Held = tuple[Callable[[], object], torch.Tensor]
-"""How to find a tensor, and the tensor."""
-
-
-def held_by(attributes: Mapping[str, object]) -> Iterator[_Held]:
-    """The tensors among attributes, and those in lists, tuples and dictionaries among them."""
-    for name, value in attributes.items():
-        if name in ("_parameters", "_buffers", "_modules"):
-            continue
-        if isinstance(value, torch.Tensor):
-            yield partial(attributes.get, name), value
-        elif isinstance(value, list | tuple):
-            yield from ((partial(_item, attributes, name, at), t) for at, t in enumerate(value) if torch.is_tensor(t))
-        elif isinstance(value, dict):
-            yield from ((partial(_item, attributes, name, at), t) for at, t in value.items() if torch.is_tensor(t))
-
-
-def captured_by(function: Any) -> Iterator[_Held]:
-    """The tensors in a function's closure."""
-    for cell in getattr(function, "__closure__", None) or ():
-        if torch.is_tensor(value := _content(cell)):
-            yield partial(_content, cell), value
-
-
-def _content(cell: Any) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-
-
-def _item(attributes: Mapping[str, Any], name: str, at: Any) -> object:
-    try:
-        return attributes[name][at]
-    except (KeyError, IndexError, TypeError):
-        return None
 
 
 def _trained(parts: EngineParts) -> list[Bucket]:
@@ -164,7 +159,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64) if total is None else total
 
 
-def digests(named: Mapping[str, Iterable[torch.Tensor]]) -> dict[str, int]:
+def digests(named: Contents) -> dict[str, int]:
     """Of each. Waits for the device."""
     sums = {name: digest(tensors) for name, tensors in named.items()}
     return {name: int(value) for name, value in sums.items()}

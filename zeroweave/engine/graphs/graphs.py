@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from zeroweave.engine.agreements import Course
-from zeroweave.engine.graphs.batch import Batch, Uncapturable, surroundings
+from zeroweave.engine.graphs.around import surroundings
+from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer
 from zeroweave.engine.graphs.known import Known
 from zeroweave.engine.graphs.loop import Loop, LossFunction
+from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.graphs.opened import Opened
 from zeroweave.engine.graphs.parts import Kind
 from zeroweave.engine.graphs.trial import Bench

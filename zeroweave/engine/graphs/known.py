@@ -18,7 +18,9 @@ _OFTEN: Final = 2
 _REMEMBERED: Final = 1024
 """So many first calls are counted."""
 _ATTEMPTS: Final = 3
-"""So many trials of windows that begin alike may come to nothing."""
+"""So many trials of windows that begin alike may come to nothing. So many windows may wait for their first replay."""
+_OBSTINATE: Final = 32
+"""A reason is told that has come so often, with no replay in between."""
 
 
 class Known:
@@ -31,11 +33,19 @@ class Known:
         self.uncaptured: Counter[str] = Counter()
         """why calls ran as ever that might have been replayed, and how many"""
         self._lasting, self._journal = lasting, journal
-        self._seen: Counter[object] = Counter()
-        self._attempts: Counter[object] = Counter()
-        self._gone: Counter[object] = Counter()
+        # By the hashes of keys: those keep what they tell apart, such as what a loss function has at hand.
+        self._seen: Counter[int] = Counter()
+        self._attempts: Counter[int] = Counter()
+        self._gone: Counter[int] = Counter()
         """how often windows had to go since one that begins so was replayed"""
-        self._refused: dict[object, str] = {}
+        self._refused: dict[int, str] = {}
+        self._used: list[CapturedWindow] = []
+        """those of `windows` that were replayed"""
+        self._wasted = 0
+        """windows that went without a replay, since the last one of any"""
+        self._since: Counter[str] = Counter()
+        """as `uncaptured`, since the last replay"""
+        self._told: set[str] = set()
 
     def find(self, key: object, schedule: Schedule | None) -> tuple[CapturedWindow | None, Course, str]:
         """The window that begins with this call and follows `schedule`, if there is one; else what may be done.
@@ -44,24 +54,41 @@ class Known:
         """
         if len(self._seen) > _REMEMBERED:
             self._seen.clear()
-        self._seen[key] += 1
+        begins = hash(key)
+        self._seen[begins] += 1
         there = [each for each in self.windows if each.whereabouts.hold()]
         if len(there) < len(self.windows):
-            self.windows = there
-            self._gone[key] += 1
+            self._keep(there)
+            self._gone[begins] += 1
         for window in reversed(self.windows):
             if window.schedule is schedule and window.parts[0].key == key:
-                self._gone.pop(key, None)
+                self._gone.pop(begins, None)
+                self._since.clear()
+                self._wasted = 0
+                if window not in self._used:
+                    self._used.append(window)
                 return window, Course.REPLAY, ""
-        if self._gone[key] >= _ATTEMPTS and key not in self._refused:
+        if self._gone[begins] >= _ATTEMPTS and begins not in self._refused:
             self.refuse(key, "what its graphs read, or the optimizer's options, change with each step")
-        if key in self._refused:
-            return None, Course.PLAIN, self._refused[key]
+        return None, *self._without(begins, schedule)
+
+    def _without(self, begins: int, schedule: Schedule | None) -> tuple[Course, str]:
+        """What may be done where no window that is known begins so."""
+        if begins in self._refused:
+            return Course.PLAIN, self._refused[begins]
         if sum(each.schedule is schedule for each in self.windows) >= _WINDOWS:
-            return None, Course.PLAIN, f"{_WINDOWS} windows of other shapes are captured, and no more"
-        if self._seen[key] <= _OFTEN:
-            return None, Course.PLAIN, "windows like it are rare so far"
-        return None, Course.TRIAL, ""
+            return Course.PLAIN, f"{_WINDOWS} windows of other shapes are captured, and no more"
+        if self._seen[begins] <= _OFTEN:
+            return Course.PLAIN, "windows like it, in shapes, other values of the batch and loss_fn, are rare so far"
+        if self._wasted + len(self.windows) - len(self._used) >= _ATTEMPTS:
+            return Course.PLAIN, f"of the windows that were captured, {_ATTEMPTS} have not come again so far"
+        return Course.TRIAL, ""
+
+    def _keep(self, windows: list[CapturedWindow]) -> None:
+        """Others go."""
+        self._wasted += sum(each not in windows and each not in self._used for each in self.windows)
+        self.windows = windows
+        self._used = [each for each in self._used if each in windows]
 
     def add(self, window: CapturedWindow) -> None:
         """In the place of one that is alike, and, where there are too many, of the oldest of another schedule."""
@@ -70,30 +97,34 @@ class Known:
         if len(kept) >= _WINDOWS:
             oldest = next((each for each in kept if each.schedule is not window.schedule), kept[0])
             kept.remove(oldest)
-        self.windows = [*kept, window]
+        self._keep([*kept, window])
         self.captured += 1
 
     def clear(self) -> None:
-        self.windows = []
+        self._keep([])
 
     def spoilt(self, key: object, why: str) -> None:
         """A trial of a window that begins so has come to nothing."""
-        self._attempts[key] += 1
-        if self._attempts[key] == _ATTEMPTS:
+        self._attempts[hash(key)] += 1
+        if self._attempts[hash(key)] == _ATTEMPTS:
             self.refuse(key, why)
 
     def refuse(self, key: object, why: str) -> None:
         """Windows that begin so are not captured."""
-        self._refused[key] = why
+        self._refused[hash(key)] = why
         self.tell(why)
 
     def tell(self, why: str) -> None:
-        """A call runs as ever. Lasting reasons are told once."""
-        if why not in self.uncaptured:
-            lasting = why in {self._lasting, *self._refused.values()}
-            told = self._journal.warn if lasting else self._journal.tell
-            told("fallback", f"compile.cuda_graphs: steps run without graphs, exact but slower: {why}")
+        """A call runs as ever. Reasons that last, by what they are or by how often they come, are told once."""
+        first = why not in self.uncaptured
         self.uncaptured[why] += 1
+        self._since[why] += 1
+        lasts = why in {self._lasting, *self._refused.values()} or self._since[why] >= _OBSTINATE
+        if lasts and why not in self._told:
+            self._told.add(why)
+            self._journal.warn("fallback", f"compile.cuda_graphs: steps run without graphs, exact but slower: {why}")
+        elif first:
+            self._journal.tell("fallback", f"compile.cuda_graphs: a step runs without graphs: {why}")
 
 
 def fits(window: CapturedWindow | None, at: int, key: object) -> bool:

@@ -14,7 +14,8 @@ import torch
 
 from zeroweave._torch.autograd import keeps_graph
 from zeroweave.engine.graphs.again import Again
-from zeroweave.engine.graphs.batch import Batch, Modes
+from zeroweave.engine.graphs.around import Modes
+from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer
 from zeroweave.engine.graphs.edge import TWICE, go_on, waiting
 from zeroweave.engine.graphs.known import fits

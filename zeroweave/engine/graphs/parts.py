@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 import torch
 
-from zeroweave._torch.fx import flatten, unflatten
 from zeroweave._torch.storages import at_address
 from zeroweave.comm.ledger import Collective
-from zeroweave.engine.graphs.batch import CONSTANTS, Uncapturable, copy
 from zeroweave.engine.graphs.capturer import Graph
 from zeroweave.engine.graphs.contents import Whereabouts
+from zeroweave.engine.graphs.nest import Nest, copy
 from zeroweave.optim.scaler import Scaler
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.schedule import Instruction, Schedule
@@ -26,38 +25,16 @@ from zeroweave.schedule import Instruction, Schedule
 Kind = Literal["train_step", "forward", "backward", "reduce", "clip", "step"]
 
 
-class Outputs:
-    """What a call has returned: its tensors, each once, and how they are nested.
-
-    Uncapturable for what cannot be made again in a replay.
-    """
+class Outputs(Nest):
+    """What a call has returned. Uncapturable for what cannot be made again in a replay."""
 
     def __init__(self, result: Any) -> None:
-        leaves, self._structure = flatten(result)
-        self.tensors: list[torch.Tensor] = []
-        self._leaves: list[Any] = []
-        """an index of `tensors`, or a constant in a tuple"""
-        seen: dict[int, int] = {}
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                if id(leaf) not in seen:
-                    seen[id(leaf)] = len(self.tensors)
-                    self.tensors.append(leaf)
-                self._leaves.append(seen[id(leaf)])
-            elif isinstance(leaf, CONSTANTS):
-                self._leaves.append((leaf,))
-            else:
-                raise Uncapturable(f"the model returns a {type(leaf).__name__}, which no graph can make again")
+        super().__init__(result, "the model returns")
 
     @property
     def trained(self) -> list[int]:
         """The indices of the tensors that a backward can come to."""
         return [index for index, tensor in enumerate(self.tensors) if tensor.requires_grad]
-
-    def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The same nest of other tensors."""
-        leaves = [tensors[leaf] if isinstance(leaf, int) else leaf[0] for leaf in self._leaves]
-        return unflatten(leaves, self._structure)
 
     def detached(self) -> Outputs:
         """The same without a way back."""
@@ -176,9 +153,9 @@ def zeros_for(part: Part) -> list[torch.Tensor | None]:
     return [None if each is None else torch.zeros_like(next(inputs)) for each in part.key[1]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CapturedWindow:
-    """A window that follows `schedule`, of what lies at these `whereabouts`. `keeps`: what must live as long."""
+    """A window that follows `schedule`, of what lies at these `whereabouts`."""
 
     schedule: Schedule
     whereabouts: Whereabouts
@@ -188,4 +165,3 @@ class CapturedWindow:
     """where clipping by the config leaves the norm"""
     buffers: Sequence[torch.Tensor]
     """those that it changes"""
-    keeps: tuple[object, ...]

@@ -14,14 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from zeroweave.engine.graphs.batch import Batch, Uncapturable, copy
+from zeroweave._torch.autograd import leaves_behind
+from zeroweave.engine.graphs.around import Modes
+from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer, Graph
-from zeroweave.engine.graphs.contents import Copies, Whereabouts, check, contents, different, digests
+from zeroweave.engine.graphs.contents import Contents, Copies, Whereabouts, check, contents, different, digest, digests
 from zeroweave.engine.graphs.loop import Loop, LossFunction
+from zeroweave.engine.graphs.nest import Uncapturable, copy, room_for
 from zeroweave.engine.graphs.parts import CapturedWindow, Kind, Left, Outputs, Part
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.snapshot import Snapshot
@@ -29,6 +32,9 @@ from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Block, Window
 from zeroweave.optim.scaler import Scalars, Scaler
 from zeroweave.schedule import Schedule
+
+_ENGINES: Final = "parameters of ", "optimizer state of "
+"""So begin the names of what the engine itself updates."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,10 @@ class Bench:
     scaler: Scaler
     scalars: Scalars
     capturer: Capturer
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts.device
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -58,16 +68,35 @@ class Bench:
                 self.window.abort()
             before.restore()
 
-    def join(self) -> None:
-        """What is under way is over for the current stream: another graph could not wait for it."""
-        self.parts.runtime.gradients.reductions.settle_all()
-        for bucket in self.parts.runtime.buckets.values():
-            bucket.wait()
+    @contextmanager
+    def capture(self) -> Iterator[Graph]:
+        """What the device is given inside becomes the graph. Nothing is under way at its end."""
+        runtime = self.parts.runtime
+        try:
+            with self.capturer.graph() as graph:
+                yield graph
+                # It is over for the capturing stream: a capture cannot end before, nor another graph wait for it.
+                runtime.gradients.reductions.settle_all()
+                for bucket in runtime.buckets.values():
+                    bucket.wait()
+        except BaseException:
+            # Events of a capture that has failed never come: a stream that waits for one is an error.
+            runtime.forget_pending()
+            raise
 
-    def copies(self) -> Copies:
+    def copies(self, named: Contents) -> Copies:
         """Of what a window changes, where they have room."""
-        nbytes = sum(t.nbytes for tensors in contents(self.parts).values() for t in tensors)
-        return Copies(self.parts, self.capturer.home(nbytes))
+        nbytes = sum(tensor.nbytes for tensors in named.values() for tensor in tensors)
+        return Copies(self.parts, named, self.capturer.home(nbytes))
+
+    def check_leaves(self, results: Sequence[torch.Tensor]) -> None:
+        """Uncapturable where a backward of these would train something else than the engine's parameters.
+
+        A graph leaves its gradient where it was in the capture, and not in the `grad` of somebody else's tensor.
+        """
+        known = {id(p) for bucket in self.parts.runtime.buckets.values() for p in bucket.real}
+        if any(id(leaf) not in known for leaf in leaves_behind(results)):
+            raise Uncapturable("a tensor that is no parameter of the model requires grad, and would get none")
 
 
 @dataclass(frozen=True)
@@ -76,7 +105,8 @@ class Taken:
 
     `batch`: of a forward or a whole micro-step. `which`: of a backward, the outputs that it had gradients of. `value`:
     the largest norm of a clipping. `random`: what was random on the device when it began. `defers`, `said`, `ends`: the
-    block that it was made in, what the program had said of boundaries, and did its micro-step end the window?
+    block that it was made in, what the program had said of boundaries, and did its micro-step end the window? `modes`:
+    what it ran under, which at the end of the window, where it is captured, may be something else.
     """
 
     kind: Kind
@@ -86,6 +116,7 @@ class Taken:
     defers: Block | None
     said: bool | None
     ends: bool
+    modes: Modes
     batch: Batch | None = None
     which: Sequence[int] = ()
     value: float = 0.0
@@ -140,22 +171,27 @@ class Played:
         """Makes the call with these tensors; what it returns, without a way back."""
         bench, loop, result, boundary = self._bench, self._bench.loop, None, taken.boundary
         bench.window.set_boundary(taken.said)
-        with bench.window.deferring(taken.defers):
+        with bench.window.deferring(taken.defers), taken.modes.again():
             match taken.kind:
                 case "train_step":
                     assert taken.batch is not None
-                    result, boundary = loop.train_step(taken.batch.of(given), taken.loss_fn)
+                    loss = loop.loss(taken.batch.of(given), taken.loss_fn)
+                    bench.check_leaves([loss])
+                    loop.backward(loss)
+                    result, boundary = loss.detach(), loop.step()
                 case "forward":
                     assert taken.batch is not None
                     args, kwargs = taken.batch.of(given)
                     self._forward = Outputs(loop.forward(args, kwargs))
+                    bench.check_leaves(self._forward.tensors)
                     return self._forward.detached()
                 case "backward":
                     assert self._forward is not None
                     trained = self._forward.trained
                     roots = [self._forward.tensors[trained[index]] for index in taken.which]
                     self._forward = None
-                    bench.window.backward_from(roots, given)
+                    with torch.enable_grad():  # as `edge.go_on` has it
+                        bench.window.backward_from(roots, given)
                 case "reduce":
                     loop.reduce()
                 case "clip":
@@ -177,32 +213,67 @@ class Trial:
     results: list[list[torch.Tensor]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._before: Copies | None = None
+        self._before: list[Copies] = []
+        self._kept: dict[str, list[torch.Tensor]] = {}
+        """what has a copy there, by name"""
         self._buffers: dict[str, int] = {}
+        self._modules = tuple(self.bench.parts.model.modules())
 
     def begin(self) -> None:
         """Keeps what the window will change. Uncapturable, or RuntimeError, where that cannot be done."""
         check(self.bench.parts)
         self.bench.scalars.take(self.bench.scaler.loss_scale.value)
         self._buffers = self._buffers_now()
-        self._before = self.bench.copies()
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keeps what is not kept so far of what the calls that are known may change."""
+        named = {name: tensors for name, tensors in self._contents().items() if name not in self._kept}
+        if named:
+            self._kept |= named
+            self._before.append(self.bench.copies(named))
+
+    @property
+    def _functions(self) -> tuple[LossFunction | None, ...]:
+        return tuple(taken.loss_fn for taken in self.taken)
+
+    def _contents(self) -> dict[str, list[torch.Tensor]]:
+        return contents(self.bench.parts, self._functions)
 
     def add(self, kind: Kind, key: object, given: Sequence[torch.Tensor] = (), **more: Any) -> None:
-        """A call, given these tensors; `more`: see `Taken`."""
-        random, window = self.bench.capturer.random, self.bench.window
-        self.taken.append(Taken(kind, key, given, random, window.defers, window.said, window.is_boundary(), **more))
+        """A call is about to be made, with these tensors; `more`: see `Taken`."""
+        random, window, modes = self.bench.capturer.random, self.bench.window, Modes(self._modules, self.bench.device)
+        ends = window.is_boundary()
+        self.taken.append(Taken(kind, key, given, random, window.defers, window.said, ends, modes, **more))
         self.results.append([])
+        if more.get("loss_fn") is not None:
+            self._keep()
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> None:
-        """What the last call has returned."""
+        """What the last call has returned. Uncapturable if it has written into its batch, as no replay does."""
         self.results[-1] = [tensor.detach().clone() for tensor in tensors]
+        taken = self.taken[-1]
+        if taken.batch is not None and int(digest(taken.batch.tensors)) != int(digest(taken.given)):
+            raise Uncapturable("the model, or its loss, writes into the batch")
+
+    @property
+    def changed_places(self) -> bool:
+        """Is something that the window has changed kept nowhere, as it has come into being in the window?"""
+        now = self._contents()
+        return any(
+            name.startswith(_ENGINES) and list(map(id, now.get(name, ()))) != list(map(id, tensors))
+            for name, tensors in self._kept.items()
+        )
 
     # ------------------------------------------------------------------ behind the window
-    def capture(self) -> CapturedWindow:
-        """Uncapturable where it cannot be done. Executes nothing on the device. Local."""
+    def capture(self, first: bool) -> CapturedWindow:
+        """Uncapturable where it cannot be done. Executes nothing on the device. Local.
+
+        `first`: see `Capturer.alone`.
+        """
         bench, parts = self.bench, self.bench.parts
         departures, now = parts.runtime.replay.departures, self._buffers_now()
-        with bench.capturer.alone(), bench.trying():
+        with bench.capturer.alone(first), bench.trying():
             play = Played(bench)
             try:
                 captured = [self._captured(taken, play) for taken in self.taken]
@@ -217,9 +288,8 @@ class Trial:
             norm = None if parts.config.gradient_clipping is None else bench.scaler.norm
         changed = different(self._buffers, now)
         buffers = [buffer for name, buffer in parts.model.named_buffers() if name in changed]
-        functions = tuple(taken.loss_fn for taken in self.taken)
-        shared, there = _shared(captured), Whereabouts(parts, functions)
-        return CapturedWindow(self.schedule, there, shared, executed, norm, buffers, functions)
+        shared, there = _shared(captured), Whereabouts(parts, self._functions)
+        return CapturedWindow(self.schedule, there, shared, executed, norm, buffers)
 
     def _buffers_now(self) -> dict[str, int]:
         return digests({name: [buffer] for name, buffer in self.bench.parts.model.named_buffers()})
@@ -228,16 +298,15 @@ class Trial:
         """A call as a graph."""
         bench, runtime = self.bench, self.bench.parts.runtime
         before, ran = self._state(), len(runtime.replay.executed)
-        inputs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in taken.given]
+        inputs = room_for(taken.given)
         graph: Graph | None = None
         with bench.parts.progress.ledger.aside() as collectives:
             if taken.kind == "step" and not taken.boundary:
                 outputs = play(taken, inputs)
             else:
                 copy(inputs, taken.given)
-                with bench.capturer.graph() as graph:
+                with bench.capture() as graph:
                     outputs = play(taken, inputs)
-                    bench.join()
         left = None if taken.boundary else Left.of(runtime.gradients, bench.scaler)
         part = Part(taken.kind, taken.key, graph, inputs, outputs, collectives, left, play.trained)
         return _Captured(part, (before, self._state(), runtime.replay.executed[ran:]))
@@ -250,7 +319,7 @@ class Trial:
 
     def left(self, results: Sequence[Sequence[torch.Tensor]]) -> dict[str, int]:
         """Digests of what a window leaves. Waits for the device."""
-        named = contents(self.bench.parts)
+        named = self._contents()
         for index, (taken, tensors) in enumerate(zip(self.taken, results, strict=True)):
             if tensors:
                 named[f"the result of {taken.kind} {index + 1}"] = list(tensors)
@@ -258,8 +327,8 @@ class Trial:
 
     def rewind(self) -> None:
         """Tensors are what they were before the window."""
-        assert self._before is not None
-        self._before.restore()
+        for copies in self._before:
+            copies.restore()
 
     def replayed(self, window: CapturedWindow) -> list[list[torch.Tensor]]:
         """Runs the graphs; what they return."""
@@ -281,7 +350,7 @@ class Trial:
 
     def forget(self) -> None:
         """The copies go."""
-        self._before = None
+        self._before.clear()
         self.bench.capturer.forget()
 
 

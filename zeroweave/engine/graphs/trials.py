@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import torch
 
 from zeroweave._torch.autograd import keeps_graph
-from zeroweave.engine.graphs.batch import Batch, Uncapturable
+from zeroweave._torch.storages import use_count
+from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.edge import go_on, waiting
 from zeroweave.engine.graphs.known import Known
+from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.graphs.parts import Kind, Outputs, gradients_key
 from zeroweave.engine.graphs.trial import Bench, Trial, compared
 from zeroweave.engine.scheduler import Scheduler
@@ -25,13 +28,20 @@ class Trials:
         self._trial: Trial | None = None
         self._spoilt: str | None = None
         """why it tells nothing"""
+        self._aborted = 0
+        """windows that had been given up when it began"""
 
     @property
     def on(self) -> bool:
+        """Is one? Not any more if its window was given up, on all ranks."""
+        if self._trial is not None and self._bench.window.aborted != self._aborted:
+            self._trial.forget()
+            self.drop()
         return self._trial is not None
 
     def begin(self) -> None:
         """The window that begins is tried. On all ranks."""
+        self._aborted = self._bench.window.aborted
         assert self._scheduler.schedule is not None
         self._parts.runtime.release_kept()
         self._trial, self._spoilt = Trial(self._bench, self._scheduler.schedule), None
@@ -45,14 +55,15 @@ class Trials:
         self._spoilt = self._spoilt or why
 
     def drop(self) -> None:
-        """The engine ends."""
+        """There is none."""
         self._trial = None
 
     # ------------------------------------------------------------------ the calls of its window
     def note(self, kind: Kind, key: object, given: Batch | None = None, **more: Any) -> None:
         """A call is about to be made. `key`: None where no graph can serve it; `more`: see `Taken`."""
-        if self._trial is None:
+        if not self.on:
             return
+        assert self._trial is not None
         if self._trial.taken and self._trial.taken[-1].kind == "forward":
             self.spoil("a forward of it has no backward")
         if key is None:
@@ -63,7 +74,10 @@ class Trials:
     def returned(self, *tensors: torch.Tensor) -> None:
         """It was made, and has returned these."""
         if self._trial is not None and self._spoilt is None:
-            self._trial.returned(tensors)
+            try:
+                self._trial.returned(tensors)
+            except Uncapturable as error:
+                self.spoil(str(error))
 
     def apart(self, result: Any) -> Any:
         """What a forward has returned, without its way back: a backward comes to `_backward`, and goes on from there.
@@ -99,7 +113,7 @@ class Trials:
     # ------------------------------------------------------------------ its end
     def end(self) -> None:
         """The window is over. Collective where a trial is on."""
-        trial, self._trial = self._trial, None
+        trial, self._trial = self._trial if self.on else None, None
         if trial is None:
             return
         with self._parts.guard("the capture of a step"):
@@ -116,7 +130,7 @@ class Trials:
             return
         window = None
         try:
-            window, failed = trial.capture(), None
+            window, failed = trial.capture(first=not self._known.windows), None
         except Uncapturable as error:
             failed = str(error)
         why = self._any_reason(failed)
@@ -135,7 +149,26 @@ class Trials:
             return "it did not follow its schedule"
         if not self._bench.step.gradients_alike:
             return "some parameters have gradients on other ranks only"
-        return "somebody refers to parameters" if any(self._parts.runtime.replay.lingering.viewed()) else None
+        if any(self._parts.runtime.replay.lingering.viewed()):
+            return "somebody refers to parameters"
+        if trial.changed_places:
+            return "the optimizer has begun to hold something in it"
+        if (name := self._in_a_graph()) is not None:
+            return f"a graph of an earlier step, with {name!r} in it, is alive: keep loss.detach() instead of loss"
+        return None
+
+    def _in_a_graph(self) -> str | None:
+        """A parameter that some graph of autograd still leads to; None if there is none.
+
+        The node that stands for it there belongs to the stream on which it was made. A backward that is captured would
+        come to it, and on the default stream nothing can be captured.
+        """
+        gc.collect()
+        for bucket in self._parts.runtime.buckets.values():
+            for slot, parameter in zip(bucket.layout.slots, bucket.real, strict=True):
+                if bucket.layout.trainable and use_count(parameter) > 1:
+                    return slot.name
+        return None
 
     def _any_reason(self, why: str | None) -> str | None:
         """The first reason that any rank has; None if none has one. Collective."""

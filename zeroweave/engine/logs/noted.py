@@ -15,10 +15,10 @@ class Noted:
         self._losses: list[torch.Tensor] = []
         self._tokens = 0
 
-    def loss(self, loss: torch.Tensor) -> None:
-        """One more; what it becomes later does not matter."""
+    def loss(self, loss: torch.Tensor, divisor: int) -> None:
+        """One more, which is divided before it is differentiated; what it becomes later does not matter."""
         kind = torch.promote_types(loss.dtype, torch.float32)
-        self._losses.append(loss.detach().mean(dtype=kind))  # a copy: graphs write theirs again
+        self._losses.append(loss.detach().mean(dtype=kind) / divisor)  # a copy: graphs write theirs again
 
     def batch(self, *batch: Any) -> None:
         """What the module is called with, to be trained with."""
@@ -30,10 +30,13 @@ class Noted:
         self._tokens = 0
 
     def take(self) -> tuple[torch.Tensor | None, int]:
-        """The mean of the losses, 0-dim, None where there are none; and the tokens. At the end of the window."""
+        """The sum of the losses, 0-dim, None where there are none; and the tokens. At the end of the window.
+
+        The sum is what the optimizer step's gradients are of.
+        """
         losses, tokens = self._losses, self._tokens
         self._losses, self._tokens = [], 0
-        return torch.stack(losses).mean() if losses else None, tokens
+        return torch.stack(losses).sum() if losses else None, tokens
 
 
 def tokens_of(batch: Any) -> int:

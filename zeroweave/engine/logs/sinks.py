@@ -18,11 +18,12 @@ FILE: Final = "metrics.jsonl"
 class Figures:
     """How the steps since the last figures went, on all ranks together. What is not known is None.
 
-    step: optimizer steps so far, with those that were skipped. loss: the mean over micro-steps and ranks of what
-    `engine.backward` or `engine.scale` was given, or `engine.train_step` returned. seconds: of one step on the wall
-    clock, with all that the program did between steps. memory: bytes of device memory that were allocated at most, on
-    the rank with most. exposed: seconds of a step in which computation waits for collectives, as predicted from what
-    its schedule's instructions have cost. gradient_norm: before the last clipping. skipped: steps so far.
+    step: optimizer steps so far, with those that were skipped. loss: what the gradients of a step are of, as far as
+    `engine.backward`, `engine.scale` and `engine.train_step` know it: the mean over steps and ranks. seconds: of one
+    step on the wall clock, with all that the program did between steps. memory: bytes of device memory that were
+    allocated at most, on the rank with most. exposed: seconds of a step in which computation waits for collectives, as
+    predicted from what its schedule's instructions have cost. gradient_norm: before the last clipping. skipped: steps
+    so far.
     """
 
     step: int

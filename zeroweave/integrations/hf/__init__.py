@@ -4,12 +4,18 @@ from zeroweave.errors import UnsupportedError
 
 try:
     import accelerate
-    import transformers  # noqa: F401
+    import transformers
     from packaging.version import Version
 except ImportError as error:
     raise UnsupportedError(
-        "zeroweave.integrations.hf needs transformers and accelerate: pip install transformers 'accelerate>=1.15'"
+        "zeroweave.integrations.hf needs transformers and accelerate: "
+        "pip install 'transformers>=4.57,<5' 'accelerate>=1.15'"
     ) from error
+if not Version("4.57") <= Version(transformers.__version__) < Version("5.dev0"):  # 5 has other arguments
+    raise UnsupportedError(
+        f"zeroweave.integrations.hf needs transformers 4.57, not {transformers.__version__}: "
+        "pip install 'transformers>=4.57,<5'"
+    )
 if Version(accelerate.__version__) < Version("1.15"):  # older ones resume an epoch with the batches of the first one
     raise UnsupportedError(
         f"zeroweave.integrations.hf needs accelerate 1.15 or newer, not {accelerate.__version__}: "

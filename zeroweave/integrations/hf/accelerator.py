@@ -1,75 +1,30 @@
-"""What a Trainer does with its model and optimizer through accelerate, done by an engine."""
+"""The accelerator of a Trainer: accelerate's, with an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
-import accelerate
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DataLoaderConfiguration, DistributedType, convert_to_fp32
+from accelerate.utils import DataLoaderConfiguration
 from torch import nn
 
 from zeroweave.config import Config
 from zeroweave.engine import Engine
-from zeroweave.engine.assembly import initialize
-from zeroweave.errors import ConfigError, EngineError, UnsupportedError
-from zeroweave.integrations.accelerate_settings import AUTOCASTS
-from zeroweave.integrations.wrapped import ZeroweaveModel, autocasting, clip, refuse_other_device
-
-_WORLDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+from zeroweave.errors import EngineError
+from zeroweave.integrations.accelerate import ZeroweaveAccelerator
+from zeroweave.integrations.accelerate_parts import AcceleratedModel
 
 
-class TrainerModel(ZeroweaveModel):
-    """The model as its forward's callers see it: calls go through the engine, all else to the user's module."""
-
-    def __init__(self, engine: Engine) -> None:
-        # As accelerate has it: what follows the model, such as a loss or metrics, is computed in float32.
-        super().__init__(engine, convert_to_fp32 if engine.config.precision.autocast else None)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-
-class ZeroweaveOptimizer(AcceleratedOptimizer):
-    """The user's optimizer, whose steps are the engine's. Its `state_dict` and `load_state_dict` are collective."""
-
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.optimizer, device_placement=False)
-        self._engine = engine
-
-    def step(self) -> None:
-        if self.gradient_state.sync_gradients:
-            self._engine.step()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        return not self._engine.was_step_applied()
-
-
-class TrainerAccelerator(accelerate.Accelerator):
-    """accelerate's, with an engine in the place of DistributedDataParallel, autocast and the GradScaler.
-
-    The micro-step that ends a window is the one for which accelerate's `sync_gradients` is set. ConfigError for a
-    launcher's settings that contradict zeroweave.
-    """
+class TrainerAccelerator(ZeroweaveAccelerator):
+    """The engine is made when the Trainer first runs its model, with an optimizer or for evaluation alone."""
 
     def __init__(self, config: Config, dataloader_config: DataLoaderConfiguration) -> None:
-        super().__init__(dataloader_config=dataloader_config)
-        if self.distributed_type not in _WORLDS:
-            raise ConfigError(
-                f"zeroweave under accelerate's {self.distributed_type.value}, which distributes by itself: start the "
-                "program with `zeroweave run` or torchrun"
-            )
-        refuse_other_device(self.device)
-        self.scaler = None  # the engine scales losses
-        self.wrapper: TrainerModel | None = None
-        """the model of the engine, where there is one"""
-        self._config = _of_trainer(config, self.mixed_precision)
+        one = config.checkpoint.model_copy(update={"keep_last": 1})  # the Trainer has a folder for each
+        super().__init__(
+            zeroweave_config=config.model_copy(update={"checkpoint": one}), dataloader_config=dataloader_config
+        )
+        self.wrapper: AcceleratedModel | None = None
+        """the model of the engine, where there is one; also when `free_memory` has forgotten it"""
 
     @property
     def engine(self) -> Engine:
@@ -78,54 +33,27 @@ class TrainerAccelerator(accelerate.Accelerator):
             raise EngineError("there is no engine yet: train(), evaluate() and predict() make it")
         return self.wrapper.engine
 
-    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainerModel:
-        """The engine's model. Makes the engine where there is none; without an optimizer it evaluates only.
+    def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[AcceleratedModel, Any]:
+        """The engine's model and optimizer; makes the engine where there is none, without an optimizer for evaluation.
 
         EngineError for another model than the engine's.
         """
         if self.wrapper is None:
-            self.wrapper = TrainerModel(initialize(model, optimizer, self._config))
+            made = (model, optimizer) if optimizer is None else self.prepare(model, optimizer)
+            self.wrapper, optimizer = self.prepare_model(made[0]), made[1]
         if self.wrapper.module is not model:
             raise EngineError("the Trainer's model is another one than its engine's: make a Trainer for each model")
-        return self.wrapper
+        return self.wrapper, optimizer
 
     def end_engine(self) -> None:
         """Gives the model back as an ordinary one. Collective."""
         self.engine.destroy(optimizer_state=False)
+        self._models = [model for model in self._models if model is not self.wrapper]
         self.wrapper = None
 
-    # ------------------------------------------------------------------ accelerate's methods
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """The optimizer that steps through the engine."""
-        if not isinstance(optimizer, ZeroweaveOptimizer):
-            optimizer = ZeroweaveOptimizer(self.engine)
-        self._optimizers.append(optimizer)
-        return optimizer
-
-    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super().unwrap_model(model.module if isinstance(model, TrainerModel) else model, *args, **kwargs)
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward of `loss`, which the Trainer has divided; `kwargs` are those of `Engine.backward`."""
+        """The backward of `loss`, which the Trainer has divided. Collective."""
         self.engine.set_gradient_accumulation_boundary(self.sync_gradients)
-        self.engine.backward(loss / self.gradient_accumulation_steps, scale_wrt_gas=False, **kwargs)
+        super().backward(loss, **kwargs)
         if not self.sync_gradients:
             self.engine.step()  # ends the micro-step; at the boundary the optimizer's step does
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor:
-        """UnsupportedError for a part of the model's parameters, and for other norms than the 2-norm."""
-        return clip(self.engine, parameters, max_norm, norm_type)
-
-    def clip_grad_value_(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """UnsupportedError: gradients are sharded."""
-        raise UnsupportedError("clip_grad_value_(): gradients are sharded over the ranks; use max_grad_norm=")
-
-
-def _of_trainer(config: Config, mixed_precision: str) -> Config:
-    """`config` with the mixed precision that accelerate was asked for, and with one checkpoint in a folder."""
-    if mixed_precision not in ("no", *AUTOCASTS):
-        raise ConfigError(f"mixed precision {mixed_precision!r} with zeroweave: use bf16=True or fp16=True")
-    config = autocasting(config, mixed_precision, AUTOCASTS)
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"keep_last": 1})})

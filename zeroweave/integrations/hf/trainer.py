@@ -17,7 +17,8 @@ from transformers.trainer import SCHEDULER_NAME
 from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import ConfigError
-from zeroweave.integrations.hf.accelerator import TrainerAccelerator, TrainerModel
+from zeroweave.integrations.accelerate_parts import AcceleratedModel
+from zeroweave.integrations.hf.accelerator import TrainerAccelerator
 from zeroweave.integrations.hf.arguments import TrainingArguments
 
 _FOLDER: Final = "zeroweave"
@@ -34,6 +35,7 @@ class Trainer(transformers.Trainer):
     """
 
     accelerator: TrainerAccelerator
+    optimizer: Any
 
     @property
     def engine(self) -> Engine:
@@ -59,17 +61,28 @@ class Trainer(transformers.Trainer):
         self.accelerator = TrainerAccelerator(Config.load(self.args.zeroweave), self.accelerator.dataloader_config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_sharded and (self.engine.optimizer is None or self.model_init is not None):
-            self.accelerator.end_engine()  # an evaluation's, or that of a model that the Trainer makes anew
+        if self._is_sharded:
+            if self.engine.optimizer is None or self.model_init is not None:
+                self.accelerator.end_engine()  # an evaluation's, or that of a model that the Trainer makes anew
+            else:
+                self.engine.zero_grad()  # an exception or a callback may have ended an earlier call within a window
         return super().train(*args, **kwargs)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> TrainerModel:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> AcceleratedModel:
         """The Trainer's own place for other engines than accelerate's; here they begin, for evaluation as well."""
-        if isinstance(model, TrainerModel):
+        if isinstance(model, AcceleratedModel):
             return model
         if self.is_model_parallel:
             raise ConfigError("a model on several devices: load it without device_map=")
-        return self.accelerator.wrap(model, self.optimizer if training else None)
+        if getattr(adapter := getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ConfigError(
+                f"a model with peft's {type(adapter).__name__}, which rank 0 alone would run to save it: use LoRA, or "
+                "another method that adds weights to layers"
+            )
+        wrapper, optimizer = self.accelerator.wrap(model, self.optimizer if training else None)
+        if training:
+            self.optimizer = optimizer
+        return wrapper
 
     @property
     def _is_sharded(self) -> bool:
@@ -80,9 +93,9 @@ class Trainer(transformers.Trainer):
         if not self._is_sharded:
             super().save_model(output_dir, _internal_call)
             return
-        weights = self.engine.state_dict()
-        if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
+        with self.engine.full_on_rank_0() as weights:
+            if self.args.should_save:
+                self._save(output_dir, state_dict=weights)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

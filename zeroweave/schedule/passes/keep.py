@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
@@ -18,31 +18,54 @@ def keep(schedule: Schedule) -> Schedule:
     Before:  Run 0 · Reshard 0 · Unshard 1 · Wait 1 · Run 1 · … · Unshard 0 · Wait 0 · Run 0 backward · Reshard 0
     After:   Run 0 · Unshard 1 · Wait 1 · Run 1 · … · Run 0 backward · Reshard 0
 
-    Such a bucket is gathered once in the window, however many micro-steps that has. "auto" fills the memory that
-    ``facts.memory`` and prefetch leave, first with the buckets whose gathers expose most time per byte, then with
-    those that save most time of the collectives' lane per byte and are needed again soonest; without measured
-    costs it keeps none.
+    Such a bucket is gathered once in the window, however many micro-steps that has. One that no update changes loses
+    its last ``Reshard`` as well: it stays from one window to the next, and is gathered no more.
+
+    Before:  Run 0 · Reshard 0 · … · Unshard 0 · Wait 0 · Run 0 backward · Reshard 0 · …
+    After:   Run 0 · … · Run 0 backward · …
+
+    "auto" fills the memory that ``facts.memory`` and prefetch leave, first with the buckets whose gathers expose most
+    time per byte, then with those that save most time of the collectives' lane per byte and are needed again soonest;
+    without measured costs it keeps none. What has no room for all windows may have it inside of one.
     """
     wanted, costs = schedule.facts.keep, schedule.costs
     if wanted != "auto":
-        return _without_gaps(schedule, wanted)
+        return _held(schedule, wanted, wanted)
     if costs is None:
         return schedule
     most, ahead = limit(schedule, costs), prefetch(schedule)
     chosen = _choose(ahead, costs, most)
     while chosen:
-        kept = _without_gaps(schedule, frozenset(chosen))
+        kept = _held(schedule, chosen, [bucket for bucket, stays in chosen.items() if stays])
         prediction = predict(prefetch(kept), costs)
         if prediction.peak <= most:  # it may be over: where less is waited for, reductions are over later
             # Memory that is kept is not there to gather ahead.
             return kept if price(prediction) <= price(predict(ahead, costs)) else schedule
-        chosen = chosen[: len(chosen) * 3 // 4]
+        chosen = dict(list(chosen.items())[: len(chosen) * 3 // 4])
     return schedule
 
 
-def _without_gaps(schedule: Schedule, buckets: frozenset[int]) -> Schedule:
+def _held(schedule: Schedule, buckets: Collection[int], stay: Collection[int]) -> Schedule:
+    """With ``buckets`` held between their uses, and those of ``stay`` that can, behind the last one as well."""
     dropped = {index for bucket, gaps in _gaps(schedule).items() if bucket in buckets for gap in gaps for index in gap}
+    dropped |= {last for bucket, (_, _, last) in _ends(schedule).items() if bucket in stay}
     return schedule.rearranged({}, dropped)
+
+
+def _ends(schedule: Schedule) -> dict[int, tuple[int, int, int]]:
+    """For each bucket that could stay and does not: its first Unshard and Wait, and its last drop, by index."""
+    first: dict[int, int] = {}
+    wait: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Unshard(bucket):
+                first.setdefault(bucket, index)
+            case Wait(bucket):
+                wait.setdefault(bucket, index)
+            case Reshard(bucket) if index in schedule.drops and not schedule.facts.by_id[bucket].trainable:
+                last[bucket] = index
+    return {bucket: (first[bucket], wait[bucket], index) for bucket, index in last.items()}
 
 
 def _gaps(schedule: Schedule) -> dict[int, list[tuple[int, int, int]]]:
@@ -61,29 +84,36 @@ def _gaps(schedule: Schedule) -> dict[int, list[tuple[int, int, int]]]:
     return gaps
 
 
-def _choose(schedule: Schedule, costs: Costs, most: int) -> list[int]:
-    """The buckets to keep, those first that save most."""
+def _choose(schedule: Schedule, costs: Costs, most: int) -> dict[int, bool]:
+    """The buckets to keep, those first that save most, and whether each is to stay."""
     facts = schedule.facts
-    gaps, events = _gaps(schedule), Events(schedule, costs)
-    exposed: dict[int, float] = {}
-    for index, seconds in simulate(schedule, costs).waits.items():
-        if isinstance(instruction := schedule.instructions[index], Wait):
-            exposed[instruction.bucket] = exposed.get(instruction.bucket, 0.0) + seconds
+    gaps, ends, events = _gaps(schedule), _ends(schedule), Events(schedule, costs)
+    waits = simulate(schedule, costs).waits
 
-    def stretches(bucket: int) -> Iterable[tuple[int, int]]:
-        return ((max(0, events.before[start] - 1), events.before[stop]) for start, stop, _ in gaps[bucket])
+    def stretches(bucket: int, stays: bool) -> list[tuple[int, int]]:
+        """The events, from one up to another, during which it is held in addition."""
+        found = [(max(0, events.before[start] - 1), events.before[stop]) for start, stop, _ in gaps.get(bucket, ())]
+        if stays:
+            first, _, last = ends[bucket]
+            found += [(0, events.before[first]), (max(0, events.before[last] - 1), len(events.memory))]
+        return found
 
     def worth(bucket: int) -> tuple[float, float, int, int]:
-        nbytes = max(1, facts.by_id[bucket].nbytes)
-        saved = len(gaps[bucket]) * costs.seconds("all_gather", bucket, nbytes)
-        length = sum(stop - start for start, stop in stretches(bucket))
-        return -exposed.get(bucket, 0.0) / nbytes, -saved / nbytes, length, bucket
+        nbytes, stays = max(1, facts.by_id[bucket].nbytes), bucket in ends
+        spared = [wait for _, _, wait in gaps.get(bucket, ())] + ([ends[bucket][1]] if stays else [])
+        exposed = sum(waits.get(wait, 0.0) for wait in spared)
+        saved = len(spared) * costs.seconds("all_gather", bucket, nbytes)
+        length = sum(stop - start for start, stop in stretches(bucket, stays))
+        return -exposed / nbytes, -saved / nbytes, length, bucket
 
-    chosen = []
-    for bucket in sorted(gaps, key=worth):
+    chosen: dict[int, bool] = {}
+    for bucket in sorted(gaps.keys() | ends.keys(), key=worth):
         nbytes = facts.by_id[bucket].nbytes
-        if all(events.fits(nbytes, start, stop, most) for start, stop in stretches(bucket)):
-            for start, stop in stretches(bucket):
-                events.take(nbytes, start, stop)
-            chosen.append(bucket)
+        for stays in [each for each, able in ((True, ends), (False, gaps)) if bucket in able]:
+            held = stretches(bucket, stays)
+            if all(events.fits(nbytes, start, stop, most) for start, stop in held):
+                for start, stop in held:
+                    events.take(nbytes, start, stop)
+                chosen[bucket] = stays
+                break
     return chosen

@@ -1,0 +1,57 @@
+"""Programs that do what graphs could get wrong: all comes out as without them, and what cannot be one says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support import programs
+from tests.support.marks import daily
+from tests.support.programs import compared
+from tests.support.replays import Case
+
+# program, case, replays at least, windows that are captured at most
+EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
+    (programs.autocast, Case(dropout=0.1), 17, 2),
+    (programs.autocast_around, Case(), 12, 1),
+    (programs.modes, Case(dropout=0.1), 12, 1),
+    (programs.methods, Case(), 24, 6),
+    (programs.criteria, Case(), 20, 2),
+    (programs.counts, Case(), 12, 1),
+    (programs.objects, Case(), 14, 2),
+    (programs.shapes, Case(), 20, 8),
+    (programs.given_up, Case(gas=2, dropout=0.1), 6, 1),
+    (programs.failing, Case(dropout=0.1), 7, 1),
+    (programs.seeded, Case(dropout=0.2), 12, 1),
+    *((programs.given_up, Case(stage, gas, dropout=0.1), 6, 1) for stage in (1, 2) for gas in (1, 2)),
+    *((programs.modes, Case(stage, 2, dropout=0.1), 4, 1) for stage in (1, 3)),
+]
+DAILY = [row for row in EXACT[:11] if row[0] is not programs.shapes]
+UNCAPTURED: list[tuple[Callable[..., Any], Case, str]] = [
+    (programs.writes, Case(), "writes into the batch"),
+    (programs.total, Case(), "keep loss.detach"),
+    (programs.trained, Case(), "no parameter of the model"),
+    (programs.numbers, Case(), "are rare so far"),
+    (programs.fresh, Case(), "so far"),
+]
+
+
+@daily(("program", "case", "least", "most"), DAILY, [row for row in EXACT if row not in DAILY])
+def test_replays_change_nothing(program: Any, case: Case, least: int, most: int) -> None:
+    differs, done = compared(program, case)
+    assert not differs and done.replayed >= least and 0 < done.captured <= most, done
+
+
+@daily(("program", "case", "why"), UNCAPTURED, [])
+def test_what_is_no_graph_is_exact_and_told_once(program: Any, case: Case, why: str) -> None:
+    differs, done = compared(program, case)
+    assert not differs and done.replayed == 0 and done.captured <= 3, done
+    assert len(done.told) == 1 and why in done.told[0], done
+
+
+@pytest.mark.matrix
+def test_a_capture_that_fails_while_something_is_gathered(pools: Any) -> None:
+    for differs, done in pools(2).run(compared, programs.failing, Case(dropout=0.1)):
+        assert not differs and done.replayed >= 7, done

@@ -1,0 +1,35 @@
+"""Captures of CUDA graphs that fail."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+_RELEASES_BY_ITSELF = (2, 13)
+"""The first version whose graphs may give back the pool of a capture that has failed."""
+
+
+def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> None:
+    """Ends the capture of `graph`, which has failed, on the capturing stream, which is the current one.
+
+    `pool`: that of `capture_begin`. Why: where the driver refuses to end a capture, PyTorch 2.11 leaves it at that. Its
+    allocator goes on as if the capture ran: no block that several streams have used comes back, nothing that is cached
+    is given to another size, the pool cannot be captured into, and keeps its memory for ever. The generator of random
+    numbers refuses to draw any. A capture that succeeds sets that right, as nothing else does.
+    """
+    with suppress(RuntimeError):
+        graph.capture_end()
+    with suppress(RuntimeError):
+        graph.pool()  # it has one if its capture was ended, whatever failed then: it gives that back itself
+        return
+    with suppress(RuntimeError):  # newer versions have done so
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < _RELEASES_BY_ITSELF:
+        with suppress(RuntimeError):
+            torch._C._cuda_releasePool(device.index, pool)
+    nothing, sound = torch.zeros((), device=device), torch.cuda.CUDAGraph()
+    sound.capture_begin(capture_error_mode="thread_local")
+    nothing.zero_()
+    sound.capture_end()

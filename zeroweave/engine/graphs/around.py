@@ -1,0 +1,116 @@
+"""What a call runs under, and what else decides what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from zeroweave.engine.graphs.nest import CONSTANTS
+
+
+class Modes:
+    """Which modules train, whether gradients are asked for, and how the program casts by itself: all of that now."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], device: torch.device) -> None:
+        self._modules, self._kind, self._gradients = modules, device.type, torch.is_grad_enabled()
+        self._training = [module.training for module in modules]
+        self._casts = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside they are what they were.
+
+        Autocast keeps nothing: what the program's own autocast has cast and kept is no part of a graph, which would
+        read it for ever, although parameters change and it goes.
+        """
+        now = [module.training for module in self._modules]
+        self._set(self._training)
+        enabled, dtype = self._casts
+        try:
+            casting = torch.autocast(self._kind, dtype, enabled, cache_enabled=False)
+            with casting, torch.set_grad_enabled(self._gradients):
+                yield
+        finally:
+            self._set(now)
+
+    def _set(self, training: Sequence[bool]) -> None:
+        for module, trains in zip(self._modules, training, strict=True):
+            module.training = trains
+
+
+def surroundings(
+    modules: Iterable[torch.nn.Module], device: torch.device, loss_fn: Callable[..., Any] | None
+) -> tuple[Any, ...]:
+    """What else decides what a step computes, as far as it can be seen from outside."""
+    return (
+        hash(tuple(module.training for module in modules)),
+        None if loss_fn is None else identity(loss_fn),
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+class _Same:
+    """Equal to what stands for the same object, which lives as long: another one cannot come in its place."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def identity(function: Any, depth: int = 0) -> object:
+    """Equal for functions that do the same, made anew or not: of the same code, with the same things at hand.
+
+    A method is made anew whenever it is asked for, and a function inside another one with each call of that. Keeps what
+    it tells apart.
+    """
+    if depth == 4:  # functions may refer to themselves
+        return _Same(function)
+    known = partial(_known, depth=depth + 1)
+    match function:
+        case MethodType():
+            return _Same(function.__self__), identity(function.__func__, depth + 1)
+        case FunctionType():
+            cells = [known(content_of(cell)) for cell in function.__closure__ or ()]
+            defaults = [known(value) for value in (function.__defaults__ or ())]
+            named = [(name, known(value)) for name, value in (function.__kwdefaults__ or {}).items()]
+            return _Same(function.__code__), _Same(function.__globals__), *cells, *defaults, *named
+        case partial():
+            named = [(name, known(value)) for name, value in function.keywords.items()]
+            return identity(function.func, depth + 1), *map(known, function.args), *named
+        case _:
+            return _Same(function)
+
+
+def _known(value: object, depth: int) -> object:
+    """Something that a function has at hand."""
+    if isinstance(value, CONSTANTS):
+        return type(value), repr(value)
+    return identity(value, depth)
+
+
+def content_of(cell: Any) -> object:
+    """What a function's closure has there; None where there is nothing."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

@@ -1,0 +1,165 @@
+"""The command `zeroweave plan`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from zeroweave.plan.calibration import Calibration
+    from zeroweave.plan.hardware import Hardware
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="config.json, its folder, or module:function", show_default=False),
+    ] = None,
+    stage: Annotated[Literal["1", "2", "3", "all"], typer.Option(help="ZeRO stage")] = "all",
+    world: Annotated[list[int] | None, typer.Option(help="ranks, 1 to 1,024; may be given several times")] = None,
+    micro_batch: Annotated[int, typer.Option(min=1, help="sequences of a rank's batch")] = 1,
+    seq: Annotated[int, typer.Option(min=2, help="tokens of a sequence")] = 1024,
+    gas: Annotated[int, typer.Option(min=1, help="micro-steps of an optimizer step")] = 1,
+    clip: Annotated[bool, typer.Option("--clip", help="gradients are clipped by their global norm")] = False,
+    precision: Annotated[
+        Literal["bfloat16", "float32"], typer.Option(help="of the parameters as they are computed with")
+    ] = "bfloat16",
+    offload: Annotated[
+        list[str] | None,
+        typer.Option(metavar="WHAT[,WHAT]", help="optimizer, params (stage 3) and activations live in host memory"),
+    ] = None,
+    gpu: Annotated[
+        Literal["a100", "h100", "h200"] | None,
+        typer.Option(help="by its data sheet; the one that was calibrated if left out, else h200", show_default=False),
+    ] = None,
+    inside: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s of a rank inside its node, one direction")
+    ] = None,
+    between: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s of a rank between nodes, one direction")
+    ] = None,
+    host: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s of a rank to and from host memory, one direction")
+    ] = None,
+    ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    efficiency: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="share of the data sheet; see docs/plan.md")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="measure this machine first, and write what it does to this file")
+    ] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="plan by a file that --calibrate has written")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,
+    picture: Annotated[Path | None, typer.Option(help="also write a picture (SVG) to this file")] = None,
+) -> None:
+    """Say what training MODEL with AdamW would take in memory and time, at each stage, without a GPU.
+
+    One rank runs on tensors without memory, with the engine's own buckets, regions and schedules. What a GPU would do
+    to it is calculated from its data sheet, and from what --calibrate has measured. With --calibrate MODEL may be left
+    out.
+    """
+    from dataclasses import asdict
+    from json import dumps
+
+    from zeroweave.errors import ConfigError, EngineError
+    from zeroweave.plan.model import source_of
+    from zeroweave.plan.plan import make, refuse_worlds
+    from zeroweave.plan.show import lines
+    from zeroweave.plan.show import picture as drawn
+
+    if model is None and calibrate is None:
+        raise typer.BadParameter("which model? Only --calibrate needs none", param_hint="MODEL")
+    if calibrate is not None and calibration is not None:
+        raise typer.BadParameter("--calibrate measures anew: leave it or --calibration out", param_hint="--calibrate")
+    sys.path.insert(0, "")  # as `python -m` has it, for module:function
+    worlds = world or [8]
+    try:
+        refuse_worlds(worlds)
+        known = _calibration(calibrate, calibration)
+        if model is None:
+            return
+        links = {"inside": inside, "between": between, "host": host}
+        hardware = _hardware(gpu, known, ranks_per_node, links, efficiency or ())
+        away = _offload(offload or ())
+        settings = {
+            "precision": {"params": precision},
+            "offload": away,
+            "gradient_accumulation_steps": gas,
+            "gradient_clipping": 1.0 if clip else None,
+        }
+        every = (3,) if "params" in away else (1, 2, 3)
+        stages = every if stage == "all" else (int(stage),)
+        plans = make(source_of(model, micro_batch, seq), stages, worlds, settings, hardware)
+    except (ConfigError, EngineError) as error:
+        print(f"zeroweave: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    for line in lines(plans):
+        print(line)
+    if json is not None:
+        asked = {"micro_batch": micro_batch, "seq": seq, "config": settings, "hardware": asdict(hardware)}
+        json.write_text(dumps(plans.as_json() | asked, indent=1))
+    if picture is not None:
+        picture.write_text(drawn(plans))
+
+
+def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
+    """What is measured now and written to `anew`, or was before. EngineError where that fails."""
+    from zeroweave.errors import EngineError
+    from zeroweave.plan.calibration import Calibration
+
+    if anew is None:
+        return None if known is None else Calibration.load(known)
+    import torch
+
+    from zeroweave.plan.calibrate import measured
+
+    try:
+        found = measured(torch.cuda.device_count() or 2)  # without GPUs, on the CPU
+        found.save(anew)
+    except (RuntimeError, OSError) as error:
+        raise EngineError(f"--calibrate: {error}") from None
+    print(*found.lines(), f"wrote {anew}", sep="\n", flush=True)
+    return found
+
+
+def _hardware(
+    gpu: str | None,
+    calibration: Calibration | None,
+    ranks_per_node: int,
+    links: dict[str, float | None],
+    efficiency: Iterable[str],
+) -> Hardware:
+    """`links`: GB/s where the data sheet does not count. EngineError for efficiencies that are none."""
+    from dataclasses import replace
+
+    from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
+
+    given: dict[str, Any] = {name: rate * 1e9 for name, rate in links.items() if rate is not None}
+    name = gpu or (None if calibration is None else calibration.gpu) or "h200"
+    sheet = replace(GPUS[name], ranks_per_node=ranks_per_node, **given)
+    share = Efficiency() if calibration is None else calibration.efficiency(sheet)
+    return Hardware(sheet, share.changed(efficiency))
+
+
+def _offload(words: Iterable[str]) -> dict[str, Any]:
+    """The section `offload` of the config. EngineError for words that are not in it, or that no plan is made of."""
+    from zeroweave.errors import EngineError
+
+    known: dict[str, dict[str, Any]] = {
+        "optimizer": {"optimizer": "all"},
+        "params": {"params": True},
+        "activations": {"activations": True},
+        "adaptive": {"optimizer": "adaptive", "memory_budget": 0},  # the rank says why there is no plan of it
+    }
+    found: dict[str, Any] = {}
+    for word in (each.strip() for words_at_once in words for each in words_at_once.split(",")):
+        if word not in known:
+            raise EngineError(f"--offload {word!r}: write optimizer, params, activations, or several with commas")
+        found |= known[word]
+    return found

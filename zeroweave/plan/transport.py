@@ -1,0 +1,132 @@
+"""What crosses links that are not there: collectives of ranks, and copies between the device and host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from zeroweave.comm.clock import Clock
+from zeroweave.comm.transport import Messages, Parts, ReduceOp, Spread
+from zeroweave.layout import BucketLayout
+from zeroweave.plan.hardware import Hardware
+from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock
+from zeroweave.runtime.copies import CopyStream
+from zeroweave.schedule import Line
+
+
+class _Pending:
+    """A collective that is over at `end`; `alive` stays until it has been waited for."""
+
+    def __init__(self, clock: PlannedClock, end: float, *alive: object) -> None:
+        self._clock, self._end, self._alive = clock, end, alive
+
+    def wait(self) -> None:
+        self._clock.reach(self._end)
+        self._alive = ()
+
+    def over(self, clock: Clock) -> float:
+        return self._end
+
+
+class PlannedTransport:
+    """Rank 0 of `world` ranks, none of which is there. Collectives run one after the other, as long as they would.
+
+    As `comm.process_group` has it, a gather casts the shard first, and a reduction copies gradients into a flat.
+    """
+
+    def __init__(self, world: int, clock: PlannedClock, hardware: Hardware) -> None:
+        self.rank, self.world = 0, world
+        self._clock, self._hardware, self._line = clock, hardware, hardware.collective(world)
+        self._free = 0.0
+
+    @property
+    def line(self) -> Line:
+        """A collective by the bytes of the flat, without what each rank does beside it."""
+        return self._line
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _issue(self, nbytes: int, copied: int, *alive: object) -> _Pending:
+        begin = max(self._clock.now, self._free)
+        self._free = begin + self._line(nbytes) + self._hardware.traffic(copied)
+        return _Pending(self._clock, self._free, *alive)
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> _Pending:
+        as_it_is = shard.dtype == flat.dtype and self.world > 1
+        return self._issue(flat.nbytes, 0 if as_it_is else shard.nbytes + flat.nbytes // self.world, flat, shard)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> _Pending:
+        if self.world == 1:
+            return self._issue(out.nbytes, 2 * out.nbytes)
+        whole = isinstance(parts, torch.Tensor) and parts.dtype == out.dtype
+        flat = parts if whole else torch.empty(layout.numel, dtype=out.dtype)
+        nbytes = layout.numel * out.itemsize
+        return self._issue(nbytes, 0 if whole else 2 * nbytes, flat, parts, out)
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> None:
+        self._issue(tensor.nbytes, 0).wait()
+
+    def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> _Pending:
+        raise NotImplementedError("an engine's window has no such reduction")
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> _Pending:
+        raise NotImplementedError("what is planned is AdamW's, which needs no whole matrices")
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = "world") -> None:
+        raise NotImplementedError("nothing has values")
+
+
+class PlannedCopies(CopyStream):
+    """Copies that take as long as they would, beside the computation, and move nothing."""
+
+    def __init__(self, meter: Meter, clock: PlannedClock, hardware: Hardware) -> None:
+        super().__init__(torch.device("cpu"))
+        self._meter, self._clock, self._hardware = meter, clock, hardware
+        self._lane = Lane()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        with self._meter.elsewhere():
+            return super().empty(nbytes)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with self._meter.elsewhere():
+            return super().zeros(numel, dtype)
+
+    def moves(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout == torch.strided  # all tensors are of one subclass here
+
+    @contextmanager
+    def issue(self) -> Iterator[None]:
+        now = self._clock.now
+        with self._clock.on(self._lane):
+            self._clock.reach(now)
+            yield
+
+    def here(self) -> AbstractContextManager[Any]:
+        return self._clock.on(self._lane)
+
+    def current(self) -> Lane:
+        return self._clock.lane
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._clock.spend(self._hardware.copy(source.nbytes))
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def mark(self) -> Any:
+        return Passed(self._clock, self._lane.now)
+
+    def wait(self, mark: Any) -> None:
+        if mark is not None:
+            mark.wait()
+
+    def finish(self) -> None:
+        self._clock.reach(self._lane.now)
