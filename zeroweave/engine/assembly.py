@@ -248,7 +248,7 @@ def _assemble(
     named = dict(model.named_parameters())
     specs = specs_of(model, named, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
     agree_on(control, model, specs, settings)
-    told = agree(control, optimizer, named)
+    told = agree(control, optimizer, named, asked.whole)
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     policy = policy_of(settings, layouts)
@@ -287,8 +287,8 @@ def _assemble(
     sharded = None
     if optimizer is not None:
         looks = checks(settings, layouts)
-        graphed = settings.compile.cuda_graphs and captures_on(device) and why_not_captured(optimizer, looks) is None
-        rates = Rates(optimizer, device) if graphed else None
+        graphed = settings.compile.cuda_graphs and captures_on(device) and not asked.whole
+        rates = Rates(optimizer, device) if graphed and why_not_captured(optimizer, looks) is None else None
         whole = Whole(asked.whole, transport, control) if asked.whole else None
         sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, whole)
         states.clear()

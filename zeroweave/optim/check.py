@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError, UnsupportedOptimizer
-from zeroweave.optim.probe import probe
-from zeroweave.optim.several import Given
+from zeroweave.optim.probe import kept_of_wholes, probe
+from zeroweave.optim.several import WHOLE_MATRIX, Given
 from zeroweave.optim.states import uncuttable
 
 # Optimizers that compute each element by itself, and whose state, step counters included, belongs to single
@@ -45,6 +45,10 @@ def check_optimizers(optimizers: Sequence[Given], model: nn.Module) -> None:
     """Passes if each can be used for `model`, see `check_optimizer`, and no parameter is in two of them."""
     for optimizer, whole in optimizers:
         check_optimizer(optimizer, model, whole)
+    places: dict[int, int] = {}
+    for number, (optimizer, _) in enumerate(optimizers):
+        if (first := places.setdefault(id(optimizer), number)) != number:
+            raise ParameterError(f"optimizers[{first}] and optimizers[{number}] are one {type(optimizer).__name__}")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     homes: dict[int, str] = {}
     for number, (optimizer, _) in enumerate(optimizers):
@@ -63,9 +67,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, whole: b
     It names everything that is wrong: an optimizer whose class or whose step's signature says that it is not
     element-wise, parameters that are not the model's or occur twice, and state that cannot be cut. Where nothing is,
     and the class is none of torch's, a copy of the optimizer is tried out; see `probe`. UnsupportedOptimizer, which is
-    a ParameterError, for an object that is no torch.optim.Optimizer. `whole`: it gets whole parameters, and is not
-    tried out; what it keeps has to be of their shapes all the same, which its first step shows. Changes nothing. To be
-    called before the parameters are put to rest.
+    a ParameterError, for an object that is no torch.optim.Optimizer. `whole`: it gets whole parameters, and may compute
+    what it likes; what it keeps has to be of their shapes all the same. Changes nothing. To be called before the
+    parameters are put to rest.
     """
     reasons = [*_class_reasons(optimizer, whole)]
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -75,6 +79,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, whole: b
             reasons.append(
                 f"it holds state that cannot be cut like its parameters ({', '.join(lasting)}); build a new optimizer "
                 "for zeroweave.initialize, or use AdamW, Adam or SGD"
+            )
+        if not reasons and whole and type(optimizer) not in WHOLE_MATRIX and (kept := kept_of_wholes(optimizer)):
+            reasons.append(
+                f"it keeps what cannot be cut among the ranks as a parameter is ({', '.join(kept)}): an optimizer of "
+                "whole matrices keeps tensors of the parameter's shape, or one value"
             )
         if not reasons and not whole and type(optimizer) not in ELEMENT_WISE:
             reasons += probe(optimizer)
@@ -88,7 +97,7 @@ def _class_reasons(optimizer: object, whole: bool) -> Iterator[str]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         yield (
             "it is not a torch.optim.Optimizer: a wrapper hides its parameters, and nobody could hand it their "
-            "gradients; pass the optimizer inside it, or a callable from the parameters to one"
+            "gradients; pass the optimizer inside it, a list of optimizers, or a callable from the parameters to either"
         )
         return
     if _QUANTIZED.search(type(optimizer).__name__):

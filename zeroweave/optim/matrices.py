@@ -178,9 +178,7 @@ class Matrices:
         self._bring(self._routes(places, ("gradient", "master"), known), known)
         try:
             yield
-            owned = {
-                place: (self.owned[place].data, self._state_of_owned(place)) for place in places if place in self.owned
-            }
+            owned = {place: self._updated(place) for place in places if place in self.owned}
         finally:
             self._let_go(places)
         known = self._agreed_again(places, known, {p: _told(master, state) for p, (master, state) in owned.items()})
@@ -230,23 +228,37 @@ class Matrices:
         bucket, slot = place
         return self._fragments[bucket].parameters[slot]
 
-    def _state_of_owned(self, place: Place) -> dict[Any, Any]:
-        held: dict[Any, Any] = self._members[place].state.get(self.owned[place], {})
-        return {key: v.contiguous() if isinstance(v, torch.Tensor) else v for key, v in held.items()}
+    def _updated(self, place: Place) -> tuple[torch.Tensor, dict[Any, Any]]:
+        """Master and state of a matrix of this rank's, as the optimizer has left them; tensors are contiguous."""
+        held = self._members[place].state.get(self.owned[place], {})
+        state = {key: v.contiguous() if isinstance(v, torch.Tensor) else v for key, v in held.items()}
+        return self.owned[place].detach().contiguous(), state
 
     def _of_fragment(self, bucket: int, piece: Piece) -> torch.Tensor:
-        """A piece as this rank has it, 1-D; a state that there was none of is made."""
+        """A piece as this rank has it, 1-D. ParameterError for a state that somebody has taken away."""
         place = bucket, piece.slot
-        fragment, (role, key, dtype) = self._fragment(place), piece.kind
+        fragment, (role, key, _) = self._fragment(place), piece.kind
         if role == "gradient":
             assert fragment.grad is not None
             return fragment.grad
         if role == "master":
             return fragment.detach()
-        held = self._members[place].state[fragment]
+        held = self._members[place].state.get(fragment, {})
         if key not in held:
-            held[key] = torch.empty_like(fragment, dtype=dtype, requires_grad=False)
-        return held[key]
+            raise ParameterError(
+                f"{key!r} of {self._name(place)} was there after the last step, and was taken out of the optimizer's "
+                "state since; engine.optimizer.load_state_dict(...) changes the states of all ranks"
+            )
+        state: torch.Tensor = held[key]
+        return state
+
+    def _make_states(self, route: Route) -> None:
+        """What comes back finds a place, also where there was no state of that key so far."""
+        for piece in chain.from_iterable(pieces for pieces, _ in route.held):
+            fragment, (role, key, dtype) = self._fragment((route.bucket, piece.slot)), piece.kind
+            held = self._members[route.bucket, piece.slot].state
+            if role == "state" and key not in held.get(fragment, ()):
+                held.setdefault(fragment, {})[key] = torch.empty_like(fragment, dtype=dtype, requires_grad=False)
 
     # ------------------------------------------------------------------ one update
     def _routes(self, places: Iterable[Place], roles: Sequence[Role], known: Known) -> list[Route]:
@@ -324,6 +336,7 @@ class Matrices:
         under_way = [self._send(each, each.owned, each.held, source) for each in routes]
         for each, (pending, out) in zip(routes, under_way, strict=True):
             pending.wait()
+            self._make_states(each)
             pairs = [(self._of_fragment(each.bucket, piece), view) for piece, view in _views(each.held, out)]
             if pairs:
                 foreach_copy_(*zip(*pairs, strict=True))

@@ -16,9 +16,7 @@ import torch
 
 from zeroweave.errors import ParameterError
 
-WHOLE_MATRIX: Final[frozenset[type]] = frozenset(
-    getattr(torch.optim, name) for name in ("Muon",) if hasattr(torch.optim, name)
-)
+WHOLE_MATRIX: Final[frozenset[type]] = frozenset({torch.optim.Muon})
 """Optimizers of torch that compute with whole matrices, each by itself, and keep states of their shape. Exact types."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -82,8 +82,10 @@ def is_cut(parameter: torch.Tensor, key: str, value: Any, held: Held) -> bool:
     return any(alike) if alike else key != "step"
 
 
-def describe(optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter]) -> Described | None:
-    """What the ranks have to know of each other's optimizers. Local."""
+def describe(
+    optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter], whole: Set[int] = frozenset()
+) -> Described | None:
+    """What the ranks have to know of each other's optimizers. Local. `whole`: see `agree`."""
     if optimizer is None:
         return None
     names = {id(parameter): name for name, parameter in named.items()}
@@ -91,7 +93,8 @@ def describe(optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Par
     for group in optimizer.param_groups:
         options = {key: _option(value) for key, value in group.items() if key not in ("params", "param_names")}
         plain = {key: value for key, value in options.items() if _is_plain(value)}
-        groups.append({**plain, "params": sorted(names[id(p)] for p in group["params"])})
+        wholes = sorted(names[id(p)] for p in group["params"] if id(p) in whole)
+        groups.append({**plain, "params": sorted(names[id(p)] for p in group["params"]), "whole matrices": wholes})
         on_device = bool(group.get("capturable") or group.get("fused"))
         for p in group["params"]:
             if held := optimizer.state.get(p):
@@ -102,10 +105,13 @@ def describe(optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Par
 
 
 def agree(
-    control: Control, optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter]
+    control: Control, optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter], whole: Set[int]
 ) -> list[Described | None]:
-    """What each rank holds. Collective. EngineError on all ranks where optimizers or the options of groups differ."""
-    told: list[Described | None] = control.all_gather_object(describe(optimizer, named), "the optimizers")
+    """What each rank holds. Collective. EngineError on all ranks where optimizers or the options of groups differ.
+
+    `whole`: by `id`, the parameters that are updated as wholes.
+    """
+    told: list[Described | None] = control.all_gather_object(describe(optimizer, named, whole), "the optimizers")
     first = told[0]
     for rank, other in enumerate(told):
         kinds = ["no optimizer" if one is None else one.kind for one in (first, other)]

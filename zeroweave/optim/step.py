@@ -205,6 +205,10 @@ class ShardedOptimizer:
                 pass
             case number:
                 self.optimizer.state[self._fragments[bucket].parameters[slot]][key] = type(number)(value.item())
+        self.states_changed()
+
+    def states_changed(self) -> None:
+        """Others than steps have written into the optimizer's state, on all ranks."""
         if self._matrices is not None:
             self._matrices.forget()
 
@@ -218,8 +222,7 @@ class ShardedOptimizer:
             member.state.pop(fragment, None)
             if state and (bucket, slot) in self.sharded:
                 member.state[fragment] = state
-        if self._matrices is not None:
-            self._matrices.forget()
+        self.states_changed()
         self.offload.take_in(bucket)
 
     def load(self, states: States) -> None:
