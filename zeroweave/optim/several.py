@@ -50,6 +50,13 @@ def given(optimizers: object) -> list[Given]:
     return [Given(optimizers, type(optimizers) in WHOLE_MATRIX)]
 
 
+def is_optimizer(thing: object) -> bool:
+    """Is it what `given` takes, and nothing else?"""
+    if isinstance(thing, list | tuple):
+        return bool(thing) and all(map(is_optimizer, thing))
+    return isinstance(thing, torch.optim.Optimizer | WholeMatrices)
+
+
 def as_one(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     """The only one, or what stands for several, which have no parameter in common."""
     return optimizers[0] if len(optimizers) == 1 else Several(optimizers)

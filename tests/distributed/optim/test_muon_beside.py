@@ -455,7 +455,7 @@ def with_experts(wholes: str) -> tuple[list[str], bool]:
     rest = [p for p in model.parameters() if id(p) not in {id(each) for each in named.values()}]
     both = [torch.optim.Muon(named.values(), lr=0.02), torch.optim.AdamW(rest, lr=3e-3)]
     before = {name: p.detach().clone() for name, p in named.items()}
-    settings = config(2, experts={"parameters": experts.PATTERN, "parallel_size": 2})
+    settings = config(2, experts={"parameters": [experts.PATTERN], "parallel_size": 2})
     try:
         engine = zw.initialize(model, both, settings)
     except zw.ParameterError as error:
