@@ -19,7 +19,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -86,6 +86,9 @@ class Piece(NamedTuple):
         return whole.view(-1).narrow(0, self.fragment.offset, self.fragment.numel)
 
 
+_T = TypeVar("_T")
+_Source = Callable[[int, Piece], torch.Tensor]
+"""What there is of a piece of a bucket, 1-D"""
 _Loads = Sequence[tuple[Sequence[Piece], int]]
 """Messages by the other rank, with their bytes."""
 
@@ -125,8 +128,8 @@ def route(layout: BucketLayout, cargo: Sequence[Cargo], owners: Mapping[Place, i
 class Matrices:
     """The matrices of one engine that are updated as wholes; those of `owned` by this rank.
 
-    `places`: those of `whole`, by the user's parameter. `members`: which optimizer a slot belongs to. Memory while a
-    bucket is updated: gradient, master and states of the own matrices, and messages as large.
+    `places`: those of `whole`, by the user's parameter. `members`: which optimizer a slot belongs to. Memory while
+    buckets are updated: gradient, master and states of the own matrices of all of them, and messages of two buckets.
     """
 
     def __init__(
@@ -278,33 +281,28 @@ class Matrices:
         return found
 
     def _send(
-        self, route: Route, outgoing: _Loads, incoming: _Loads, source: Callable[[int, Piece], torch.Tensor]
+        self, bucket: int, payload: int, outgoing: _Loads, incoming: _Loads, source: _Source
     ) -> tuple[Pending, torch.Tensor]:
-        """Begins to send what `source` has of each piece."""
+        """Begins to send what `source` has of each piece; what comes lies in the tensor, see `_views`."""
         sent, received = ([nbytes for _, nbytes in loads] for loads in (outgoing, incoming))
         mine, out = (torch.empty(sum(n), dtype=torch.uint8, device=self._device) for n in (sent, received))
-        pairs = [(view, source(route.bucket, piece)) for piece, view in _views(outgoing, mine)]
-        if pairs:
-            foreach_copy_(*zip(*pairs, strict=True))
-        return self._transport.all_to_all(out, mine, Messages(route.bucket, route.payload, sent, received)), out
+        _copy((view, source(bucket, piece)) for piece, view in _views(outgoing, mine))
+        return self._transport.all_to_all(out, mine, Messages(bucket, payload, sent, received)), out
 
-    def _bring(self, routes: Sequence[Route], known: Known) -> None:
+    def _bring(self, routes: Iterable[Route], known: Known) -> None:
         """This rank's matrices become whole."""
-        under_way = [self._send(each, each.held, each.owned, self._of_fragment) for each in routes]
-        for each, (pending, out) in zip(routes, under_way, strict=True):
+        sent = (
+            (each, self._send(each.bucket, each.payload, each.held, each.owned, self._of_fragment)) for each in routes
+        )
+        for each, (pending, out) in _one_ahead(sent):
             pending.wait()
+            slots = self._buckets[each.bucket].layout.slots
             wholes: dict[int, dict[Kind, torch.Tensor]] = {}
-            pairs = []
-            for piece, view in _views(each.owned, out):
-                shape, kinds = (
-                    self._buckets[each.bucket].layout.slots[piece.slot].shape,
-                    wholes.setdefault(piece.slot, {}),
-                )
+            for piece, _ in _views(each.owned, out):
+                kinds = wholes.setdefault(piece.slot, {})
                 if piece.kind not in kinds:
-                    kinds[piece.kind] = torch.empty(shape, dtype=piece.kind.dtype, device=out.device)
-                pairs.append((piece.part_of(kinds[piece.kind]), view))
-            if pairs:
-                foreach_copy_(*zip(*pairs, strict=True))
+                    kinds[piece.kind] = torch.empty(slots[piece.slot].shape, dtype=piece.kind.dtype, device=out.device)
+            _copy((p.part_of(wholes[p.slot][p.kind]), view) for p, view in _views(each.owned, out))
             for slot, kinds in wholes.items():
                 self._fill((each.bucket, slot), kinds, known.get((each.bucket, slot), {}))
 
@@ -325,7 +323,7 @@ class Matrices:
                 parameter.grad, parameter.data = None, parameter.data.new_empty(0)
 
     def _take_back(
-        self, routes: Sequence[Route], owned: Mapping[Place, tuple[torch.Tensor, Mapping[Any, torch.Tensor]]]
+        self, routes: Iterable[Route], owned: Mapping[Place, tuple[torch.Tensor, Mapping[Any, torch.Tensor]]]
     ) -> None:
         """The fragments of all ranks become what their owners have made."""
 
@@ -333,13 +331,11 @@ class Matrices:
             master, state = owned[bucket, piece.slot]
             return piece.part_of(master if piece.kind.role == "master" else state[piece.kind.key])
 
-        under_way = [self._send(each, each.owned, each.held, source) for each in routes]
-        for each, (pending, out) in zip(routes, under_way, strict=True):
+        sent = ((each, self._send(each.bucket, each.payload, each.owned, each.held, source)) for each in routes)
+        for each, (pending, out) in _one_ahead(sent):
             pending.wait()
             self._make_states(each)
-            pairs = [(self._of_fragment(each.bucket, piece), view) for piece, view in _views(each.held, out)]
-            if pairs:
-                foreach_copy_(*zip(*pairs, strict=True))
+            _copy((self._of_fragment(each.bucket, piece), view) for piece, view in _views(each.held, out))
 
     def _tell_fragments(self, places: Iterable[Place], known: Known) -> None:
         """What belongs to a whole matrix is with each of its fragments."""
@@ -357,6 +353,21 @@ def _views(loads: _Loads, buffer: torch.Tensor) -> Iterator[tuple[Piece, torch.T
         for piece in pieces:
             yield piece, piece.of(buffer.narrow(0, start, nbytes))
         start += nbytes
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Into the first of each pair what the second has."""
+    if found := list(pairs):
+        foreach_copy_(*zip(*found, strict=True))
+
+
+def _one_ahead(begun: Iterable[_T]) -> Iterator[_T]:
+    """The same; each only when the next one has begun."""
+    before: list[_T] = []
+    for each in begun:
+        yield from before
+        before = [each]
+    yield from before
 
 
 def _told(parameter: torch.Tensor, state: Mapping[Any, Any]) -> dict[Any, Told]:

@@ -51,23 +51,32 @@ class Embedding(nn.Embedding):
         return nn.functional.embedding(tokens, weight)
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Linear(24, 52), Linear(52, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
 class Net(nn.Module):
     """Matrices of odd sizes, tall and wide, tied and frozen ones, and one that is not always used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = Embedding(23, 24)
-        self.layers = nn.ModuleList(nn.ModuleList([Linear(24, 52), Linear(52, 24)]) for _ in range(3))
-        self.again = self.layers[0][0]
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.again = self.layers[0].up
         self.seldom = Linear(24, 24, bias=False)
         self.frozen = Linear(24, 24).requires_grad_(False)
         self.head = Linear(24, 23)
 
     def forward(self, tokens: torch.Tensor, seldom: bool = True) -> torch.Tensor:
         x = self.embed(tokens)
-        for up, down in self.layers:
-            x = x + down(up(x).tanh())
-        x = x + self.frozen(x) + self.layers[0][1](self.again(x).sin())
+        for block in self.layers:
+            x = block(x)
+        x = x + self.frozen(x) + self.layers[0].down(self.again(x).sin())
         if seldom:
             x = x + self.seldom(x)
         return nn.functional.cross_entropy(self.head(x)[:-1], tokens[1:])

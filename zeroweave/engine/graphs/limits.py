@@ -38,9 +38,7 @@ def never_captured(parts: EngineParts, looks: bool) -> str | None:
     if checked:
         return f"debug.{checked[0]} waits on the host"
     if optimizer.has_matrices:
-        return (
-            f"{kind_of(optimizer.optimizer)} computes with whole matrices, which the ranks exchange by the host's word"
-        )
+        return f"whole matrices (of {kind_of(optimizer.optimizer)}) travel between ranks as the host says"
     if not optimizer.by_bucket:
         return f"{kind_of(optimizer.optimizer)} is none of torch's, or somebody listens to its steps"
     return why_not_captured(optimizer.optimizer, looks)
