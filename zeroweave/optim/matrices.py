@@ -178,8 +178,8 @@ class Matrices:
         slots = {bucket: sorted(slot for b, slot in self.owners if b == bucket) for bucket in buckets}
         places = [(bucket, slot) for bucket in buckets for slot in slots[bucket] if slot not in absent[bucket]]
         known = self._agreed()
-        self._bring(self._routes(places, ("gradient", "master"), known), known)
         try:
+            self._bring(self._routes(places, ("gradient", "master"), known), known)
             yield
             owned = {place: self._updated(place) for place in places if place in self.owned}
         finally:
@@ -298,7 +298,7 @@ class Matrices:
             pending.wait()
             slots = self._buckets[each.bucket].layout.slots
             wholes: dict[int, dict[Kind, torch.Tensor]] = {}
-            for piece, _ in _views(each.owned, out):
+            for piece in chain.from_iterable(pieces for pieces, _ in each.owned):
                 kinds = wholes.setdefault(piece.slot, {})
                 if piece.kind not in kinds:
                     kinds[piece.kind] = torch.empty(slots[piece.slot].shape, dtype=piece.kind.dtype, device=out.device)
