@@ -270,14 +270,14 @@ def course(stage: int, dtype: torch.dtype, more: dict[str, Any], steps: int = ST
     model, applied = build(dtype), []
     with zw.initialize(model, optimizers(model), config(stage, **more)) as engine:
         for step in range(steps):
-            before = values(engine) if step == 1 else {}
+            before = values(engine) if step == 4 else {}
             train(engine, range(step, step + 1))
             applied.append(engine.was_step_applied())
             assert applied[-1] or not before or differing(before, values(engine)) == []
         return values(engine), applied
 
 
-HALF = {"precision": {"params": "float16", "initial_loss_scale": 2.0**22}}
+HALF = {"precision": {"params": "float16", "initial_loss_scale": 2.0**17, "loss_scale_window": 2}}
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "offloaded": ({}, {"offload": {"optimizer": "all"}}),
     "offloaded at times": ({}, {"offload": {"optimizer": "adaptive", "memory_budget": 20_000}}),
@@ -300,11 +300,12 @@ REST = [(what, s) for what in SAME for s in (1, 2, 3) if (what, s) not in NOT_TH
 @daily(("what", "stage"), SAME_DAILY, REST)
 def test_the_same_bits(pools: Pools, what: str, stage: int) -> None:
     for found, applied in pools(2).run(beside, what, stage):
-        assert found == [] and any(applied) and all(applied) == (what != "overflowing")
+        skipped = [0, 1, 4] if what == "overflowing" else []
+        assert found == [] and [step for step, done in enumerate(applied) if not done] == skipped
 
 
 def beside(what: str, stage: int) -> tuple[list[str], list[bool]]:
-    steps = 16 if what == "overflowing" else STEPS
+    steps = 7 if what == "overflowing" else STEPS
     (one, applied), (other, also) = (course(stage, torch.float32, more, steps) for more in SAME[what])
     assert applied == also and any("momentum_buffer" in name for name in one)
     return differing(one, other), applied
