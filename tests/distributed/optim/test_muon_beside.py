@@ -27,6 +27,8 @@ class Own(torch.optim.Optimizer):
 
     def __init__(self, parameters: Any, lr: float = 0.02) -> None:
         super().__init__(parameters, {"lr": lr})
+        for parameter in self.param_groups[0]["params"]:  # which some do, to mark their matrices
+            self.state[parameter]["factor"] = 1.0 if parameter.ndim > 1 else 0.5
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -38,7 +40,7 @@ class Own(torch.optim.Optimizer):
                 average.lerp_(parameter.grad.float(), 0.5)
                 rows = average.flatten(1) if parameter.ndim > 1 else average
                 update = average / rows.norm(dim=0).max()
-                parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] / state["steps"])
+                parameter.add_(update.to(parameter.dtype), alpha=-group["lr"] * state["factor"] / state["steps"])
 
 
 def values(engine: zw.Engine) -> Facts:
