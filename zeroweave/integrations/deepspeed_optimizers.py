@@ -23,7 +23,10 @@ _ABSENT: Final = {
         ("muadam", "muadamw", "musgd"), "torch has none: pass zeroweave.initialize a callable that makes mup's"
     ),
     "lion": "torch has none: pass zeroweave.initialize a callable that makes an element-wise one",
-    "muon": "it needs whole matrices, which no rank has: AdamW is nearest",
+    "muon": (
+        "DeepSpeed's trains some parameters with Adam: pass zeroweave.initialize a list, torch.optim.Muon of the "
+        "matrices and torch.optim.AdamW of the rest"
+    ),
 }
 """DeepSpeed's own optimizers, in lower case as DeepSpeed compares them."""
 

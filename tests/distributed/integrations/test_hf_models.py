@@ -188,13 +188,17 @@ def refusals(folder: str) -> dict[str, str]:
             hf.Trainer(trainers.llama(), said(transformers.TrainingArguments), train_dataset=trainers.Sentences(4))
         except ZeroweaveError as error:
             told["args is a TrainingArguments without zeroweave="] = str(error)
+        try:
+            hf.Trainer(trainers.llama(), said(hf.TrainingArguments, zeroweave={}), optimizers=([], None))
+        except ZeroweaveError as error:
+            told["several, or a WholeMatrices, go with zeroweave.initialize or Accelerate"] = str(error)
     return told
 
 
 @pytest.mark.matrix
 def test_what_contradicts_the_engine_is_refused_by_name(pools: Pools, tmp_path: Path) -> None:
     for told in pools(1).run(refusals, str(tmp_path)):
-        assert len(told) == len(REFUSED) + 1
+        assert len(told) == len(REFUSED) + 2
         for expected, message in told.items():
             assert expected in message, (expected, message)
 

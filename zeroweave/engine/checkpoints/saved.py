@@ -21,6 +21,7 @@ from zeroweave.engine.window import Window
 from zeroweave.engine.written import digest
 from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
+from zeroweave.optim.several import kind_of
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Snapshot
@@ -171,10 +172,10 @@ class Saved:
         }
         if optimizer is not None:
             users = optimizer.optimizer
-            facts["optimizer"] = {"kind": type(users).__name__, "groups": self._groups(users)}
+            facts["optimizer"] = {"kind": kind_of(users), "groups": self._groups(users)}
         if scheduler is not None:
             state = plain.encode(scheduler.state_dict(), "lr_scheduler.state_dict()")
-            facts["lr_scheduler"] = {"kind": type(scheduler).__name__, "state": state}
+            facts["lr_scheduler"] = {"kind": kind_of(scheduler), "state": state}
         return facts
 
     def _model(self) -> Model:

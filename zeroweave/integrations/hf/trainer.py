@@ -20,6 +20,7 @@ from zeroweave.errors import ConfigError
 from zeroweave.integrations.accelerate_parts import AcceleratedModel
 from zeroweave.integrations.hf.accelerator import TrainerAccelerator
 from zeroweave.integrations.hf.arguments import TrainingArguments
+from zeroweave.optim.several import WholeMatrices
 
 _FOLDER: Final = "zeroweave"
 """Where in a folder `checkpoint-…` of a Trainer the engine's checkpoint is."""
@@ -41,6 +42,15 @@ class Trainer(transformers.Trainer):
     def engine(self) -> Engine:
         """The engine, from the first `train`, `evaluate` or `predict` on; EngineError before."""
         return self.accelerator.engine
+
+    def __init__(self, *args: Any, optimizers: Any = (None, None), **kwargs: Any) -> None:
+        """As transformers'. ConfigError for several optimizers, of which its loop knows nothing."""
+        if isinstance(optimizers[0], list | tuple | WholeMatrices):
+            raise ConfigError(
+                f"optimizers= with a {type(optimizers[0]).__name__} in the place of the optimizer: the Trainer has one "
+                "torch.optim.Optimizer; several, or a WholeMatrices, go with zeroweave.initialize or Accelerate"
+            )
+        super().__init__(*args, optimizers=optimizers, **kwargs)
 
     # ------------------------------------------------------------------ how the engine comes in
     def create_accelerator_and_postprocess(self) -> None:
