@@ -56,8 +56,6 @@ class Trainer(transformers.Trainer):
                 f"one process with {self.args.n_gpu} GPUs, which transformers would use by DataParallel: start one "
                 "process for each with `zeroweave run --nproc-per-node`, or let this one see one (CUDA_VISIBLE_DEVICES)"
             )
-        if self.is_tp_enabled:
-            raise ConfigError("a model with a tp_size, which splits its parameters already: load it without tp_plan=")
         self.accelerator = TrainerAccelerator(Config.load(self.args.zeroweave), self.accelerator.dataloader_config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,6 +72,11 @@ class Trainer(transformers.Trainer):
             return model
         if self.is_model_parallel:
             raise ConfigError("a model on several devices: load it without device_map=")
+        if getattr(model, "is_distributed_loading_by_transformers", getattr(model, "tp_size", None)):
+            raise ConfigError(
+                "a model that transformers has split over the ranks already: load it without distributed_config= and "
+                "tp_plan="
+            )
         if getattr(adapter := getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ConfigError(
                 f"a model with peft's {type(adapter).__name__}, which rank 0 alone would run to save it: use LoRA, or "
@@ -83,6 +86,10 @@ class Trainer(transformers.Trainer):
         if training:
             self.optimizer = optimizer
         return wrapper
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """False, without a look at gradients, which wait in the engine: transformers 5 would clip DTensors itself."""
+        return False
 
     @property
     def _is_sharded(self) -> bool:
