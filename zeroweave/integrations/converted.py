@@ -19,8 +19,7 @@ from zeroweave.parameters.weights import FileWeights, names_of, refuse_unfit, wa
 class ConvertedWeights:
     """What `zeroweave.initialize` takes as `weights`: fills a parameter with what transformers makes of the files.
 
-    `model`: of transformers, on the meta device. `rules`: its conversions, in the order in which they apply.
-    ParameterError where the files have no tensors for a parameter.
+    `model`: of transformers. `rules`: its conversions, in the order in which they apply.
     """
 
     def __init__(self, model: Any, files: FileWeights, rules: list[Any]) -> None:
@@ -55,9 +54,16 @@ class ConvertedWeights:
     def give_buffers(self) -> None:
         """Puts the buffers that are in the files into the model."""
         for name, buffer in [*self._model.named_buffers()]:
-            if buffer.is_meta and name in self._makes:
+            if name in self._makes:
                 path, _, leaf = name.rpartition(".")
-                self._model.get_submodule(path)._buffers[leaf] = self._value(name).to(buffer.dtype)
+                device = "cpu" if buffer.is_meta else buffer.device
+                self._model.get_submodule(path)._buffers[leaf] = self._value(name).to(device, buffer.dtype)
+
+    @torch.no_grad()
+    def give_parameters(self) -> None:
+        """Writes the values of all parameters into the model, which has memory for them."""
+        for name, parameter in self._model.named_parameters():
+            self(name, parameter)
 
     def _sort(self) -> None:
         """Which tensors make what."""
@@ -96,7 +102,10 @@ class ConvertedWeights:
 
 
 def converted(model: Any, path: str | os.PathLike[str]) -> ConvertedWeights | None:
-    """The weights in `path` for a model of transformers on the meta device; None: the files are as the model is."""
+    """The weights in `path` for a model of transformers; None: the files are as the model is.
+
+    ParameterError where they have nothing for a parameter.
+    """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # transformers 4

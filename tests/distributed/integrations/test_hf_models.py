@@ -16,7 +16,7 @@ import transformers
 
 import zeroweave as zw
 from tests.distributed.integrations import trainers
-from tests.distributed.integrations.trainers import apart, config, equal, launched, ours, said, theirs, whole
+from tests.distributed.integrations.trainers import apart, config, equal, launched, ours, said, theirs, weights, whole
 from tests.support.harness import Pools
 from zeroweave.errors import ZeroweaveError
 from zeroweave.integrations import hf
@@ -114,6 +114,32 @@ def with_a_prompt(folder: str) -> str:
 def test_prompts_that_are_learnt_are_refused(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     assert "peft's PromptTuningConfig" in pools(1).run(with_a_prompt, str(tmp_path))[0]
+
+
+def with_experts(folder: str) -> dict[str, Any]:
+    with launched(folder):
+        library = theirs(trainers.mixture(), max_steps=8)
+        library.train()
+        sharded = ours(config(3, "aot_eager"), trainers.mixture(), max_steps=8)
+        sharded.train()
+        sharded.save_model("final")
+        found = whole(sharded)
+        sharded.engine.destroy()
+        read = weights("final")
+        with zw.load_pretrained("final", {"stage": 3}) as engine, engine.full_parameters() as full:
+            sharded_again = equal(found, {name: value.detach() for name, value in full.items()})
+        return {
+            "apart": apart(found, library.model.state_dict()),
+            "moved": apart(found, trainers.mixture().state_dict()),
+            "loaded": equal(found, {name: read[name] for name in found}) and sharded_again,
+        }
+
+
+@pytest.mark.matrix
+def test_a_mixture_trains_and_its_files_are_read_again(pools: Pools, tmp_path: Path) -> None:
+    for found in pools(2).run(with_experts, str(tmp_path)):
+        assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
+        assert found["loaded"]
 
 
 class Pairs(trainers.Sentences):

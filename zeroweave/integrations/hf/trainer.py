@@ -7,6 +7,7 @@ steps are the engine's; overridden here is what reads or writes the model's or t
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import ConfigError
 from zeroweave.integrations.accelerate_parts import AcceleratedModel
+from zeroweave.integrations.converted import converted
 from zeroweave.integrations.hf.accelerator import TrainerAccelerator
 from zeroweave.integrations.hf.arguments import TrainingArguments
 
@@ -112,8 +114,18 @@ class Trainer(transformers.Trainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not _is_ours(resume_from_checkpoint):  # else `_load_optimizer_and_scheduler` loads all of it
+        if _is_ours(resume_from_checkpoint):
+            return  # `_load_optimizer_and_scheduler` loads all of it
+        weights = None
+        if isinstance(self.model, transformers.PreTrainedModel) and any(
+            Path(resume_from_checkpoint).glob("*.safetensors")
+        ):
+            weights = converted(self.model, resume_from_checkpoint)
+        if weights is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:  # transformers 5 would leave what it had converted as it is, with a warning
+            weights.give_parameters()
+            weights.give_buffers()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not _is_ours(checkpoint):
