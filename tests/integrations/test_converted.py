@@ -14,7 +14,7 @@ pytest.importorskip("transformers.conversion_mapping", reason="transformers 4 ha
 
 import transformers
 
-from zeroweave.errors import ParameterError
+from zeroweave.errors import ParameterError, UnsupportedError
 from zeroweave.integrations.converted import ConvertedWeights, converted
 
 SIZES: dict[str, Any] = {
@@ -104,6 +104,14 @@ def test_files_that_are_as_the_model_is_are_read_as_they_are(tmp_path: Path) -> 
 
 def llama() -> transformers.LlamaConfig:
     return transformers.LlamaConfig(**SIZES)
+
+
+def test_an_old_transformers_5_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = merged()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.__version__", "5.3.0")
+    with pytest.raises(UnsupportedError, match=r"transformers 5.3.0 is too old .* 'transformers>=5.17,<6'"):
+        converted(empty(model), tmp_path)
 
 
 def test_what_is_missing_or_cut_is_an_error_with_its_name(tmp_path: Path) -> None:

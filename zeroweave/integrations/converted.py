@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from zeroweave.errors import UnsupportedError
 from zeroweave.parameters.weights import FileWeights, names_of, refuse_unfit, warn_of_left
+
+_OLDEST: Final = "5.17"
+"""The first transformers whose rules are known to be called as they are here; 5.0's have other results."""
 
 
 class ConvertedWeights:
@@ -104,15 +108,22 @@ class ConvertedWeights:
 def converted(model: Any, path: str | os.PathLike[str]) -> ConvertedWeights | None:
     """The weights in `path` for a model of transformers; None: the files are as the model is.
 
-    ParameterError where they have nothing for a parameter.
+    ParameterError where they have nothing for a parameter, UnsupportedError where transformers is too old to be asked.
     """
     try:
+        from packaging.version import Version
+        from transformers import __version__
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # transformers 4
         return None
     weights = ConvertedWeights(model, FileWeights(path), get_model_conversion_mapping(model))
     if not weights.differ:
         return None
+    if Version(__version__) < Version(_OLDEST):
+        raise UnsupportedError(
+            f"the weights in {path} are in another form than the model's, and transformers {__version__} is too old to "
+            f"convert them here: pip install 'transformers>={_OLDEST},<6'"
+        )
     weights.check()
     return weights
 
