@@ -100,20 +100,25 @@ def test_layers_beside_adapters_are_saved(pools: Pools, tmp_path: Path) -> None:
         assert found["loaded"] and found["moved"] > 1e-4
 
 
-def with_a_prompt(folder: str) -> str:
-    from peft import PromptTuningConfig, get_peft_model
+def refused_adapters(folder: str) -> list[str]:
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
+    prompt = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    written = LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"], task_type="CAUSAL_LM")
+    told = []
     with launched(folder):
-        prompt = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-        with pytest.raises(zw.ConfigError) as refused:
-            ours(config(3, "eager"), get_peft_model(trainers.llama(), prompt)).train()
-        return str(refused.value)
+        for adapter in (prompt, written):
+            with pytest.raises(zw.ConfigError) as refused:
+                ours(config(3, "eager"), get_peft_model(trainers.llama(), adapter)).train()
+            told.append(str(refused.value))
+    return told
 
 
 @pytest.mark.matrix
-def test_prompts_that_are_learnt_are_refused(pools: Pools, tmp_path: Path) -> None:
+def test_adapters_that_an_engine_cannot_have_are_refused(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    assert "peft's PromptTuningConfig" in pools(1).run(with_a_prompt, str(tmp_path))[0]
+    prompts, written = pools(1).run(refused_adapters, str(tmp_path))[0]
+    assert "peft's PromptTuningConfig" in prompts and "peft's target_parameters" in written
 
 
 def with_experts(folder: str) -> dict[str, Any]:

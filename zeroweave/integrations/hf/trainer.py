@@ -84,6 +84,11 @@ class Trainer(transformers.Trainer):
                 f"a model with peft's {type(adapter).__name__}, which rank 0 alone would run to save it: use LoRA, or "
                 "another method that adds weights to layers"
             )
+        if getattr(adapter, "target_parameters", None):
+            raise ConfigError(
+                "a model with peft's target_parameters, which writes parameters in every call: name layers in "
+                "target_modules= instead"
+            )
         wrapper, optimizer = self.accelerator.wrap(model, self.optimizer if training else None)
         if training:
             self.optimizer = optimizer
