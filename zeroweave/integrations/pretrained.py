@@ -12,6 +12,7 @@ from zeroweave.engine import Engine
 from zeroweave.engine.asked import OptimizerLike
 from zeroweave.engine.assembly import initialize
 from zeroweave.errors import UnsupportedError
+from zeroweave.integrations.converted import converted
 
 
 def load_pretrained(
@@ -40,4 +41,7 @@ def load_pretrained(
         options["dtype"] = wanted
     with torch.device("meta"):
         model = (make or AutoModelForCausalLM.from_config)(described, **options)
-    return initialize(model, optimizer, config, lr_scheduler, weights=path)
+    weights = converted(model, path)
+    if weights is not None:
+        weights.give_buffers()
+    return initialize(model, optimizer, config, lr_scheduler, weights=path if weights is None else weights)
