@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from zeroweave.layout import ALIGN_BYTES, BucketLayout, Fragment, ParameterSpec, Slot, build_layout
+from zeroweave.layout import ALIGN_BYTES, BucketLayout, Fragment, ParameterSpec, Slot, build_layout, place_whole
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 LARGE = 1 << 30
@@ -203,6 +203,17 @@ def test_what_is_wrong_with_the_arguments_is_said() -> None:
     for rank in (-1, 2):
         with pytest.raises(IndexError, match="outside the world of 2"):
             bucket.fragment(0, rank)
+
+
+def test_wholes_go_to_ranks_by_their_bytes_and_to_who_has_most_of_them() -> None:
+    layouts = build_layout([spec(n, size, block=n) for n, size in zip("abcd", (64, 32, 64, 30), strict=True)], 2, LARGE)
+    owners = place_whole(layouts, [(0, 0), (1, 0), (2, 0), (3, 0)], 2)
+    assert owners == {(0, 0): 0, (2, 0): 1, (1, 0): 0, (3, 0): 1}
+    (bucket,) = build_layout([spec("a", 128), spec("large", 192), spec("small", 64)], 2, LARGE)
+    assert [bucket.fragment(1, rank).numel for rank in range(2)] == [64, 128]
+    assert place_whole([bucket], [(0, 1)], 2) == {(0, 1): 1}
+    assert place_whole([bucket], [(0, 2), (0, 1)], 2) == {(0, 1): 1, (0, 2): 0}
+    assert place_whole([bucket], [], 2) == {}
 
 
 def test_the_layout_needs_no_torch() -> None:

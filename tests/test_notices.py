@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import zeroweave as zw
-from zeroweave.notices import warn
+from zeroweave.notices import warn, working
 
 PACKAGE = Path(zw.__file__).parent
 
@@ -113,3 +117,22 @@ def test_one_line_is_told_once_by_default() -> None:
 def test_nothing_in_the_package_counts_frames() -> None:
     asking = [path.name for path in PACKAGE.rglob("*.py") if "warnings.warn(" in path.read_text()]
     assert asking == ["notices.py"]
+
+
+def test_what_a_command_is_at_is_a_line_each_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with working() as tell:
+        tell("reading a file")
+        tell("counting [its] lines")
+    assert capsys.readouterr() == ("", "zeroweave: reading a file\nzeroweave: counting [its] lines\n")
+
+
+def test_what_a_command_is_at_is_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(
+        "zeroweave.notices.on_stderr", lambda: Console(file=shown, force_terminal=True, width=60, legacy_windows=False)
+    )
+    with working() as tell:
+        tell("reading [a] file")
+        time.sleep(0.3)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    assert "zeroweave: reading [a] file" in text and shown.getvalue().endswith("\x1b[2K")

@@ -20,6 +20,7 @@ from zeroweave.errors import (
 from zeroweave.experts import expert_group
 from zeroweave.integrations.deepspeed import load_deepspeed
 from zeroweave.integrations.pretrained import load_pretrained
+from zeroweave.optim.several import WholeMatrices
 from zeroweave.schedule import Schedule
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "UnsupportedError",
+    "WholeMatrices",
     "ZeroweaveError",
     "data",
     "expert_group",

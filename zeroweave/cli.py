@@ -21,6 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes leave little room in a line, and keep the line breaks of docstrings
 )
 
 
@@ -46,18 +47,22 @@ def options(
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@app.command()
+@app.command(short_help="Train a small language model, and check the run.")
 def demo(
-    stage: Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage")] = 3,
-    ranks: Annotated[int, typer.Option(min=1, help="processes; must divide the batch of 16 sequences")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 200,
+    stage: Annotated[int, typer.Option(metavar="N", min=1, max=3, help="ZeRO stage")] = 3,
+    ranks: Annotated[
+        int, typer.Option(metavar="N", min=1, help="processes; must divide the batch of 16 sequences")
+    ] = 2,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="optimizer steps")] = 200,
     lower: Annotated[
         Literal["inductor", "aot_eager"], typer.Option(help="how compiled regions are lowered")
     ] = "inductor",
     eager: Annotated[bool, typer.Option("--eager", help="compile nothing: every module runs through hooks")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="also time steps without communication")] = False,
-    json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,
-    save: Annotated[Path | None, typer.Option(help="save to this folder, and go on from what is there")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the figures to this file")] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="save to this folder, and go on from what is there")
+    ] = None,
 ) -> None:
     """Train a small language model on the text of Python's help(), then check the run and show its schedule.
 
@@ -71,12 +76,18 @@ def demo(
         raise typer.BadParameter(f"{ranks} does not divide the batch of 16 sequences", param_hint="--ranks")
     settings = {"stage": stage, "steps": steps, "lower": lower, "eager": eager, "profile": profile}
     paths = {name: None if path is None else str(path) for name, path in (("json", json), ("save", save))}
+    print(f"starting {ranks} {'rank' if ranks == 1 else 'ranks'}", flush=True)
     raise typer.Exit(launch(["--nproc-per-node", str(ranks), "-m", "zeroweave.demo.run", dumps(settings | paths)]))
 
 
-@app.command(context_settings=PASS_THROUGH)
+@app.command(context_settings=PASS_THROUGH, short_help="Start a script on several ranks.")
 def run(
-    arguments: Annotated[list[str], typer.Argument(metavar="[TORCHRUN OPTIONS] SCRIPT [ARGS]...", show_default=False)],
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT", help="and its arguments; before it, options of torchrun's", show_default=False
+        ),
+    ],
 ) -> None:
     """Start SCRIPT on several ranks, as torchrun does, with all of torchrun's options.
 
@@ -91,13 +102,13 @@ def run(
 
 
 SCRIPT: dict[str, Any] = {"ignore_unknown_options": True}
-Source = Annotated[Path, typer.Argument(metavar="SCRIPT_OR_SAVED.json", exists=True, dir_okay=False)]
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="[SCRIPT ARGS]...", help="of the script", show_default=False)
+Source = Annotated[
+    Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="or a saved schedule, *.json")
 ]
-Rank = Annotated[int, typer.Option(min=0, help="whose measured step")]
-Ranks = Annotated[int, typer.Option(min=1, help="processes that run the script")]
-Steps = Annotated[int, typer.Option(min=2, help="optimizer steps after which the script is ended")]
+Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="of the script", show_default=False)]
+Rank = Annotated[int, typer.Option(metavar="N", min=0, help="whose measured step")]
+Ranks = Annotated[int, typer.Option(metavar="N", min=1, help="processes that run the script")]
+Steps = Annotated[int, typer.Option(metavar="N", min=2, help="optimizer steps after which the script is ended")]
 
 
 def _courses(source: Path, arguments: list[str] | None, rank: int, ranks: int, steps: int) -> Courses:
@@ -133,7 +144,9 @@ def schedule(
     rank: Rank = 0,
     ranks: Ranks = 2,
     steps: Steps = 10,
-    trace: Annotated[Path | None, typer.Option(help="also write a trace for Perfetto or chrome://tracing")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="also write a trace for Perfetto or chrome://tracing")
+    ] = None,
 ) -> None:
     """Print a schedule with the times of its instructions.
 
@@ -156,18 +169,20 @@ def schedule(
         print(f"wrote {trace}")
 
 
-@app.command(context_settings=SCRIPT)
+@app.command(context_settings=SCRIPT, short_help="Write one page of HTML about a run.")
 def report(
     source: Source,
     arguments: Arguments = None,
-    output: Annotated[Path, typer.Option("--output", "-o", dir_okay=False, help="the page")] = Path("report.html"),
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", dir_okay=False, help="the page")] = Path(
+        "report.html"
+    ),
     rank: Rank = 0,
     ranks: Ranks = 2,
     steps: Steps = 10,
 ) -> None:
     """Write one page of HTML about a run: its schedule as lanes over time, and all that is known around it.
 
-    SCRIPT_OR_SAVED.json and the options are those of `zeroweave schedule`. The page needs no network.
+    SCRIPT and the options are those of `zeroweave schedule`. The page needs no network.
     """
     from datetime import UTC, datetime
 
@@ -181,10 +196,10 @@ def report(
     print(f"wrote {output}, {len(written.encode()):,} bytes")
 
 
-app.command()(plan)
+app.command(short_help="Say what training a model takes in memory and time.")(plan)
 
 
-@app.command()
+@app.command(short_help="Check what this machine can do.")
 def doctor() -> None:
     """Check what this machine can do, and name the command or the setting that mends what is wrong.
 
@@ -205,7 +220,11 @@ def doctor() -> None:
 
 
 ckpt = typer.Typer(
-    name="ckpt", no_args_is_help=True, help="Look at checkpoints, verify, compare, export, import and remove them."
+    name="ckpt",
+    no_args_is_help=True,
+    help="Look at checkpoints, verify, compare, export, import and remove them.",
+    short_help="Look at checkpoints, verify and export them.",
+    rich_markup_mode=None,
 )
 app.add_typer(ckpt)
 
@@ -229,7 +248,7 @@ def _told() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-@ckpt.command()
+@ckpt.command(short_help="Print what a checkpoint holds.")
 def inspect(checkpoint: Checkpoint) -> None:
     """Print what a checkpoint holds: its step, ranks, stage and sizes, and every tensor. Reads its manifest only."""
     with _told():
@@ -238,7 +257,7 @@ def inspect(checkpoint: Checkpoint) -> None:
         inspect(checkpoint)
 
 
-@ckpt.command()
+@ckpt.command(short_help="Read every byte, and say what is whole.")
 def verify(
     checkpoint: Annotated[
         Path,
@@ -257,7 +276,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@ckpt.command()
+@ckpt.command(short_help="Say in what two checkpoints differ.")
 def diff(first: Checkpoint, second: Checkpoint) -> None:
     """Say which tensors and values of two checkpoints differ, bit by bit, however many ranks wrote them.
 
@@ -276,7 +295,7 @@ def diff(first: Checkpoint, second: Checkpoint) -> None:
     print("equal")
 
 
-@ckpt.command()
+@ckpt.command(short_help="Write the model as Hugging Face has it.")
 def export(
     checkpoint: Checkpoint,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="a new one", show_default=False)],
@@ -284,7 +303,7 @@ def export(
         Literal["float32", "bfloat16", "float16"] | None,
         typer.Option(help="of floating tensors; the model's own if left out"),
     ] = None,
-    shard_bytes: Annotated[int, typer.Option(min=1, help="bytes of a file at most")] = 5 << 30,
+    shard_bytes: Annotated[int, typer.Option(metavar="N", min=1, help="bytes of a file at most")] = 5 << 30,
 ) -> None:
     """Write the model of a checkpoint as Hugging Face has it: safetensors files, an index, and the model's config."""
     with _told():
@@ -298,14 +317,18 @@ def export(
     print(f"wrote {folder}")
 
 
-@ckpt.command(name="import")
+@ckpt.command(name="import", short_help="Take weights of torch.save, or a ZeRO checkpoint.")
 def import_(
-    source: Annotated[Path, typer.Argument(exists=True, help="a file of torch.save, or DeepSpeed's folder")],
-    folder: Annotated[Path, typer.Argument(help="where to write", show_default=False)],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", exists=True, help="a file of torch.save, or DeepSpeed's folder")
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="where to write", show_default=False)],
     trust_pickle: Annotated[bool, typer.Option("--trust-pickle", help="SOURCE may be read, which is a pickle")] = False,
-    key: Annotated[str | None, typer.Option(help="the entry of a file that is the model's state dict")] = None,
-    optimizer: Annotated[str, typer.Option(help="the class of DeepSpeed's base optimizer")] = "AdamW",
-    shard_bytes: Annotated[int, typer.Option(min=1, help="bytes of a file of weights at most")] = 5 << 30,
+    key: Annotated[
+        str | None, typer.Option(metavar="NAME", help="the entry of a file that is the model's state dict")
+    ] = None,
+    optimizer: Annotated[str, typer.Option(metavar="NAME", help="the class of DeepSpeed's base optimizer")] = "AdamW",
+    shard_bytes: Annotated[int, typer.Option(metavar="N", min=1, help="bytes of a file of weights at most")] = 5 << 30,
 ) -> None:
     """Write the weights of a file as safetensors, or a ZeRO checkpoint of DeepSpeed as one that engine.load takes.
 
@@ -320,9 +343,15 @@ def import_(
 
 @ckpt.command()
 def prune(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, show_default=False)],
-    keep_last: Annotated[int, typer.Option(min=1, help="how many of the last ones stay", show_default=False)],
-    keep_every: Annotated[int | None, typer.Option(min=1, help="those of each so-many-th step stay, too")] = None,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="of checkpoints", show_default=False)
+    ],
+    keep_last: Annotated[
+        int, typer.Option(metavar="N", min=1, help="how many of the last ones stay", show_default=False)
+    ],
+    keep_every: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="those of each so-many-th step stay, too")
+    ] = None,
 ) -> None:
     """Remove checkpoints from a folder. The one that `latest` names stays, and so does what cannot be read."""
     with _told():

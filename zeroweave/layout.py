@@ -222,6 +222,26 @@ def build_layout(
     )
 
 
+def place_whole(
+    layouts: Iterable[BucketLayout], slots: Iterable[tuple[int, int]], world: int
+) -> dict[tuple[int, int], int]:
+    """Which of `world` ranks computes with each of these slots as a whole: (bucket id, slot index) -> rank.
+
+    The largest first, each goes to a rank that has the fewest bytes so far; of several to that with most of the slot in
+    its shard, then to the first. Over all buckets together: a rank that has nothing of one has more of another. The
+    result depends on the arguments alone. The slots are those of buckets that all ranks share.
+    """
+    known, loads = {layout.id: layout for layout in layouts}, [0] * world
+    sizes = {place: known[place[0]].slots[place[1]].numel * known[place[0]].itemsize for place in slots}
+    owners = {}
+    for place in sorted(sizes, key=lambda place: (-sizes[place], place)):
+        bucket, slot = place
+        held = [known[bucket].fragment(slot, rank).numel for rank in range(world)]
+        owner = owners[place] = min(range(world), key=lambda rank: (loads[rank], -held[rank], rank))
+        loads[owner] += sizes[place]
+    return owners
+
+
 def _check(specs: Sequence[ParameterSpec], world: int, max_bytes: int, groups: Mapping[str, int]) -> None:
     if world < 1:
         raise ValueError(f"world must be at least 1, not {world}")

@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Final, Literal
@@ -70,6 +71,22 @@ def on_stderr() -> Console:
             return False
 
     return Plain(stderr=True)
+
+
+@contextlib.contextmanager
+def working() -> Iterator[Callable[[str], None]]:
+    """Gives what is called with what a command is at; standard error shows it.
+
+    On a terminal that is one line, which changes and goes away; elsewhere each is a line of its own.
+    """
+    console = on_stderr()
+    if not console.is_terminal:
+        yield lambda text: print(f"zeroweave: {text}", file=sys.stderr, flush=True)
+        return
+    from rich.text import Text
+
+    with console.status("") as status:
+        yield lambda text: status.update(Text(f"zeroweave: {text}"))
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class Subject:
 
 
 def transformers_model(shape: Shape, attention: Attention, dtype: torch.dtype) -> nn.Module:
-    """Where no cache is used, transformers makes an explicit causal mask, and SDPA loses its fast kernels by it.
+    """Where no cache is used, transformers 4.57 makes an explicit causal mask, and SDPA loses its fast kernels by it.
 
     It makes none for an attention that it has no mask for, so that "causal" is SDPA by another name.
     """
@@ -101,8 +101,8 @@ def transformers_model(shape: Shape, attention: Attention, dtype: torch.dtype) -
 
 def initialize_rotary(model: Any) -> None:
     """Rotary frequencies are buffers that only the module's constructor fills."""
-    for module in model.modules():
-        if hasattr(module, "rope_init_fn"):
-            frequencies, module.attention_scaling = module.rope_init_fn(module.config, module.inv_freq.device)
-            module.register_buffer("inv_freq", frequencies, persistent=False)
-            module.original_inv_freq = frequencies
+    for parent in [*model.modules()]:
+        for name, module in [*parent.named_children()]:
+            if hasattr(module, "inv_freq"):
+                with module.inv_freq.device:
+                    setattr(parent, name, type(module)(module.config))

@@ -269,6 +269,8 @@ def lies() -> Iterator[dict[str, Any]]:
         for value in ([], None, 3, "x", {"~tuple": []}, {"~what": 1}, {"~tensor": ["F32", [2**60], ""]}):
             if (name, value) not in (("optimizer", None), ("lr_scheduler", None)):
                 yield {**RUN, name: value}
+    for name in ("param/w", "client/0", "", 3, [], None):
+        yield {**RUN, "client": {"a": {"~stored": name}}}
     for micro_steps in (-1, 1.5, "1", None, 2**63):
         yield {**RUN, "run": {"micro_steps": micro_steps, "skipped_steps": 0}}
     for scale in (0.0, -1.0, "1", None, {"~float": "nan"}):

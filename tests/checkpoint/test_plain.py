@@ -16,7 +16,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from zeroweave.checkpoint.manifest import Manifest, parse
-from zeroweave.checkpoint.plain import decode, encode
+from zeroweave.checkpoint.plain import Stored, decode, encode
 from zeroweave.errors import CheckpointError, EngineError
 
 
@@ -114,6 +114,40 @@ def test_a_tensor_comes_back_bit_by_bit(value: torch.Tensor) -> None:
     found.zero_()  # it has memory of its own
 
 
+@pytest.mark.parametrize(
+    "dtype", [np.float16, np.float64, np.int8, np.uint16, np.uint32, np.int64, np.bool_, np.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
+def test_an_array_comes_back(dtype: Any, shape: tuple[int, ...]) -> None:
+    given = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+    for value in (given, given.T, given[::-1] if shape else given, np.broadcast_to(given, (2, *shape))):
+        found = there_and_back(value)
+        assert found.dtype == value.dtype and found.shape == value.shape and (found == value).all()
+        found.fill(0)  # it has memory of its own
+
+
+def test_large_tensors_lie_beside_the_values() -> None:
+    stored = Stored("mine")
+    large, many = torch.arange(2.0**19), np.arange(2048)
+    given = {"a": [(large, 1)], 2: {"b": large.view(2, -1).T, "c": many}, "small": torch.ones(3)}
+    encoded = encode(given, "it", stored)
+    assert [*stored.tensors] == ["mine/0", "mine/1", "mine/2"] and len(json.dumps(encoded)) < 400
+    found = decode(json.loads(json.dumps(encoded)), stored.tensors.__getitem__)
+    assert torch.equal(found["a"][0][0], large) and found["a"][0][1] == 1
+    assert torch.equal(found[2]["b"], given[2]["b"]) and (found[2]["c"] == many).all()
+    assert torch.equal(found["small"], torch.ones(3))
+    for take in (None, {}.__getitem__):
+        with pytest.raises(CheckpointError, match="not what was written"):
+            decode(encoded, take)
+
+
+def test_what_a_tensor_shows_is_what_is_written() -> None:
+    value = torch.complex(torch.arange(1024.0), torch.ones(1024)).conj()
+    stored = Stored("mine")
+    for found in (there_and_back(value[:3]), decode(encode(value, "it", stored), stored.tensors.__getitem__)):
+        assert torch.equal(found, value[: len(found)]) and not found.is_conj()
+
+
 def test_numpys_numbers_become_pythons() -> None:
     given = [np.float32(0.1), np.float64(0.1), np.int64(-3), np.bool_(True), np.str_("a"), np.float64("inf")]
     assert there_and_back(given) == [float(np.float32(0.1)), 0.1, -3, True, "a", float("inf")]
@@ -178,7 +212,11 @@ class Color(enum.IntEnum):
         ([datetime.date(2000, 1, 1)], r"it\[0\] is a date"),
         ({"a": torch.zeros(1 << 18 | 1)}, r"it\['a'\] is a Tensor"),
         ([torch.eye(2).to_sparse()], r"it\[0\] is a Tensor"),
-        ([np.zeros(2)], r"it\[0\] is a ndarray"),
+        ([torch.empty(2, device="meta")], r"it\[0\] is a Tensor"),
+        ([np.array([print])], r"it\[0\] is a ndarray"),
+        ([np.zeros(2, dtype=">f4")], r"it\[0\] is a ndarray"),
+        ([np.zeros(2, dtype=complex)], r"it\[0\] is a ndarray"),
+        ([np.ma.masked_array([1, 2], [0, 1])], r"it\[0\] is a MaskedArray"),
         ([np.longdouble(1)], r"it\[0\] is a longdouble"),
         (["a\ud800"], r"it\[0\] is a str"),
         ({"a": deep(50)}, "nested too deeply"),
@@ -212,6 +250,8 @@ def test_what_holds_itself_is_refused() -> None:
         '{"~dict": [[[], 1]]}',
         '{"~counter": {"a": 1}}',
         '{"~uint32": "x"}',
+        '{"~stored": "param/w"}',
+        '{"~array": [1]}',
         '{"~tensor": 1}',
         '{"~tensor": ["F32", [1], ""]}',
         '{"~tensor": ["F99", [0], ""]}',

@@ -34,6 +34,6 @@ def test_transformers_trainer_trains_and_goes_on(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         told = [ast.literal_eval(line) for line in re.findall(r"^\{'loss'.*\}$", done.stdout, flags=re.MULTILINE)]
         assert len(told) == 2  # by one rank, and none of the first run's steps again
-        last.append(told[-1]["loss"])
+        last.append(float(told[-1]["loss"]))  # text in transformers 5
     assert last[1] < last[0] < math.log(256) - 0.5
     assert (tmp_path / "final" / "model.safetensors").exists()

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from zeroweave.comm.transport import Parts, ReduceOp, Spread
+from zeroweave.comm.transport import Messages, Parts, ReduceOp, Spread
 from zeroweave.layout import BucketLayout, Slot
 
 
@@ -60,6 +60,9 @@ class RecordingTransport:
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
         return self._issue("all_reduce")
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> RecordedPending:
+        return self._issue("all_to_all")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = "world") -> None:
         self._issue("broadcast")

@@ -9,13 +9,14 @@ import torch
 
 from tests.comm.recording import RecordingTransport, layout
 from zeroweave.comm.fence import Fenced, fenced
-from zeroweave.comm.transport import Pending, Transport
+from zeroweave.comm.transport import Messages, Pending, Transport
 from zeroweave.config import Config, RuntimeConfig
 from zeroweave.config.sections import DebugConfig
 
 CPU = torch.device("cpu")
 LAYOUT = layout(world=2, numel=6)
 PARTS = {0: torch.ones(6)}
+KINDS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 SYNC = ["sync_before_reduce", "sync_after_reduce", "sync_before_allgather", "sync_after_allgather"]
 
 
@@ -24,6 +25,7 @@ def issue(transport: Transport) -> list[Pending]:
         transport.all_gather(torch.empty(6), torch.ones(3), LAYOUT),
         transport.reduce_scatter(torch.empty(3), PARTS, LAYOUT, "average"),
         transport.all_reduce(torch.empty(6), PARTS, LAYOUT, "average"),
+        transport.all_to_all(*torch.zeros(2, 3, dtype=torch.uint8), Messages(0, 6, [1, 2], [2, 1])),
     ]
 
 
@@ -43,7 +45,7 @@ def test_each_switch_makes_a_fence(switch: str, kind: type[DebugConfig]) -> None
     ("switch", "waited"),
     [
         ("sync_after_allgather", ["all_gather"]),
-        ("sync_after_reduce", ["reduce_scatter", "all_reduce"]),
+        ("sync_after_reduce", ["reduce_scatter", "all_reduce", "all_to_all"]),
         ("sync_before_allgather", []),  # a CPU has nothing under way
         ("sync_before_reduce", []),
     ],
@@ -52,14 +54,12 @@ def test_after_a_collective_it_is_waited_for_at_once_and_only_once(switch: str, 
     inner = RecordingTransport(0, 2)
     pendings = issue(fenced(inner, CPU, DebugConfig(**{switch: True})))
     expected = []
-    for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+    for kind in KINDS:
         expected += [(kind, "issue"), *([(kind, "wait")] if kind in waited else [])]
     assert inner.calls == expected
     for pending in pendings:
         pending.wait()
-    assert sorted(call for call in inner.calls if call[1] == "wait") == sorted(
-        (kind, "wait") for kind in ("all_gather", "reduce_scatter", "all_reduce")
-    )
+    assert sorted(call for call in inner.calls if call[1] == "wait") == sorted((kind, "wait") for kind in KINDS)
     if waited:
         with pytest.raises(RuntimeError, match="twice"):
             pendings[0 if "all_gather" in waited else 1].wait()

@@ -42,7 +42,14 @@ def test_a_world_of_one_sends_nothing() -> None:
 
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(KeyError):
-        Ledger(2, 0).record("all_to_all", 0, "float32", 1024)
+        Ledger(2, 0).record("gossip", 0, "float32", 1024)
+
+
+def test_of_an_all_to_all_a_rank_sends_what_is_not_its_own() -> None:
+    """In three ranks, 9 messages of 100 bytes each, of which each rank sends two to others."""
+    ledger = Ledger(world=3, rank=0)
+    ledger.record("all_to_all", 0, "uint8", 900)
+    assert ledger.totals() == {"all_to_all": Traffic(1, 900, 200)}
 
 
 @pytest.mark.oldest

@@ -11,11 +11,13 @@ import torch
 from tests.comm.recording import RecordingTransport, layout
 from zeroweave.comm.ledger import Traffic
 from zeroweave.comm.process_group import LocalTransport
+from zeroweave.comm.transport import Messages
 from zeroweave.comm.wire import Wire
 
 CPU = torch.device("cpu")
 LAYOUT = layout(world=2, numel=6)
 SHARD = torch.tensor([1.0, 2.0, 3.0])
+SENT = torch.tensor([7, 8, 9], dtype=torch.uint8)
 
 
 def skipping() -> tuple[Wire, RecordingTransport]:
@@ -29,10 +31,11 @@ CALLS: list[Callable[[Any], Any]] = [
     lambda t: t.all_gather(torch.empty(6), SHARD, LAYOUT),
     lambda t: t.reduce_scatter(torch.empty(3), {0: torch.ones(6)}, LAYOUT, "average"),
     lambda t: t.all_reduce(torch.empty(6), {0: torch.ones(6)}, LAYOUT, "predivide"),
+    lambda t: t.all_to_all(torch.empty(5, dtype=torch.uint8), SENT, Messages(0, 9, [1, 2], [3, 2])),
     lambda t: t.broadcast(torch.ones(2)),
     lambda t: t.all_reduce_sum(torch.ones(2)),
 ]
-KINDS = ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_reduce_sum"]
+KINDS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "all_reduce_sum"]
 
 
 def test_off_everything_is_handed_on() -> None:
@@ -75,6 +78,14 @@ def test_reductions_give_zeros(kind: str, numel: int) -> None:
     assert not out.any() and bool(part.all())
 
 
+@pytest.mark.parametrize(("sent", "received"), [(SENT, [7, 8, 9, 7, 8]), (SENT[:0], [0] * 5)])
+def test_an_all_to_all_receives_what_is_sent(sent: torch.Tensor, received: list[int]) -> None:
+    transport, _ = skipping()
+    out = torch.full((5,), 255, dtype=torch.uint8)
+    transport.all_to_all(out, sent, Messages(0, 9, [1, 2], [3, 2])).wait()
+    assert out.tolist() == received
+
+
 def test_sums_and_broadcasts_leave_their_tensor() -> None:
     transport, _ = skipping()
     tensor = torch.tensor([1.0, 2.0])
@@ -91,6 +102,7 @@ def test_planned_is_what_would_have_been_sent() -> None:
         "all_gather": Traffic(1, 24, 12),
         "reduce_scatter": Traffic(1, 24, 12),
         "all_reduce": Traffic(2, 24 + 8, 24 + 8),
+        "all_to_all": Traffic(1, 9, 2),
         "broadcast": Traffic(1, 8, 4),
     }
     transport.skip(True)

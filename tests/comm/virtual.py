@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zeroweave.comm.clock import Clock, Tell
-from zeroweave.comm.transport import Parts, ReduceOp, Spread
+from zeroweave.comm.transport import Messages, Parts, ReduceOp, Spread
 from zeroweave.layout import BucketLayout
 from zeroweave.schedule import Costs
 from zeroweave.schedule.facts import Kind
@@ -101,6 +101,9 @@ class VirtualTransport:
         return self._issue("reduce_scatter", layout.id, layout.numel * out.itemsize)
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> VirtualPending:
+        raise NotImplementedError
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> VirtualPending:
         raise NotImplementedError
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = "world") -> None:

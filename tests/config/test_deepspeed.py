@@ -210,6 +210,29 @@ def test_a_section_that_is_switched_off_asks_for_nothing(key: str, section: dict
             assert KEYS[key].instead in refused(nested(key, on))
 
 
+@pytest.mark.parametrize(
+    ("section", "keys"),
+    [
+        ("fp16", {"consecutive_hysteresis": True, "loss_scale": "auto", "min_loss_scale": 0}),
+        ("bf16", {"bf16_master_weights_and_grads": True, "check_grad_overflow": None}),
+        ("torch_autocast", {"lower_precision_safe_modules": ["torch.nn.Linear"], "dtype": "auto"}),
+    ],
+)
+def test_what_stands_beside_a_switch_that_is_off_asks_for_nothing(section: str, keys: dict[str, Any]) -> None:
+    assert quiet({**STAGE, section: {"enabled": False, **keys}}) == Config()
+    assert len(refused({**STAGE, section: {"enabled": True, **keys}}).splitlines()) == 1 + len(keys)
+    assert f"{section}.enable: unknown" in refused({**STAGE, section: {"enabled": False, "enable": True}})
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"train_batch_size": 32}, {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}]
+)
+def test_batches_that_some_number_of_ranks_makes(sizes: dict[str, int]) -> None:
+    with pytest.warns(UserWarning, match="which change no result: train_batch_size"):
+        config = Config.from_deepspeed({**STAGE, **sizes, "gradient_accumulation_steps": 4})
+    assert config.gradient_accumulation_steps == 4
+
+
 def test_all_keys_that_cannot_be_followed_are_named_at_once() -> None:
     source = {
         "zero_optimization": {
@@ -245,6 +268,15 @@ def test_all_keys_that_cannot_be_followed_are_named_at_once() -> None:
             {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2},
             "gradient_accumulation_steps is missing: write train_batch_size / (train_micro_batch_size_per_gpu × ranks)",
         ),
+        (
+            {"train_batch_size": 30, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4},
+            "train_batch_size is 30, which no number of ranks makes of 4 steps of accumulation × 4 samples: correct "
+            "one of them",
+        ),
+        (
+            {"train_batch_size": 5, "gradient_accumulation_steps": 2},
+            "train_batch_size is 5, which no number of ranks makes of 2 steps of accumulation: correct one of them",
+        ),
         ({"data_types": {"grad_accum_dtype": "fp16"}}, "data_types.grad_accum_dtype is 'fp16': fp32 or bf16"),
         (zero(reduce_bucket_size="big"), "zero_optimization.reduce_bucket_size is 'big': a whole number, 1 or more"),
         (
@@ -279,3 +311,6 @@ def test_files(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="cannot be read"):
         Config.from_deepspeed(tmp_path / "absent.json")
+    path.write_text('{"zero_optimization": {"stage": 3, "stage": 1}}')
+    with pytest.raises(ConfigError, match=r"ds_config.json: .* not valid JSON: more than one 'stage' in one table"):
+        Config.from_deepspeed(path)

@@ -90,6 +90,8 @@ def test_a_name_that_is_none() -> None:
 def test_other_names_of_the_same_key() -> None:
     zero = {"stage": 3, "prefetch_bucket_size": 0}
     assert Config.from_deepspeed({**STAGE, "zero_optimization": zero}).compile.prefetch == 0
+    old = {**STAGE, "bfloat16": {"enabled": "auto"}}
+    assert Config.from_deepspeed(old, {"bf16.enabled": True}).precision.params == "bfloat16"
     assert refused({**STAGE, "bf16": {"enabled": True}, "bfloat16": {}}) == ["bfloat16 and bf16: one of them"]
 
 

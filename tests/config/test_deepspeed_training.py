@@ -48,6 +48,7 @@ def refused(**sections: Any) -> list[str]:
         ("adagrad", {"lr": 0.2}, torch.optim.Adagrad, {"lr": 0.2}),
         ("SGD", {"lr": 0.1, "momentum": 0.9}, torch.optim.SGD, {"momentum": 0.9}),
         ("NAdam", {}, torch.optim.NAdam, {}),
+        ("Adafactor", {"eps": [None, 0.01]}, torch.optim.Adafactor, {"eps": (None, 0.01)}),
     ],
 )
 def test_an_optimizer(name: str, params: dict[str, Any], kind: type, has: dict[str, Any]) -> None:
@@ -94,6 +95,22 @@ def test_an_optimizer_that_torch_does_not_have(name: str) -> None:
         ),
         ({"type": "Adam", "params": {"adam_w_mode": "no"}}, "optimizer.params.adam_w_mode is 'no': true or false"),
         ({"type": "AdamW", "params": {"lr": -1}}, "optimizer.params: Invalid learning rate: -1"),
+        ({"type": "AdamW", "params": {"lr": "1e-4"}}, "optimizer.params.lr is '1e-4': a number"),
+        ({"type": "SGD", "params": {"lr": 0.1, "momentum": True}}, "optimizer.params.momentum is True: a number"),
+        ({"type": "SGD", "params": {"nesterov": 1}}, "optimizer.params.nesterov is 1: true or false"),
+        ({"type": "Adam", "params": {"betas": 0.9}}, "optimizer.params.betas is 0.9: a list of 2 numbers"),
+        (
+            {"type": "Adam", "params": {"betas": [0.9, 0.99, 0.999]}},
+            "optimizer.params.betas is [0.9, 0.99, 0.999]: a list of 2 numbers",
+        ),
+        (
+            {"type": "Adam", "params": {"betas": [0.9, None]}},
+            "optimizer.params.betas is [0.9, None]: a list of 2 numbers",
+        ),
+        (
+            {"type": "Adam", "params": {"adamw_mode": True}},
+            "optimizer.params.adamw_mode: unknown to torch.optim.AdamW; did you mean 'adam_w_mode'?",
+        ),
     ],
 )
 def test_an_optimizer_that_is_wrong(section: Any, problem: str) -> None:
@@ -204,6 +221,7 @@ def test_groups_have_rates_of_their_own() -> None:
             "'scheduler.params.warmup_num_steps'?",
         ),
         ({"type": "CosineAnnealingLR"}, "scheduler.params: "),
+        ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps is missing"),
     ],
 )
 def test_a_scheduler_that_is_wrong(section: Any, problem: str | None) -> None:

@@ -85,6 +85,14 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
             "precision.params must be 'bfloat16', 'float16' or 'float32', not 'float64'",
         ),
         (
+            {"precision": {"loss_scale": 1e-300}},
+            "precision.loss_scale must be from 2**-126 to 2**127, as float32 has it, not 1e-300",
+        ),
+        (
+            {"precision": {"initial_loss_scale": 1e300}},
+            "precision.initial_loss_scale must be from 2**-126 to 2**127, as float32 has it, not 1e+300",
+        ),
+        (
             {"precision": {"loss_scale": 0}},
             "precision.loss_scale must be 'dynamic' or greater than 0, not 0",
         ),

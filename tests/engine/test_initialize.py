@@ -220,6 +220,29 @@ def test_an_optimizer_from_a_callable_and_none_at_all() -> None:
             engine.step()
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_in_no_group_stays_as_it_is_and_is_named(stage: int) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[2].bias.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW([model[0].weight, model[1].weight], lr=0.1)
+    config = {"stage": stage, "gradient_clipping": 1.0, "compile": {"enabled": False}}
+    with pytest.warns(UserWarning, match=r"stays as it is: 0.bias, 1.bias, 2.weight\. Its gradients") as told:
+        engine = zw.initialize(model, optimizer, config)
+    assert [warning.filename for warning in told] == [__file__]
+    with engine:
+        reference = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        reference.load_state_dict(before)
+        reference[2].bias.requires_grad_(False)
+        inputs = torch.arange(8.0).view(2, 4)
+        reference(inputs).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        engine.train_step(inputs, lambda output, _: output.square().mean())
+        assert engine.get_global_grad_norm() == pytest.approx(norm.item(), rel=1e-5)
+        moved = {name for name, value in engine.state_dict().items() if not torch.equal(value, before[name])}
+    assert moved == {"0.weight", "1.weight"}
+
+
 def test_the_optimizer_keeps_its_identity_and_groups() -> None:
     module = model()
     weights = [p for p in module.parameters() if p.dim() > 1]

@@ -123,6 +123,38 @@ def test_an_optimizer_is_prepared_with_its_model() -> None:
         accelerator.prepare(*parts())
 
 
+def test_a_list_of_optimizers_is_one_argument() -> None:
+    torch.manual_seed(0)
+    model = runs.Model()
+    twin = runs.Model()
+    twin.load_state_dict(model.state_dict())
+    every = [[p for p in each.parameters() if p.requires_grad] for each in (model, twin)]
+    both, others = (
+        [torch.optim.Muon([p for p in ps if p.ndim == 2], lr=0.1), torch.optim.SGD([p for p in ps if p.ndim == 1], 0.1)]
+        for ps in every
+    )
+    accelerator = made()
+    prepared, optimizer, scheduler = accelerator.prepare(
+        model, both, torch.optim.lr_scheduler.ExponentialLR(both[0], 0.5)
+    )
+    assert accelerator.engine.optimizer.members == tuple(both)
+    for step in range(3):
+        batch = torch.full((2, runs.WIDTH), 1.0 + step)
+        accelerator.backward(prepared(batch).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        twin(batch).square().mean().backward()
+        for each in others:
+            each.step()
+            each.zero_grad()
+        others[0].param_groups[0]["lr"] *= 0.5
+    expected = twin.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in accelerator.get_state_dict(prepared).items())
+    with pytest.raises(zw.EngineError, match="pass a list of optimizers as one argument"):
+        made().prepare(twin, *others)
+
+
 def test_dummies_and_placements_are_refused() -> None:
     class DummyOptim: ...
 

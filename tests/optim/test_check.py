@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from zeroweave.errors import ParameterError
-from zeroweave.optim.check import check_optimizer
+from zeroweave.errors import ParameterError, UnsupportedOptimizer
+from zeroweave.optim.check import check_optimizer, check_optimizers
+from zeroweave.optim.several import WholeMatrices, given
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_ordinary_optimizers_pass(model: nn.Module) -> None:
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "Muon", "SparseAdam"])
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "SparseAdam"])
 def test_optimizers_of_torch_that_are_not_element_wise(model: nn.Module, kind: str) -> None:
     with pytest.raises(ParameterError, match=f"optimizer {kind}.*\n.*not element-wise"):
         check_optimizer(getattr(torch.optim, kind)([p for p in model.parameters() if p.ndim == 2]), model)
@@ -68,6 +69,47 @@ def test_state_that_can_be_cut_passes(model: nn.Module) -> None:
     optimizer.step()
     optimizer.state[model[1].bias].update(note="kept", trust=torch.ones(1), seen=[1, 2])
     check_optimizer(optimizer, model)
+
+
+def test_whole_matrices_are_for_those_that_no_fragments_would_do(model: nn.Module) -> None:
+    class Orthogonal(torch.optim.SGD):
+        """By its name one that computes with whole matrices."""
+
+    Orthogonal.__name__ = "Muon"
+    own = Orthogonal(model.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ParameterError, match=r"computes with whole matrices.*zeroweave\.WholeMatrices\(optimizer\)"):
+        check_optimizers(given(own), model)
+    check_optimizers(given(WholeMatrices(own)), model)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    check_optimizers(given(torch.optim.Muon(matrices)), model)
+    check_optimizers(given(WholeMatrices(torch.optim.AdamW(model.parameters()))), model)
+    check_optimizers([], model)
+
+
+def test_whole_matrices_do_not_help_everyone(model: nn.Module) -> None:
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ParameterError, match=r"(?s)optimizer Adafactor.*cannot be cut among the ranks.*'row_var' "):
+        check_optimizers(given(WholeMatrices(torch.optim.Adafactor(model.parameters()))), model)
+    with pytest.raises(ParameterError, match=r"optimizer LBFGS.*\n.*calls a closure several times"):
+        check_optimizers(given(WholeMatrices(torch.optim.LBFGS(model.parameters()))), model)
+    for wrong in (WholeMatrices(WholeMatrices(object())), [object()], {"a": 1}, WholeMatrices([])):  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedOptimizer, match=r"not a torch\.optim\.Optimizer"):
+            check_optimizers(given(wrong), model)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_lists_of_optimizers(model: nn.Module) -> None:
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 1))
+    check_optimizers(given([first, second]), model)
+    check_optimizers(given([first]), model)  # what is in none is not trained, as with one optimizer
+    with pytest.raises(ParameterError, match=r"optimizers\[0\] and optimizers\[2\] are one SGD"):
+        check_optimizers(given([first, second, first]), model)
+    both = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ParameterError, match=r"'1.weight' is in two.*\[0\] \(SGD\) and optimizers\[1\] \(AdamW\)"):
+        check_optimizers(given([second, both]), model)
+    elsewhere = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ParameterError, match="over other parameters than the model's"):
+        check_optimizers(given([first, elsewhere]), model)
 
 
 def test_not_an_optimizer(model: nn.Module) -> None:

@@ -58,6 +58,16 @@ def test_the_minimum_is_kept() -> None:
     assert scale.at_minimum
 
 
+def test_what_hysteresis_forgives_is_forgiven_at_the_minimum_too() -> None:
+    """As in DeepSpeed, whose scaler raises at the first overflow that would halve."""
+    scale = LossScale(1.0, dynamic=True, hysteresis=3)
+    told = []
+    for _ in range(3):
+        told.append(scale.at_minimum)
+        scale.update(overflow=True)
+    assert told == [False, False, True] and scale.value == 1.0
+
+
 def test_the_scale_stays_finite_in_float32() -> None:
     scale = LossScale(2.0**126, dynamic=True, window=1)
     assert course(scale, [False] * 3) == [2.0**127] * 3

@@ -192,6 +192,7 @@ def test_the_command_plans_as_it_is_asked(tmp_path: Path) -> None:
     files = ["--calibration", str(calibration), "--json", str(tmp_path / "plan.json")]
     result = CliRunner().invoke(cli.app, ["plan", "tests.plan.models:llama", *asked, *files])
     assert result.exit_code == 0, result.output
+    assert "zeroweave: planning stage 3 on 2 ranks\n" in result.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert {row["stage"] for row in plan["rows"]} == {3} and all(row["host"] for row in plan["rows"])
     assert plan["config"]["gradient_accumulation_steps"] == 2 and plan["config"]["gradient_clipping"]

@@ -14,7 +14,7 @@ def test_a_chart_of_a_falling_curve() -> None:
         "     |   *",
         "1.00 |    *",
         "     +-----",
-        "       step 14",
+        "       step 1 4",
     ]
 
 

@@ -105,7 +105,9 @@ def _read(path: Path, kind: str) -> Imported:
             raise CheckpointError(f"{path} has fewer elements of {name} than it says")
     if not sharded:
         _check_masters(sources, {name: model["module"][name] for name in trained})
-    values, left_out = _values(model, states[0], kind, shapes, groups)
+    stored = plain.Stored("client")
+    values, left_out = _values(model, states[0], kind, shapes, groups, stored)
+    sources |= {name: _of([tensor], tuple(tensor.shape)) for name, tensor in stored.tensors.items()}
     if hasattr(torch.optim, kind):
         scalars = {name: _as_of_torch(value) for name, value in scalars.items()}
     values |= {name: plain.encode(value, name) for name, value in scalars.items()}
@@ -247,13 +249,17 @@ def _values(
     kind: str,
     shapes: Sequence[Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
+    stored: plain.Stored,
 ) -> tuple[dict[str, Any], list[str]]:
-    """What is not of single parameters, and the names of what has no place in a checkpoint of zeroweave."""
+    """What is not of single parameters, and the names of what has no place in a checkpoint of zeroweave.
+
+    `stored`: gets what of it are large tensors.
+    """
     left_out = ["lr_scheduler"] if model["lr_scheduler"] is not None else []
     client = {}
-    for name in model.keys() - _OWN:
+    for name in sorted(model.keys() - _OWN):
         try:
-            client[name] = plain.encode(model[name], name)
+            client[name] = plain.encode(model[name], name, stored)
         except EngineError:
             left_out.append(name)
     steps = int(model["ds_config"].get("gradient_accumulation_steps", 1))

@@ -7,15 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
+import torch
 from pydantic import Field, ValidationError
 
 from zeroweave.checkpoint import plain
-from zeroweave.checkpoint.manifest import NAME, Count, Manifest, Positive, Strict, reason
+from zeroweave.checkpoint.manifest import DTYPES, NAME, Count, Manifest, Positive, Strict, reason
+from zeroweave.checkpoint.reader import Reader
 from zeroweave.errors import CheckpointError
 from zeroweave.ranks.control import Control
 
 _OWN_BUFFER: Final = re.compile(r"rank/\d+/buffer/(.*)")
 _GRADIENT: Final = re.compile(r"(?:rank/([0-9]{1,9})/)?grad/(.*)")
+_CLIENT: Final = "client"
 _OWN_DATA: Final = re.compile(r"rank/\d+/data")
 _SHOWN: Final = 20
 """Names that an error tells of each kind."""
@@ -108,8 +111,12 @@ class Fitting:
 
     def __init__(self, manifest: Manifest, wanted: Wanted, strict: bool) -> None:
         self._manifest, self._wanted, self._strict = manifest, wanted, strict
-        self.values = {name: plain.decode(value) for name, value in manifest.values.items()}
+        self.values = {name: plain.decode(value) for name, value in manifest.values.items() if name != _CLIENT}
         known = {name: self.values[name] for name in Facts.model_fields if name in self.values}
+        if _CLIENT in manifest.values:  # that it can be read; `client` reads it
+            known[_CLIENT] = plain.decode(
+                manifest.values[_CLIENT], lambda name: torch.empty(0, dtype=self._client(name))
+            )
         try:
             self.facts = Facts.model_validate(known)
         except ValidationError as error:
@@ -124,6 +131,21 @@ class Fitting:
         self.unreduced: dict[str, list[str]] = {}
         for match in sorted((match for match in self._gradients if match[1]), key=lambda match: int(match[1])):
             self.unreduced.setdefault(match[2], []).append(match[0])
+
+    def client(self, reader: Reader) -> dict[str, Any]:
+        """What the program has handed in, its tensors in host memory. OSError where a file has gone."""
+
+        def take(name: str) -> torch.Tensor:
+            self._client(name)
+            return reader.whole(name)
+
+        return plain.decode(self._manifest.values[_CLIENT], take)
+
+    def _client(self, name: str) -> torch.dtype:
+        """The dtype of a tensor of the program's. LookupError where there is no such tensor."""
+        if not name.startswith(f"{_CLIENT}/"):
+            raise LookupError(f"{name!r} is no tensor of the program's")
+        return DTYPES[self._manifest.tensors[name].dtype]
 
     def check(self, control: Control) -> None:
         """CheckpointError on all ranks where the checkpoint is of another model, optimizer or scheduler. Collective."""

@@ -2,6 +2,8 @@
 
 None, booleans, strings, finite numbers, lists, and mappings with string keys are JSON's own. The others are a mapping
 of one entry, whose key says what they are: {"~tuple": [...]}. Nothing that is read names code, so none can run.
+
+A tensor above `_SMALL` is {"~stored": NAME} where whoever writes has a place for it among the checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -19,25 +21,44 @@ from zeroweave.checkpoint.files import bytes_of
 from zeroweave.checkpoint.manifest import DTYPES, NAMES
 from zeroweave.errors import CheckpointError, EngineError
 
+_Take: TypeAlias = Callable[[str], torch.Tensor] | None
 _MARK: Final = "~"
 _NUMBERS: Final = (np.bool_, np.integer, np.float16, np.float32, np.float64)
 """NumPy's, of which Python has the same."""
 _LARGEST: Final = 1 << 20
 """Bytes of a tensor that is no value any more, but data."""
+_SMALL: Final = 1 << 12
+"""Bytes of a tensor that is kept in the manifest, which all ranks read, although it could lie among the tensors."""
 _LEVELS: Final = 50
 """What lies deeper in each other could not be read again: each level takes up to three of JSON's, which end at 200."""
 
 
-def encode(value: Any, where: str, levels: int = _LEVELS) -> Any:
+class Stored:
+    """The large tensors of one value, which a checkpoint has among its tensors, under names that begin with `kind`."""
+
+    def __init__(self, kind: str) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        """by name, where they lie"""
+        self._kind = kind
+
+    def add(self, tensor: torch.Tensor) -> str:
+        """The name of one more."""
+        name = f"{self._kind}/{len(self.tensors)}"
+        self.tensors[name] = tensor.detach().resolve_conj().resolve_neg()  # the bytes are what it holds
+        return name
+
+
+def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _LEVELS) -> Any:
     """`value` in JSON's types. EngineError, which names `where` it lies, for what cannot be written down.
 
-    `levels`: how many more may lie inside each other.
+    `stored`: gets the tensors that are too large; None: they cannot be written down. `levels`: how many more may lie
+    inside each other.
     """
     if not levels:
         raise EngineError(f"{where} is nested too deeply, or holds itself")
 
     def inner(item: Any, place: str = "") -> Any:
-        return encode(item, where + place, levels - 1)
+        return encode(item, where + place, stored, levels - 1)
 
     match value:
         case None | bool():
@@ -52,9 +73,13 @@ def encode(value: Any, where: str, levels: int = _LEVELS) -> Any:
             return {"~bytes": _text(value)}
         case np.ndarray() if value.dtype == np.uint32:  # of NumPy's random numbers
             return {"~uint32": inner(torch.from_numpy(value.astype(np.int64)))}
-        case torch.Tensor() if value.dtype in NAMES and value.layout == torch.strided and value.nbytes <= _LARGEST:
-            content = bytes_of(value.detach().cpu().contiguous().reshape(-1))
-            return {"~tensor": [NAMES[value.dtype], list(value.shape), _text(content)]}
+        case torch.Tensor() if _is_dense(value) and value.nbytes <= (_LARGEST if stored is None else _SMALL):
+            here = value.detach().cpu().resolve_conj().resolve_neg()
+            return {"~tensor": [NAMES[value.dtype], list(value.shape), _text(bytes_of(here.contiguous().reshape(-1)))]}
+        case torch.Tensor() if _is_dense(value) and stored is not None:
+            return {"~stored": stored.add(value)}
+        case np.ndarray() if (tensor := _as_tensor(value)) is not None:
+            return {"~array": inner(tensor)}
         case list():
             return [inner(item, f"[{i}]") for i, item in enumerate(value)]
         case tuple():
@@ -68,30 +93,50 @@ def encode(value: Any, where: str, levels: int = _LEVELS) -> Any:
                 return dict(pairs)
             kind = "~counter" if type(value) is Counter else "~dict"
             return {kind: [[inner(key), item] for key, item in pairs]}
+    size = " of at most 1 MiB" if stored is None else ""
     raise EngineError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: it holds None, booleans, numbers, "
-        "strings of Unicode, bytes, lists, tuples, sets, dictionaries, and tensors of at most 1 MiB"
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold here: it holds None, booleans, numbers, "
+        f"strings of Unicode, bytes, lists, tuples, sets, dictionaries, and dense tensors and arrays{size}"
     )
 
 
-def decode(value: Any) -> Any:
-    """What `encode` was given, in new objects. CheckpointError for what it never makes."""
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Has it elements, one behind the other, of a dtype that has a name?"""
+    return tensor.dtype in NAMES and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """A tensor of what an array holds, without a copy where it can be; None where PyTorch has nothing like it."""
+    if isinstance(array, np.ma.MaskedArray):  # it would lose its mask
+        return None
     try:
-        return _decode(value)
+        found = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    except (TypeError, ValueError):  # its dtype, or the order of its bytes
+        return None
+    return found if found.dtype in NAMES else None
+
+
+def decode(value: Any, take: Callable[[str], torch.Tensor] | None = None) -> Any:
+    """What `encode` was given, in new objects. CheckpointError for what it never makes.
+
+    `take`: gives the tensors that `encode` had `stored`, by name, and raises LookupError for others; None: has none.
+    """
+    try:
+        return _decode(value, take)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"a value is not what was written: {error}") from None
 
 
-def _decode(value: Any) -> Any:
+def _decode(value: Any, take: _Take) -> Any:
     match value:
         case list():
-            return [_decode(item) for item in value]
+            return [_decode(item, take) for item in value]
         case dict():
             if len(value) == 1 and (kind := next(iter(value)))[:1] == _MARK:
                 if kind not in _DECODED:
                     raise ValueError(f"it is of the unknown kind {kind!r}")
-                return _DECODED[kind](value[kind])
-            return {key: _decode(item) for key, item in value.items()}
+                return _DECODED[kind](value[kind], take)
+            return {key: _decode(item, take) for key, item in value.items()}
     return value
 
 
@@ -108,6 +153,12 @@ def _text(content: bytes | memoryview) -> str:
     return base64.b64encode(content).decode()
 
 
+def _stored(name: Any, take: _Take) -> torch.Tensor:
+    if take is None:
+        raise ValueError("it has no tensors beside it")
+    return take(name)
+
+
 def _tensor(parts: Any) -> torch.Tensor:
     name, shape, text = parts
     content, dtype = bytearray(base64.b64decode(text)), DTYPES[name]
@@ -116,18 +167,27 @@ def _tensor(parts: Any) -> torch.Tensor:
     return torch.frombuffer(content, dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
 
 
-def _mapping(pairs: Any) -> dict[Any, Any]:
-    return {_decode(key): _decode(item) for key, item in pairs}
+def _array(inner: Any, take: _Take) -> np.ndarray[Any, Any]:
+    found = _decode(inner, take)
+    if not isinstance(found, torch.Tensor):
+        raise ValueError("an array holds no tensor")
+    return found.numpy()
 
 
-_DECODED: Final[dict[str, Callable[[Any], Any]]] = {
-    "~float": float,
-    "~uint32": lambda inner: _decode(inner).numpy().astype(np.uint32),
-    "~bytes": base64.b64decode,
-    "~tensor": _tensor,
-    "~tuple": lambda items: tuple(_decode(item) for item in items),
-    "~set": lambda items: {_decode(item) for item in items},
-    "~frozenset": lambda items: frozenset(_decode(item) for item in items),
+def _mapping(pairs: Any, take: _Take) -> dict[Any, Any]:
+    return {_decode(key, take): _decode(item, take) for key, item in pairs}
+
+
+_DECODED: Final[dict[str, Callable[[Any, _Take], Any]]] = {
+    "~float": lambda text, _: float(text),
+    "~uint32": lambda inner, take: _array(inner, take).astype(np.uint32),
+    "~bytes": lambda text, _: base64.b64decode(text),
+    "~tensor": lambda parts, _: _tensor(parts),
+    "~stored": _stored,
+    "~array": _array,
+    "~tuple": lambda items, take: tuple(_decode(item, take) for item in items),
+    "~set": lambda items, take: {_decode(item, take) for item in items},
+    "~frozenset": lambda items, take: frozenset(_decode(item, take) for item in items),
     "~dict": _mapping,
-    "~counter": lambda pairs: Counter(_mapping(pairs)),
+    "~counter": lambda pairs, take: Counter(_mapping(pairs, take)),
 }

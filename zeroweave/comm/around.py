@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
 
@@ -31,6 +31,9 @@ class Around:
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self._inner.all_reduce(out, parts, layout, op)
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
+        return self._inner.all_to_all(out, mine, messages)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._inner.broadcast(tensor, source, group)

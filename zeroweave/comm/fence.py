@@ -8,7 +8,7 @@ import torch
 
 from zeroweave.comm.around import Around
 from zeroweave.comm.pending import Beside
-from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.config.sections import DebugConfig
 from zeroweave.layout import BucketLayout
 
@@ -17,8 +17,8 @@ class Fenced(Around):
     """A transport that waits before it issues a collective or until it has finished, as the switches say.
 
     Before: everything that was issued to the device has finished; on a CPU it always has. After: the collective has
-    finished, on the device too, before the call returns. `all_reduce_sum` counts as a reduction; a broadcast has no
-    switch.
+    finished, on the device too, before the call returns. `all_reduce_sum` and `all_to_all` count as
+    reductions; a broadcast has no switch.
     """
 
     def __init__(self, inner: Transport, device: torch.device, switches: DebugConfig) -> None:
@@ -40,6 +40,10 @@ class Fenced(Around):
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         self._synchronize(self._switches.sync_before_reduce)
         return self._finish(self._inner.all_reduce(out, parts, layout, op), self._switches.sync_after_reduce)
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
+        self._synchronize(self._switches.sync_before_reduce)
+        return self._finish(self._inner.all_to_all(out, mine, messages), self._switches.sync_after_reduce)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._synchronize(self._switches.sync_before_reduce)

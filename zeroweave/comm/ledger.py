@@ -27,12 +27,20 @@ _TRIPS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2,
 """How often a kind sends the flat around; an all-reduce is a reduce-scatter and an all-gather."""
 
 
+def _wire(kind: str, payload: int, world: int) -> int:
+    """Bytes that one rank sends; of an all-to-all, in which ranks send more or less, the mean."""
+    if kind == "all_to_all":
+        return payload * (world - 1) // world**2
+    return _TRIPS[kind] * payload * (world - 1) // world
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What the collectives of one kind moved.
 
     `payload` is the size of the full flats, padding included; `wire` is what one rank sends for them when the
-    ranks pass pieces around: payload x (N-1)/N, and twice that for an all-reduce. Both in bytes.
+    ranks pass pieces around: payload x (N-1)/N, and twice that for an all-reduce. Of an all-to-all the payload is what
+    all ranks have for all, and a rank sends payload x (N-1)/N^2 on average. All in bytes.
     """
 
     calls: int = 0
@@ -107,8 +115,9 @@ class Ledger:
     ) -> None:
         """Notes one collective when it is issued.
 
-        `payload`: bytes of the full flat, padding included. `group`: the sharding group's name, `world`: its ranks
-        (None: all). This rank, and which of the groups of that name it is in, are no part of the hash.
+        `payload`: bytes of the full flat, padding included; see `Traffic`. `group`: the sharding group's name,
+        `world`: its ranks (None: all). This rank, and which of the groups of that name it is in, are no part of the
+        hash.
         """
         world = self.world if world is None else world
         if self._aside is not None:
@@ -117,7 +126,7 @@ class Ledger:
         moved = self._moved.get(kind) or self._moved.setdefault(kind, [0, 0, 0])
         moved[0] += 1
         moved[1] += payload
-        moved[2] += _TRIPS[kind] * payload * (world - 1) // world
+        moved[2] += _wire(kind, payload, world)
         self._count += 1
         self._hash = xxhash.xxh3_64_intdigest(f"{kind} {bucket} {dtype} {payload} {group}".encode(), self._hash)
         self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))

@@ -12,7 +12,7 @@ import torch
 
 from zeroweave.comm.around import Around
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.differ import next_collective
@@ -39,6 +39,10 @@ class Paired(Around):
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         self._meet("all_reduce", layout.id)
         return self._inner.all_reduce(out, parts, layout, op)
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
+        self._meet("all_to_all", messages.bucket)
+        return self._inner.all_to_all(out, mine, messages)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._meet("broadcast", -1)

@@ -26,7 +26,7 @@ from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import Beside, beside, side_of
 from zeroweave.comm.rounding import cast_
-from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.control import Control
@@ -279,6 +279,13 @@ class ProcessGroupTransport:
             work = dist.all_reduce(lent(out), op=kind, group=self.group, async_op=True)
         return _Work(work, self.ledger, self._on_host, out, *_tensors(parts))
 
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
+        bucket, payload, sent, received = messages
+        self.ledger.record("all_to_all", bucket, _name(mine.dtype), payload, self._name, self.world)
+        work = dist.all_to_all_single(lent(out), lent(mine), list(received), list(sent), self.group, async_op=True)
+        assert work is not None
+        return _Work(work, self.ledger, self._on_host, out, mine)
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._count("broadcast", tensor, -1)
         self._wait_for(partial(dist.broadcast, lent(tensor), group_src=source, group=self.group))
@@ -322,6 +329,10 @@ class LocalTransport:
         return Beside()
 
     reduce_scatter = all_reduce  # this rank's part is all of it
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
+        out.copy_(mine)
+        return Beside()
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         return None

@@ -10,7 +10,7 @@ from zeroweave.comm.around import Around
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import Beside, beside, side_of
 from zeroweave.comm.rounding import cast
-from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
 
@@ -18,8 +18,9 @@ class Skipping(Around):
     """A transport in the place of `inner` that issues nothing at all.
 
     Skipped gathers fill the flat with copies of this rank's shard: real numbers, because processors draw less power
-    on zeros, and are slow on denormals. Skipped reductions give zeros; a skipped broadcast or `all_reduce_sum`
-    leaves its tensor as it is. All are asynchronous as real ones are. `planned` counts what would have been sent;
+    on zeros, and are slow on denormals. A skipped all-to-all receives what this rank sends, over and over, or zeros
+    where that is nothing. Skipped reductions give zeros; a skipped broadcast or `all_reduce_sum` leaves its tensor as
+    it is. All are asynchronous as real ones are. `planned` counts what would have been sent;
     nothing in a world of 1.
     """
 
@@ -42,6 +43,16 @@ class Skipping(Around):
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self._zeros("all_reduce", out, layout)
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
+        if self.world > 1:
+            self._planned.record("all_to_all", messages.bucket, "uint8", messages.payload)
+        with beside(self._side), torch.no_grad():
+            if mine.numel():
+                out.copy_(mine.repeat(-(-out.numel() // mine.numel()))[: out.numel()])
+            else:
+                out.zero_()
+        return self._filled(out, mine)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._plan("broadcast", tensor.dtype, tensor.numel())

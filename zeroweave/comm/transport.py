@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
@@ -39,6 +39,19 @@ class Spread(Protocol):
     def chunks(self) -> Sequence[int]: ...
     @property
     def pieces(self) -> Sequence[Piece]: ...
+
+
+class Messages(NamedTuple):
+    """How an all-to-all is cut into messages between the ranks. All in bytes."""
+
+    bucket: int
+    """whose values they are"""
+    payload: int
+    """of all messages of all ranks, equal on all of them"""
+    sent: Sequence[int]
+    """by rank, what this one has for it"""
+    received: Sequence[int]
+    """and what it has for this one"""
 
 
 class Pending(Protocol):
@@ -87,6 +100,12 @@ class Transport(Gatherer, Protocol):
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         """Like `reduce_scatter`, but leaves all of the reduced flat in `out` [numel] on every rank."""
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
+        """Sends each rank its message out of `mine`, and leaves what the ranks have sent in `out`; both uint8, 1-D.
+
+        Messages lie one behind the other, in rank order; one may be empty.
+        """
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         """Overwrites `tensor` with that at place `source` of this rank's sharding group; synchronous."""

@@ -51,7 +51,7 @@ class Wire:
         self.empty, self.together = outermost.empty, outermost.together
         self.all_gather, self.broadcast = outermost.all_gather, outermost.broadcast
         self.reduce_scatter, self.all_reduce = outermost.reduce_scatter, outermost.all_reduce
-        self.all_reduce_sum = outermost.all_reduce_sum
+        self.all_reduce_sum, self.all_to_all = outermost.all_reduce_sum, outermost.all_to_all
 
     @property
     def skips(self) -> bool:

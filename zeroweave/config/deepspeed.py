@@ -35,6 +35,9 @@ _AUTO_IS_DEFAULT: Final = frozenset(
 )
 """Mapped keys that change no result: an integration's "auto" leaves zeroweave's default."""
 
+_SWITCHED: Final = ("bf16", "fp16", "torch_autocast")
+"""Sections of several keys with a switch, "enabled"."""
+
 
 def translate(source: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The arguments of `Config` that a DeepSpeed configuration means, and what users are to be warned of.
@@ -45,7 +48,7 @@ def translate(source: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[dict[
     problems = [f"{key!r} of `auto`: unknown{_meant(key)}" for key in map(str, auto) if key_of(key) is None]
     filled = fill(source, auto, problems)
     problems += [f"{old} and {new}: one of them" for old, new in _RENAMED.items() if {old, new} <= filled.keys()]
-    values = dict(_flat(filled))
+    values = _asked(dict(_flat(filled)))
     problems += [problem for key, value in values.items() if (problem := _problem(key, value))]
     if not problems:
         problems = [*_contradictions(values)]
@@ -63,7 +66,7 @@ def fill(source: Mapping[Any, Any], auto: Mapping[str, Any], problems: list[str]
     """The configuration with `auto`'s values where it says "auto". `problems` gets what else differs."""
     filled: dict[str, Any] = {}
     for name, value in source.items():
-        key = f"{prefix}{name}"
+        key = _RENAMED.get(f"{prefix}{name}", f"{prefix}{name}")
         if not isinstance(name, str):
             problems.append(f"{key} is not a string, as names are")
         elif isinstance(value, Mapping):
@@ -76,6 +79,12 @@ def fill(source: Mapping[Any, Any], auto: Mapping[str, Any], problems: list[str]
             if key in auto and value != known:
                 problems.append(f'{key} is {value!r}, but `auto` says {known!r}: make them equal, or write "auto"')
     return filled
+
+
+def _asked(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what is in sections that are switched off. Unknown keys stay, as they may be misspelt ones."""
+    off = [f"{section}." for section in _SWITCHED if values.get(f"{section}.enabled") is False]
+    return {key: value for key, value in values.items() if key not in KEYS or not key.startswith(tuple(off))}
 
 
 def left(key: str) -> str:
@@ -144,16 +153,29 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
         yield "torch_autocast.dtype is float32: bfloat16 or float16"
     if values.get("bf16.enabled") and values.get("fp16.enabled"):
         yield "bf16.enabled and fp16.enabled: one of them"
-    sizes = {"train_batch_size", "train_micro_batch_size_per_gpu"}
-    if "gradient_accumulation_steps" not in values and sizes <= values.keys():
-        yield (
-            "gradient_accumulation_steps is missing: write train_batch_size / (train_micro_batch_size_per_gpu × ranks)"
-        )
+    yield from _batches(values)
     half = "bfloat16" if values.get("bf16.enabled") else "float16" if values.get("fp16.enabled") else "float32"
     if (dtype := _dtype(values, "data_types.param_dtype")) not in (None, half):
         yield f"data_types.param_dtype is {dtype}, but bf16.enabled and fp16.enabled say {half}"
     if _dtype(values, "data_types.grad_accum_dtype") == "float16":
         yield "data_types.grad_accum_dtype is 'fp16': fp32 or bf16"
+
+
+def _batches(values: Mapping[str, Any]) -> Iterator[str]:
+    """DeepSpeed wants the batch to be micro-batch × accumulation × ranks, and works out what is missing."""
+    batch, micro = (values.get(name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu"))
+    if "gradient_accumulation_steps" not in values:
+        if batch is not None and micro is not None:
+            yield (
+                "gradient_accumulation_steps is missing: write train_batch_size / (train_micro_batch_size_per_gpu × "
+                "ranks)"
+            )
+        return
+    steps = int(values["gradient_accumulation_steps"])
+    one = micro if isinstance(micro, int) and micro > 0 else 1
+    if isinstance(batch, int) and batch % (steps * one):
+        times = f"{steps} steps of accumulation" + (f" × {one} samples" if one > 1 else "")
+        yield f"train_batch_size is {batch}, which no number of ranks makes of {times}: correct one of them"
 
 
 def _dtype(values: Mapping[str, Any], key: str) -> str | None:

@@ -135,7 +135,7 @@ KEYS: Final[dict[str, Key]] = {
     "zero_optimization.zeropp_loco_param": _refused("nothing is quantized"),
     "zero_optimization.zenflow": _refused(f"each step updates all parameters; offload_optimizer: {_DEVICE}"),
     "zero_optimization.leaf_module": _refused("name the layers in compile.regions: each is gathered as a whole"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _refused("optimizers are element-wise"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _refused("momentum lies in shards; see offload_optimizer"),
     "compile.kwargs": _refused("torch.compile's options are Inductor's own: set torch._inductor.config"),
     "compile.passes": _refused(
         "graphs hold no communication: zeroweave's own compile.passes change the schedule", ["z1"], ["z3"], *_OFF

@@ -50,7 +50,10 @@ RULES: Final[dict[str, _Rule]] = {
     "bf16.enabled": _SWITCH,
     "bf16.check_grad_overflow": _SWITCH,
     "fp16.enabled": _SWITCH,
-    "fp16.loss_scale": (lambda value: _number(value) and value >= 0, "a number, 0 (dynamic) or more"),
+    "fp16.loss_scale": (
+        lambda value: _number(value) and (value == 0 or value >= 2.0**-126),
+        "a number, 0 (dynamic) or more",
+    ),
     "fp16.initial_scale_power": (_whole(0, 127), "a whole number from 0 to 127"),
     "fp16.loss_scale_window": _COUNT,
     "fp16.hysteresis": _COUNT,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from zeroweave.errors import ConfigError
 
@@ -23,8 +25,7 @@ def naming(path: Path) -> Iterator[None]:
 
 def read(path: Path) -> Mapping[str, Any]:
     """The table of keys in a .json or .toml file. ConfigError where it cannot be read, or holds none."""
-    parsers = {".json": json.loads, ".toml": tomllib.loads}
-    parse = parsers.get(path.suffix.lower())
+    parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
         raise ConfigError("the config file must end in .json or .toml")
     try:
@@ -36,3 +37,18 @@ def read(path: Path) -> Mapping[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"the config file must hold a table of keys, not a {type(values).__name__}")
     return values
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A table of JSON. Of two equal keys Python's parser would take the last one, and tell nobody; TOML has none."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        raise ValueError(f"more than one {' and '.join(map(repr, twice))} in one table: keep one")
+    return table
+
+
+_PARSERS: Final[dict[str, Callable[[str], Any]]] = {
+    ".json": partial(json.loads, object_pairs_hook=_once),
+    ".toml": tomllib.loads,
+}

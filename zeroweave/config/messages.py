@@ -31,6 +31,8 @@ def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) 
     first = details[0]
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r} in the config; {_suggestion(key, known)}"
+    if first["type"] == "missing":
+        return f"{key} is missing"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     allowed = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in details)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from zeroweave.notices import warn
 
+_Scale = Annotated[float, Field(gt=0)]
 _DYNAMIC = frozenset({"initial_loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"})
 """Keys of `precision` that mean something for a dynamic loss scale only."""
 
@@ -39,10 +40,10 @@ class PrecisionConfig(Section):
     accumulate: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the gradient shards in which the micro-steps of a window add up."""
 
-    loss_scale: Literal["dynamic"] | Annotated[float, Field(gt=0)] | None = None
+    loss_scale: Literal["dynamic"] | _Scale | None = None
     """What losses are multiplied by; None: "dynamic" where anything is trained in float16, else none."""
 
-    initial_loss_scale: Annotated[float, Field(gt=0)] = 65536.0
+    initial_loss_scale: _Scale = 65536.0
     """The dynamic loss scale at the start."""
 
     loss_scale_window: Annotated[int, Field(ge=1)] = 2000
@@ -51,11 +52,14 @@ class PrecisionConfig(Section):
     loss_scale_hysteresis: Annotated[int, Field(ge=1)] = 1
     """Overflows until the dynamic loss scale is halved, from the start and from each doubling on."""
 
-    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+    min_loss_scale: _Scale = 1.0
     """The dynamic loss scale is never lower."""
 
     @model_validator(mode="after")
     def _values_fit_together(self) -> Self:
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
+            if isinstance(value := getattr(self, name), float) and not 2.0**-126 <= value <= 2.0**127:
+                raise ValueError(f"precision.{name} must be from 2**-126 to 2**127, as float32 has it, not {value:g}")
         given = sorted(self.model_fields_set & _DYNAMIC)
         if isinstance(self.loss_scale, float) and given:
             names = ", ".join(f"precision.{name}" for name in given)

@@ -102,11 +102,16 @@ class Demo:
         losses: list[Tensor] = []
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True)
-        with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=self.rank > 0) as bar:
+        told = None if console.is_terminal else max(1, steps // 10)  # a bar elsewhere is one line, at the end
+        with Progress(
+            *columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=self.rank > 0 or told is not None
+        ) as bar:
             task = bar.add_task("training", total=steps, completed=len(before), loss="")
             for k in range(len(before), steps):
                 losses.append(self.step(engine, k))
                 bar.update(task, advance=1, loss=f"{float(losses[-1]):.3f}")
+                if told and (k + 1) % told == 0:
+                    self.say(f"- step {k + 1} of {steps}, loss {float(losses[-1]):.3f}")
                 if folder and (k + 1) % SAVED_EVERY == 0 and k + 1 < steps:  # what is shown needs a step
                     engine.save(folder, client_state={"losses": before + self.means(losses)})
         return before + self.means(losses)
@@ -135,16 +140,22 @@ class Demo:
         began, settings = time.perf_counter(), self.settings
         self.say(f"ZeRO-{settings.stage}, {settings.way}, {self.world} ranks, {self.device.type}")
         self.say(f"comparing stages 1, 2 and 3 with each other and with DDP: {CHECKED_STEPS} steps each")
-        runs = {stage: self.short_run(stage) for stage in (1, 2, 3)}
+        runs = {}
+        for stage in (1, 2, 3):
+            self.say(f"- stage {stage}")
+            runs[stage] = self.short_run(stage)
         equal = all(measure.bit_equal(runs[1], runs[stage]) for stage in (2, 3))
+        self.say("- DDP")
         reference = measure.ddp_gradients(self.model(), self.text.step(0))
         difference = measure.relative_difference(runs[settings.stage][0], reference)
 
         with self.engine(settings.stage) as engine:
             start = time.perf_counter()
             before = self.resume(engine)
+            self.say(f"training: {settings.steps - len(before)} steps")
             losses = self.train(engine, before)
             training = time.perf_counter() - start
+            self.say("counting the collectives of one step")
             engine.reschedule()  # figures are those of one step: no peak of an earlier schedule, no change at its end
             counted = measure.profiled(lambda: self.step(engine, settings.steps))
             stats, schedule, executed = engine.stats, engine.schedule, engine.executed
@@ -179,6 +190,7 @@ class Demo:
 
     def profile(self, engine: zw.Engine) -> Profile:
         """The time of a step with communication and without, on the slowest rank, and what it would have sent."""
+        self.say("timing steps with communication and without")
         first = self.settings.steps + 1
         ordinary, _ = measure.step_seconds(lambda k: self.step(engine, first + k), self.device)
         with engine.profiling() as planned:

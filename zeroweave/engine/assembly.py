@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -51,11 +51,13 @@ from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
-from zeroweave.errors import ConfigError, EngineError
+from zeroweave.errors import ConfigError, EngineError, ParameterError
 from zeroweave.experts import groups_of
 from zeroweave.layout import WORLD, BucketLayout, build_layout
-from zeroweave.notices import Journal
+from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.check import in_no_group
+from zeroweave.optim.matrices import Whole
 from zeroweave.optim.rates import Rates, why_not_captured
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts
@@ -73,12 +75,14 @@ from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.schedule import BucketFacts, Facts
 
+SchedulerLike = LRScheduler | Sequence[LRScheduler]
+
 
 def initialize(
     model: nn.Module,
     optimizer: OptimizerLike | None = None,
     config: Config | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    lr_scheduler: SchedulerLike | Callable[[torch.optim.Optimizer], SchedulerLike] | None = None,
     process_group: dist.ProcessGroup | None = None,
     weights: WeightsLike | None = None,
 ) -> Engine:
@@ -91,10 +95,12 @@ def initialize(
 
     `optimizer`: an element-wise torch.optim optimizer over `model.parameters()`, a callable from the
     parameters to one, or None for evaluation only. It stays the user's object, with its groups. State that it has is
-    taken over like the weights: rank 0's on all ranks.
+    taken over like the weights: rank 0's on all ranks. `torch.optim.Muon`, and what is marked by `WholeMatrices`, gets
+    whole parameters, each on one rank. A list of optimizers without a parameter in common steps as one, which is then
+    the engine's.
 
-    `lr_scheduler`: a learning-rate scheduler of that optimizer or a callable from
-    the optimizer to one; each optimizer step that is not skipped moves it.
+    `lr_scheduler`: a learning-rate scheduler of that optimizer, a list of them, or a callable from
+    the optimizer to either; each optimizer step that is not skipped moves it.
 
     `weights`: what the parameters are to begin with, instead of the values that they have: a safetensors file, a folder
     of them, of which each rank reads its part, or a function `fill(name, tensor)`, which rank 0 calls. So a model that
@@ -241,15 +247,18 @@ def _assemble(
     ledger = guard.progress.ledger
     settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
     device = device_of(group)
-    sinks = sinks_of(settings, ends) if control.rank == 0 else []
+    sinks = sinks_of(settings, ends) if control.rank == 0 and optimizer is not None else []
     named = dict(model.named_parameters())
     own = experts if settings.experts.parallel_size > 1 else frozenset()
     specs = specs_of(model, named, own, settings, optimizer)
     agree_on(control, model, specs, settings)
-    told = agree(control, optimizer, named)
+    told = agree(control, optimizer, named, asked.whole)
+    if optimizer is not None and (left := in_no_group(optimizer, named)):
+        warn(left, control.rank)
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     policy = policy_of(settings, layouts)
+    _refuse_experts(layouts, {name for name, parameter in named.items() if id(parameter) in asked.whole})
     try:
         settings_of(settings).facts(facts_of(settings, layouts, policy, None), None, None)
     except EngineError as error:  # it names buckets that the layout does not have
@@ -284,10 +293,13 @@ def _assemble(
     sharded = None
     if optimizer is not None:
         looks = checks(settings, layouts)
-        graphed = settings.compile.cuda_graphs and captures_on(device) and why_not_captured(optimizer, looks) is None
-        rates = Rates(optimizer, device) if graphed else None
+        graphed = settings.compile.cuda_graphs and captures_on(device) and not asked.whole
+        rates = Rates(optimizer, device) if graphed and why_not_captured(optimizer, looks) is None else None
+        whole = Whole(asked.whole, transport, control) if asked.whole else None
         fast = kernels("rules", device.type)
-        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, fast)
+        sharded = ShardedOptimizer(
+            optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, whole, fast
+        )
         states.clear()
     parts = EngineParts(
         model=model,
@@ -310,6 +322,15 @@ def _assemble(
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
     facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least)
     return _compose(parts, facts, asked.scheduler, signals, faults, sinks)
+
+
+def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
+    """ParameterError for parameters that are to be updated as wholes, and are not the same on all ranks."""
+    if names := [slot.name for b in layouts if b.groups > 1 for slot in b.slots if slot.name in whole]:
+        raise ParameterError(
+            f"{', '.join(names)}: ranks have experts of their own there, whose matrices are not put together; give "
+            "them to an element-wise optimizer, and the others to the one that computes with whole matrices"
+        )
 
 
 def _compose(

@@ -288,10 +288,10 @@ class Engine:
     ) -> str:
         """Writes a checkpoint of the whole run to the folder `path`, which all ranks share; returns its tag.
 
-        `tag`: by default "step-" and the optimizer steps. `client_state`: what plain values the program wants back.
-        `data`: a sampler or loader with a `state_dict`. `asynchronous`: beside the next steps; the next save, `load`
-        and `destroy` wait for it. Rank 0's tag and values count. Behind any `step()`. Collective. CheckpointError
-        on all ranks where one cannot write, from here or from `step`; all is then as before.
+        `tag`: by default "step-" and the optimizer steps. `client_state`: what the program wants back, values and
+        tensors. `data`: a sampler or loader with a `state_dict`. `asynchronous`: beside the next steps; the next save,
+        `load` and `destroy` wait for it. Rank 0's tag and values count. Behind any `step()`. Collective.
+        CheckpointError on all ranks where one cannot write, from here or from `step`; all is then as before.
         """
         return self._checkpoints.save(path, tag, client_state, data, asynchronous)
 

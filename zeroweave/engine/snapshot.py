@@ -53,6 +53,7 @@ class Snapshot:
             self._keep(module._buffers)
         if parts.optimizer is not None:
             self._keep(parts.optimizer.optimizer)
+            self._back.append(parts.optimizer.states_changed)
         if hasattr(step.lr_scheduler, "__dict__"):
             self._keep(vars(step.lr_scheduler))
 

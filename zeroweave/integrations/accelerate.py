@@ -26,6 +26,7 @@ from zeroweave.errors import CheckpointError, EngineError, UnsupportedError
 from zeroweave.integrations.accelerate_parts import AcceleratedModel, ZeroweaveOptimizer
 from zeroweave.integrations.accelerate_settings import AUTOCASTS, refuse_before, refuse_made
 from zeroweave.integrations.wrapped import ConfigLike, autocasting, clip, refuse_other_device, settings_of
+from zeroweave.optim.several import given, is_optimizer
 
 StrPath = str | os.PathLike[str]
 
@@ -60,20 +61,22 @@ class ZeroweaveAccelerator(Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate's; a model and its optimizer, which are given together, become an engine. Collective.
 
-        A model without an optimizer is sharded for evaluation. EngineError for an optimizer without its model, and for
-        a second model that is to be trained.
+        A list of optimizers, or a `WholeMatrices`, is one optimizer, as for `initialize`. A model without an optimizer
+        is sharded for evaluation. EngineError for an optimizer without its model, and for a second model that is to be
+        trained.
         """
         _refuse_dummies(args)
         made: dict[int, Any] = {}
         for optimizer in args:
-            if not isinstance(optimizer, torch.optim.Optimizer) or _is_prepared(optimizer):
+            if not is_optimizer(optimizer) or _is_prepared(optimizer):
                 continue
-            model = _model_of(optimizer, args)
+            members = [each.optimizer for each in given(optimizer)]
+            model = _model_of(members, args)
             if made or _trained(self._models) is not None:
                 raise EngineError(
-                    f"{type(optimizer).__name__} is the second optimizer: an accelerator trains one model with one "
-                    "optimizer; use one optimizer with several groups, join the models in one torch.nn.Module, or "
-                    "make an accelerator for each"
+                    f"{type(members[0]).__name__} is the second optimizer: an accelerator trains one model with one "
+                    "optimizer; use one with several groups, or pass a list of optimizers as one argument; join the "
+                    "models in one torch.nn.Module, or make an accelerator for each"
                 )
             self._refuse_placement(model, args, device_placement)
             engine = initialize(model, optimizer, self._config)
@@ -92,7 +95,7 @@ class ZeroweaveAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """EngineError, unless it is prepared: an optimizer is prepared with its model."""
         if not _is_prepared(optimizer):
-            _model_of(optimizer, ())
+            _model_of([optimizer], ())
         return super().prepare_optimizer(optimizer, device_placement)
 
     def _refuse_placement(self, model: nn.Module, args: Sequence[Any], placement: Sequence[bool | None] | None) -> None:
@@ -240,16 +243,16 @@ def _trained(models: Iterable[nn.Module]) -> Engine | None:
     return next((engine for engine in engines if engine.optimizer is not None), None)
 
 
-def _model_of(optimizer: torch.optim.Optimizer, args: Iterable[Any]) -> nn.Module:
-    """The model among `args` that has the optimizer's parameters."""
-    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _model_of(optimizers: Sequence[torch.optim.Optimizer], args: Iterable[Any]) -> nn.Module:
+    """The model among `args` that has the optimizers' parameters."""
+    mine = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
     for model in args:
         if isinstance(model, nn.Module) and not _is_prepared(model):
             if any(id(parameter) in mine for parameter in model.parameters()):
                 return model
     raise EngineError(
-        f"{type(optimizer).__name__} without its model: an engine is made of both; make the optimizer before, and call "
-        "accelerator.prepare(model, optimizer, ...)"
+        f"{type(optimizers[0]).__name__} without its model: an engine is made of both; make the optimizer before, and "
+        "call accelerator.prepare(model, optimizer, ...)"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any, Final
 
 import torch
@@ -22,7 +23,10 @@ _ABSENT: Final = {
         ("muadam", "muadamw", "musgd"), "torch has none: pass zeroweave.initialize a callable that makes mup's"
     ),
     "lion": "torch has none: pass zeroweave.initialize a callable that makes an element-wise one",
-    "muon": "it needs whole matrices, which no rank has: AdamW is nearest",
+    "muon": (
+        "DeepSpeed's trains some parameters with Adam: pass zeroweave.initialize a list, torch.optim.Muon of the "
+        "matrices and torch.optim.AdamW of the rest"
+    ),
 }
 """DeepSpeed's own optimizers, in lower case as DeepSpeed compares them."""
 
@@ -99,7 +103,7 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer
 
 def _parameters(kind: type[torch.optim.Optimizer], params: Mapping[str, Any]) -> Iterator[str]:
     adam = kind in (torch.optim.Adam, torch.optim.AdamW)
-    known = [name for name in inspect.signature(kind).parameters if name != "params"]
+    known = {name: each.default for name, each in inspect.signature(kind).parameters.items() if name != "params"}
     for key, value in params.items():
         if adam and key in _SWITCHES:
             if value not in (True, False, "auto"):
@@ -110,6 +114,29 @@ def _parameters(kind: type[torch.optim.Optimizer], params: Mapping[str, Any]) ->
             if _NEUTRAL[key] not in (None, value):
                 yield f"optimizer.params.{key} is {value!r}: torch's {kind.__name__} does as with {_NEUTRAL[key]!r}"
         elif key not in known:
-            near = nearest(key, known)
+            near = nearest(key, (*known, *(_SWITCHES if adam else ())))
             hint = f"did you mean {near!r}?" if near else f"the parameters are {', '.join(known)}"
             yield f"optimizer.params.{key}: unknown to torch.optim.{kind.__name__}; {hint}"
+        elif (allowed := _unlike(value, known[key])) and value != "auto":
+            yield f"optimizer.params.{key} is {value!r}: {allowed}"
+
+
+def _unlike(value: Any, default: Any) -> str:
+    """What a parameter has to be, as its default says, where `value` is something else. None says nothing."""
+    match default:
+        case bool():
+            return "" if isinstance(value, bool) else "true or false"
+        case int() | float():
+            return "" if _is_number(value) else "a number"
+        case tuple():
+            alike = isinstance(value, list | tuple) and len(value) == len(default)
+            fits = alike and all(
+                _is_number(each) or each is own is None for each, own in zip(value, default, strict=True)
+            )
+            return "" if fits else f"a list of {len(default)} numbers"
+    return ""
+
+
+def _is_number(value: Any) -> bool:
+    """NumPy's count as well, and what torch takes as a learning rate on the device."""
+    return isinstance(value, Real | torch.Tensor) and not isinstance(value, bool)

@@ -61,7 +61,7 @@ class ZeroweaveFabricStrategy(DDPStrategy):
         if len(optimizers) != 1 or self._engine is not None:
             raise EngineError(
                 "a second optimizer: a strategy trains one model with one optimizer; use one optimizer with several "
-                "groups, or join the models in one torch.nn.Module"
+                "groups, or join the models in one torch.nn.Module; zeroweave.initialize itself takes a list"
             )
         self._engine = self._initialize(module, optimizers[0])
         return ZeroweaveModel(self._engine), optimizers, scheduler

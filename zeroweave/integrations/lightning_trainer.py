@@ -147,8 +147,8 @@ class ZeroweaveStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             if len(self.optimizers) != 1:
                 raise EngineError(
-                    f"configure_optimizers() of {type(module).__name__} gives {len(self.optimizers)} optimizers: an "
-                    "engine has one; use one with several groups"
+                    f"configure_optimizers() of {type(module).__name__} gives {len(self.optimizers)} optimizers: the "
+                    "Trainer steps one; use one with several groups (zeroweave.initialize itself takes a list)"
                 )
             (optimizer,) = self.optimizers
         engine = initialize(module, optimizer, autocasting(self._config, self.precision_plugin.precision, AUTOCASTS))

@@ -12,6 +12,7 @@ from zeroweave.engine import Engine
 from zeroweave.engine.asked import OptimizerLike
 from zeroweave.engine.assembly import initialize
 from zeroweave.errors import UnsupportedError
+from zeroweave.integrations.converted import converted
 
 
 def load_pretrained(
@@ -34,10 +35,13 @@ def load_pretrained(
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise UnsupportedError("load_pretrained() needs transformers: pip install transformers") from None
+        raise UnsupportedError("load_pretrained() needs transformers: pip install 'zeroweave[examples]'") from None
     described = AutoConfig.from_pretrained(path)
     if (wanted := dtype or getattr(described, "dtype", None)) is not None:
         options["dtype"] = wanted
     with torch.device("meta"):
         model = (make or AutoModelForCausalLM.from_config)(described, **options)
-    return initialize(model, optimizer, config, lr_scheduler, weights=path)
+    weights = converted(model, path)
+    if weights is not None:
+        weights.give_buffers()
+    return initialize(model, optimizer, config, lr_scheduler, weights=path if weights is None else weights)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from zeroweave._torch.optimizers import step_unheard, without_hooks
-from zeroweave.optim.states import is_cut
+from zeroweave.optim.states import is_cut, uncuttable
 
 _CAPS: Final[Mapping[int, tuple[int, ...]]] = {1: (521,), 2: (131, 129)}
 """Most elements of each dimension: above the sizes from which optimizers treat parameters as large."""
@@ -35,6 +35,7 @@ _SCALES: Final = (1.0, 1.0, 0.03, 30.0, 1.0, 1.0, 1e3, 1e-3, 1.0, 0.3, 3.0, 1.0)
 """Of the gradients of each step."""
 _LR: Final = 0.01
 _INSTEAD: Final = "use AdamW, Adam or SGD"
+_WHOLE: Final = "zeroweave.WholeMatrices(optimizer) if it updates each parameter by itself"
 
 
 class _Attempt(NamedTuple):
@@ -91,6 +92,22 @@ def probe(optimizer: torch.optim.Optimizer) -> list[str]:
     return [f"it cannot be found out whether it is element-wise: {reasons[0]}; {_INSTEAD}"]
 
 
+def kept_of_wholes(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What `optimizer` keeps of whole parameters that cannot be cut into fragments, in words, as some steps show.
+
+    Nothing where a copy of it cannot be tried out. Changes as little as `probe`, and is local as that.
+    """
+    attempt = _Attempt(torch.device("cpu"), torch.float32, 0.0, 0.0)
+    try:
+        with _aside(attempt.device):
+            whole = _Copy(optimizer, _groups(optimizer, attempt), attempt, None)
+            for step in range(3):
+                whole.step(step)
+    except _CannotProbe:
+        return []
+    return uncuttable(whole.state, {id(p): "a parameter" for held in whole.held for p in held})
+
+
 def _try_out(optimizer: torch.optim.Optimizer, attempt: _Attempt) -> list[str]:
     groups = _groups(optimizer, attempt)
     whole = _Copy(optimizer, groups, attempt, None)
@@ -104,11 +121,14 @@ def _try_out(optimizer: torch.optim.Optimizer, attempt: _Attempt) -> list[str]:
             try:
                 one.step(step)
             except _CannotProbe as error:
-                return [f"it does not run on parts of parameters, which is what a rank holds: {error}; {_INSTEAD}"]
+                return [
+                    f"it does not run on parts of parameters, which is what a rank holds: {error}; {_INSTEAD}, or "
+                    f"{_WHOLE}"
+                ]
             if (found := _differing(groups, whole, one, number, attempt)) is not None:
                 return [
                     "it is not element-wise: a step on a part of a parameter differs from that part of a step on the "
-                    f"whole (found with {found}), and parts are what a rank holds; {_INSTEAD}"
+                    f"whole (found with {found}), and parts are what a rank holds; {_INSTEAD}, or {_WHOLE}"
                 ]
     for (index, _, stand_ins), wholes in zip(groups, whole.held, strict=True):
         if not all(torch.isfinite(p).all() for p in wholes):
@@ -242,6 +262,10 @@ class _Copy:
                 group["lr"] = _LR  # one of 0, as schedulers begin with, would hide everything
             if "capturable" in group:
                 group["capturable"] = attempt.device.type != "cpu" and group["capturable"]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        return self._optimizer.state
 
     def step(self, number: int) -> None:
         """One step. _CannotProbe if it fails."""

@@ -8,6 +8,8 @@ from typing import Final
 
 import torch
 
+from zeroweave.optim.several import kind_of, members_of
+
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Those whose fused steps read learning rate and skip flag from the device."""
 
@@ -17,7 +19,9 @@ def why_not_captured(optimizer: torch.optim.Optimizer, looks: bool) -> str | Non
 
     `looks`: are steps skipped whose gradients are not finite?
     """
-    name, groups = type(optimizer).__name__, optimizer.param_groups
+    name, groups = kind_of(optimizer), optimizer.param_groups
+    if len(members_of(optimizer)) > 1:
+        return f"{name} are several optimizers: make it one with several groups"
     if type(optimizer) in _FUSED and all(group.get("fused") for group in groups):
         return None
     if not all(group.get("capturable") for group in groups):

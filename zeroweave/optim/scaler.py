@@ -49,8 +49,8 @@ class LossScale:
 
     @property
     def at_minimum(self) -> bool:
-        """Can it not be lowered, so that an overflow has another reason than the scale?"""
-        return not self.dynamic or self.value <= self._minimum
+        """Can it not be lowered, so that an overflow has another reason than the scale? Not while one is forgiven."""
+        return not self.dynamic or (self.value <= self._minimum and self.patience <= 1)
 
     @property
     def is_one(self) -> bool:

@@ -22,6 +22,7 @@ from torch import nn
 
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError, ParameterError
+from zeroweave.optim.several import kind_of, members_of
 from zeroweave.optim.states import Described, Held, States, Told, tell, uncuttable
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.ranks.control import Control
@@ -65,6 +66,10 @@ class StateDicts:
             optimizer.register_load_state_dict_pre_hook(_weak(self._before_load)),
             optimizer.register_load_state_dict_post_hook(_weak(self._after_load), prepend=True),
         ]
+        for member in members_of(optimizer):
+            if member is not optimizer:
+                self._handles.append(member.register_state_dict_pre_hook(_refuse_one("state_dict()")))
+                self._handles.append(member.register_load_state_dict_pre_hook(_refuse_one("load_state_dict()")))
 
     def close(self) -> None:
         """Both are the optimizer's own again."""
@@ -137,7 +142,7 @@ class StateDicts:
                 }
         state = {key: value for key, value in given["state"].items() if ids.get(key) not in held}
         rest = _on_host({**given, "state": state, "param_groups": saved})
-        return _Given(rest=rest, told=Described(type(optimizer).__name__, [], told)), held
+        return _Given(rest=rest, told=Described(kind_of(optimizer), [], told)), held
 
     def _refuse_experts(self, what: str, instead: str) -> None:
         if (groups := self._sharded.sharding_groups) > 1:
@@ -145,6 +150,16 @@ class StateDicts:
                 f"optimizer.{what} has one entry for each parameter, and each of {groups} groups of ranks has experts "
                 f"of its own: use {instead}"
             )
+
+
+def _refuse_one(what: str) -> Callable[..., None]:
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        raise EngineError(
+            f"{what} of {type(optimizer).__name__} alone, which is one of several optimizers of an engine: use "
+            f"engine.optimizer.{what}, which has all of them"
+        )
+
+    return hook
 
 
 def _tensors(group: Mapping[str, Any]) -> list[tuple[str, torch.Tensor]]:

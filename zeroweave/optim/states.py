@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.room import Need, Room, decide, shortage
+from zeroweave.optim.several import kind_of
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 
@@ -81,8 +82,10 @@ def is_cut(parameter: torch.Tensor, key: str, value: Any, held: Held) -> bool:
     return any(alike) if alike else key != "step"
 
 
-def describe(optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter]) -> Described | None:
-    """What the ranks have to know of each other's optimizers. Local."""
+def describe(
+    optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter], whole: Set[int] = frozenset()
+) -> Described | None:
+    """What the ranks have to know of each other's optimizers. Local. `whole`: see `agree`."""
     if optimizer is None:
         return None
     names = {id(parameter): name for name, parameter in named.items()}
@@ -90,21 +93,25 @@ def describe(optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Par
     for group in optimizer.param_groups:
         options = {key: _option(value) for key, value in group.items() if key not in ("params", "param_names")}
         plain = {key: value for key, value in options.items() if _is_plain(value)}
-        groups.append({**plain, "params": sorted(names[id(p)] for p in group["params"])})
+        wholes = sorted(names[id(p)] for p in group["params"] if id(p) in whole)
+        groups.append({**plain, "params": sorted(names[id(p)] for p in group["params"]), "whole matrices": wholes})
         on_device = bool(group.get("capturable") or group.get("fused"))
         for p in group["params"]:
             if held := optimizer.state.get(p):
                 states[names[id(p)]] = {
                     key: tell(optimizer.state, p, key, value, on_device) for key, value in held.items()
                 }
-    return Described(type(optimizer).__name__, groups, states)
+    return Described(kind_of(optimizer), groups, states)
 
 
 def agree(
-    control: Control, optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter]
+    control: Control, optimizer: torch.optim.Optimizer | None, named: Mapping[str, nn.Parameter], whole: Set[int]
 ) -> list[Described | None]:
-    """What each rank holds. Collective. EngineError on all ranks where optimizers or the options of groups differ."""
-    told: list[Described | None] = control.all_gather_object(describe(optimizer, named), "the optimizers")
+    """What each rank holds. Collective. EngineError on all ranks where optimizers or the options of groups differ.
+
+    `whole`: by `id`, the parameters that are updated as wholes.
+    """
+    told: list[Described | None] = control.all_gather_object(describe(optimizer, named, whole), "the optimizers")
     first = told[0]
     for rank, other in enumerate(told):
         kinds = ["no optimizer" if one is None else one.kind for one in (first, other)]
@@ -248,7 +255,7 @@ def _found(told: Sequence[_Mine], layout: BucketLayout, rank: int) -> list[dict[
     """By slot: what the optimizers of that rank's sharding group hold."""
     number = layout.number(rank)
     group = [one for other, one in enumerate(told) if layout.number(other) == number]
-    return [_merged([one.get((layout.id, slot), {}) for one in group]) for slot in range(len(layout.slots))]
+    return [merged([one.get((layout.id, slot), {}) for one in group]) for slot in range(len(layout.slots))]
 
 
 def _to_gather(told: Sequence[_Mine], bucket: Bucket, found: Sequence[Mapping[str, Told]]) -> list[_Kind]:
@@ -320,7 +327,7 @@ def _tell_whole(value: Any, on_device: bool) -> Told:
     return Told("whole", value=value) if _is_plain(value) else Told("own")
 
 
-def _merged(told: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
+def merged(told: Sequence[Mapping[str, Told]]) -> dict[str, Told]:
     """What the ranks of a group say of one parameter. Of one element both shapes are the same: the others know then."""
     merged: dict[str, Told] = {}
     for one in told:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from types import ModuleType
 from typing import Any, Final
@@ -22,10 +22,12 @@ from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
+from zeroweave.optim.matrices import Matrices, Whole
 from zeroweave.optim.onepass import Masters, OnePass
 from zeroweave.optim.rates import Rates
 from zeroweave.optim.room import Room
 from zeroweave.optim.scaler import Scaled
+from zeroweave.optim.several import WHOLE_MATRIX, members_of
 from zeroweave.optim.state_offload import StateOffload
 from zeroweave.optim.states import Described, Gathered, Held, States, gather, take
 from zeroweave.ranks.control import Control
@@ -44,6 +46,7 @@ class ShardedOptimizer:
     to hold of this rank's fragments. What it holds of others (frozen ones, ones without elements) stays as it is.
     Trainable parameters in no group are never updated. Memory: the optimizer's own state, over the fragments; with
     `moments_off` it lives in host memory, by way of `transfers`. `rates`: where learning rates live on the device.
+    `whole`: what is updated as wholes and not by fragments, see `optim.matrices`.
     `kernels`: those of `_triton.rules`, for updates in one pass; None: the optimizer steps itself.
     """
 
@@ -56,6 +59,7 @@ class ShardedOptimizer:
         states: States,
         moments_off: bool = False,
         rates: Rates | None = None,
+        whole: Whole | None = None,
         kernels: ModuleType | None = None,
     ) -> None:
         self.optimizer, self.rates, self._device = optimizer, rates, transfers.device
@@ -64,30 +68,47 @@ class ShardedOptimizer:
         self._users: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
         self.sharded: dict[tuple[int, int], nn.Parameter] = {}
         """(bucket id, slot) -> the user's parameter whose state is that of fragments"""
-        self._whole: list[list[nn.Parameter]] = []
-        self._parts: dict[int, list[list[nn.Parameter]]] = {}  # the groups while one bucket is stepped
+        members = [(one, group) for one in members_of(optimizer) for group in one.param_groups]
+        self._member = {slot_of[id(user)]: one for one, group in members for user in group["params"]}
+        """(bucket id, slot) -> the optimizer that has it; `optimizer` itself if that does not stand for several"""
+        touched = {bucket for bucket, _ in self._member}
+        self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in touched}
+        self._matrices: Matrices | None = None
+        if whole is not None:
+            held = [user for users in self._users for user in users if id(user) in whole.parameters and user.numel()]
+            places = [slot_of[id(user)] for user in held if slot_of[id(user)][0] in views]
+            self._matrices = Matrices(whole, places, views, self._fragments, self._member, self._device)
+        self._all: list[list[nn.Parameter]] = []
+        """by group, the fragments"""
+        self._stepped: list[list[nn.Parameter]] = []
+        """and what a step sees: of matrices that are updated as wholes, this rank's own"""
+        self._parts: dict[int, list[list[nn.Parameter]]] = {}
+        """of that, what belongs to one bucket"""
         for index, users in enumerate(self._users):
-            self._whole.append([])
+            self._all.append([])
+            self._stepped.append([])
             for user in users:
                 bucket, slot = slot_of[id(user)]
                 if bucket not in self._fragments:
                     continue  # frozen: it would never have a gradient
-                fragment = self._fragments[bucket].parameters[slot]
+                fragment, state = self._fragments[bucket].parameters[slot], self._member[bucket, slot].state
                 if user.numel():
                     self.sharded[bucket, slot] = user
-                    optimizer.state.pop(user, None)
+                    state.pop(user, None)
                 parts = self._parts.setdefault(bucket, [[] for _ in self._users])
-                parts[index].append(fragment)
-                self._whole[index].append(fragment)
+                self._all[index].append(fragment)
+                stepped = fragment if self._matrices is None else self._matrices.stepped(bucket, slot, fragment)
+                if stepped is not None:
+                    parts[index].append(stepped)
+                    self._stepped[index].append(stepped)
                 if (bucket, slot) in states:
-                    optimizer.state[fragment] = states[bucket, slot]
-        self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in self._parts}
+                    state[fragment] = states[bucket, slot]
         self.offload = StateOffload(transfers, views, self._fragments, optimizer, sorted(views) if moments_off else ())
         self._at_once = max(_AT_ONCE, *(fragments.nbytes for fragments in self._fragments.values()))
         """bytes of masters that are updated in one call: their gradients, cast, are alive at once"""
         group_of = {slot_of[id(user)]: index for index, users in enumerate(self._users) for user in users}
         self._one_pass = None
-        if kernels is not None:
+        if kernels is not None and whole is None:
             self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, rates)
         self._packing = False
         """does PyTorch put a state dict together?"""
@@ -99,10 +120,24 @@ class ShardedOptimizer:
 
     @property
     def by_bucket(self) -> bool:
-        """Whether buckets may be updated one at a time: a known optimizer that nobody listens to."""
-        optimizer = self.optimizer
-        listened_to = has_step_hooks(optimizer) or is_step_replaced(optimizer)
-        return type(optimizer) in ELEMENT_WISE and not listened_to
+        """Whether buckets may be updated one at a time, in any order: known optimizers that nobody listens to.
+
+        Whole matrices travel in an order that all ranks share, which that of a step that departs from its schedule is
+        not: they are updated when all gradients are there.
+        """
+        return self._matrices is None and self._apart
+
+    @property
+    def has_matrices(self) -> bool:
+        """Are there parameters that are updated as wholes?"""
+        return self._matrices is not None
+
+    @property
+    def _apart(self) -> bool:
+        """May buckets be updated in calls of their own?"""
+        members = members_of(self.optimizer)
+        listened_to = any(has_step_hooks(one) or is_step_replaced(one) for one in (self.optimizer, *members))
+        return all(type(one) in ELEMENT_WISE | WHOLE_MATRIX for one in members) and not listened_to
 
     def in_turn(
         self, take: Callable[[int], Scaled | None], absent: Mapping[int, Set[int]], order: Sequence[int]
@@ -114,7 +149,9 @@ class ShardedOptimizer:
         optimizer that only steps as a whole updates all of them in the turn of the last. ParameterError from the
         function if the optimizer's groups have changed.
         """
-        if self.by_bucket and self._one_pass is not None:
+        by_bucket, apart = self.by_bucket, self._apart
+        order = order if by_bucket else sorted(absent)
+        if by_bucket and self._one_pass is not None:
             with self._holding([[] for _ in self._users]):
                 self.optimizer.step()  # learning rate schedulers want to see one
         self.offload.expect([bucket for bucket in order if bucket in self._parts])
@@ -143,19 +180,23 @@ class ShardedOptimizer:
 
         def update_when_all_came(buckets: Sequence[int]) -> None:
             waiting.difference_update(buckets)
-            if not waiting:
-                self._step(taken(sorted(absent)), absent, self._whole, sorted(self._parts))
+            if not waiting and apart:
+                update(order)
+            elif not waiting:
+                self._step(taken(order), absent, self._stepped, sorted(self._parts))
 
-        return update if self.by_bucket else update_when_all_came
+        return update if by_bucket else update_when_all_came
 
     def _calls(self, buckets: Sequence[int]) -> Iterator[list[int]]:
         """These buckets in the same order, by calls of the optimizer; one whose state comes from elsewhere comes alone.
 
-        A call's own work in Python is worth it for many fragments only.
+        A call's own work in Python is worth it for many fragments only. With whole matrices the calls are the same on
+        all ranks, each of which decides by itself where states live.
         """
         together, nbytes = list[int](), 0.0
         for bucket in buckets:
-            own = math.inf if self.offload.comes(bucket) else self._fragments[bucket].nbytes
+            alone = self._matrices is None and self.offload.comes(bucket)
+            own = math.inf if alone else self._fragments[bucket].nbytes
             if together and nbytes + own > self._at_once:
                 yield together
                 together, nbytes = [], 0.0
@@ -184,15 +225,24 @@ class ShardedOptimizer:
                 pass
             case number:
                 self.optimizer.state[self._fragments[bucket].parameters[slot]][key] = type(number)(value.item())
+        self.states_changed()
+
+    def states_changed(self) -> None:
+        """Others than steps have written into the optimizer's state, on all ranks."""
+        if self._matrices is not None:
+            self._matrices.forget()
 
     def replace(self, bucket: int, states: Mapping[int, dict[str, Any]]) -> None:
         """What the optimizer holds of these slots' fragments is `states` from now on; that of others stays."""
         self.offload.finish()
         for slot, state in states.items():
             fragment = self._fragments[bucket].parameters[slot]
-            self.optimizer.state.pop(fragment, None)
+            if (member := self._member.get((bucket, slot))) is None:
+                continue  # in no group
+            member.state.pop(fragment, None)
             if state and (bucket, slot) in self.sharded:
-                self.optimizer.state[fragment] = state
+                member.state[fragment] = state
+        self.states_changed()
         self.offload.take_in(bucket)
 
     def load(self, states: States) -> None:
@@ -202,7 +252,7 @@ class ShardedOptimizer:
             buckets.setdefault(bucket, {})[slot] = states.get((bucket, slot), {})
         for bucket, mine in buckets.items():
             self.replace(bucket, mine)
-        with self._holding(self._whole):
+        with self._holding(self._all):
             self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
 
     def home_of_moments(self, bucket: int) -> torch.device:
@@ -214,7 +264,7 @@ class ShardedOptimizer:
         if key != "step":
             return self._device
         fragment = self._fragments[bucket].parameters[slot]
-        groups = zip(self.optimizer.param_groups, self._whole, strict=True)
+        groups = zip(self.optimizer.param_groups, self._all, strict=True)
         group = next((group for group, fragments in groups if any(f is fragment for f in fragments)), {})
         return self._device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
@@ -261,7 +311,7 @@ class ShardedOptimizer:
     def pack(self) -> None:
         """PyTorch is about to put a state dict together, and wants all that has a state to be in some group."""
         self._packing = True
-        for group, users, fragments in zip(self.optimizer.param_groups, self._users, self._whole, strict=True):
+        for group, users, fragments in zip(self.optimizer.param_groups, self._users, self._all, strict=True):
             group["params"] = [*users, *fragments]
 
     def packed(self) -> None:
@@ -289,9 +339,10 @@ class ShardedOptimizer:
         """
         self.offload.finish()
         for (bucket, slot), user in self.sharded.items():
-            self.optimizer.state.pop(self._fragments[bucket].parameters[slot], None)
+            state = self._member[bucket, slot].state
+            state.pop(self._fragments[bucket].parameters[slot], None)
             if (bucket, slot) in states:
-                self.optimizer.state[user] = states[bucket, slot]
+                state[user] = states[bucket, slot]
         self._rest()
         self.sharded, self._users = {}, []
 
@@ -321,10 +372,14 @@ class ShardedOptimizer:
             try:
                 for one, bucket in fragments:
                     one.set_gradients(gradients.pop(bucket).product(), absent[bucket])
-                self.optimizer.step()
+                with self._whole_matrices([bucket for _, bucket in fragments], absent):
+                    self.optimizer.step()
             finally:
                 for one, _ in fragments:
                     one.drop_gradients()
+
+    def _whole_matrices(self, buckets: Sequence[int], absent: Mapping[int, Set[int]]) -> AbstractContextManager[None]:
+        return nullcontext() if self._matrices is None else self._matrices.gathered(buckets, absent)
 
     @contextmanager
     def _holding(self, groups: Sequence[list[nn.Parameter]]) -> Iterator[None]:

@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -101,13 +101,13 @@ class FileWeights:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._files = _files_of(Path(path))
         """a tensor's name -> its file"""
-        self._path = path
+        self.path = path
         self._keys: dict[str, str] = {}
         """a parameter's canonical name -> the one that the files have"""
 
     def check(self, model: nn.Module) -> None:
         """ParameterError, which names them, where parameters are missing, or of other shapes. Warns of what is left."""
-        names = _names_of(model)
+        names = names_of(model)
         self._keys = {name: key for name, known in names.items() for key in reversed(known) if key in self._files}
         shapes = self._shapes(self._keys.values())
         missing = [name for name in names if name not in self._keys]
@@ -116,13 +116,8 @@ class FileWeights:
             for name, parameter in model.named_parameters()
             if name in self._keys and (shape := shapes[self._keys[name]]) != tuple(parameter.shape)
         ]
-        problems = {"missing": missing, "of another shape": wrong}
-        if told := "; ".join(f"{what}: {', '.join(which)}" for what, which in problems.items() if which):
-            raise ParameterError(f"the weights in {self._path} do not fit the model: {told}")
-        known = {key for keys in names.values() for key in keys} | {name for name, _ in model.named_buffers()}
-        if left := sorted(self._files.keys() - known):
-            more = f" and {len(left) - 8} more" if len(left) > 8 else ""
-            warn(f"the model has no parameters for these weights in {self._path}: {', '.join(left[:8])}{more}")
+        refuse_unfit(self.path, missing, wrong)
+        warn_of_left(self.path, self._files.keys(), model)
 
     def part(self, name: str, start: int, numel: int) -> torch.Tensor:
         """Elements `start` to `start + numel` of a flattened parameter, which `check` has found."""
@@ -138,23 +133,48 @@ class FileWeights:
             rows = lazy[first : -(-(start + numel) // row)]
             return rows.reshape(-1).narrow(0, start - first * row, numel)
 
-    def buffer(self, name: str) -> torch.Tensor | None:
-        """All of a buffer, if it is there."""
-        if name not in self._files:
-            return None
-        with _opened(self._files[name]) as file:
-            return file.get_tensor(name)
+    def keys(self) -> Iterable[str]:
+        """The names of the tensors in the files."""
+        return self._files.keys()
+
+    def tensors(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Of these names, those tensors that are there, whole. Each file is opened once."""
+        found: dict[str, torch.Tensor] = {}
+        for path, members in self._lying_in(keys).items():
+            with _opened(path) as file:
+                found |= {key: file.get_tensor(key) for key in members}
+        return found
 
     def _shapes(self, keys: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """Of these tensors. Each file is opened once."""
-        lying_in: dict[Path, list[str]] = {}
-        for key in keys:
-            lying_in.setdefault(self._files[key], []).append(key)
         shapes: dict[str, tuple[int, ...]] = {}
-        for path, members in lying_in.items():
+        for path, members in self._lying_in(keys).items():
             with _opened(path) as file:
                 shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in members}
         return shapes
+
+    def _lying_in(self, keys: Iterable[str]) -> dict[Path, list[str]]:
+        """Each file with those of these tensors that it has."""
+        found: dict[Path, list[str]] = {}
+        for key in keys:
+            if key in self._files:
+                found.setdefault(self._files[key], []).append(key)
+        return found
+
+
+def refuse_unfit(path: str | os.PathLike[str], missing: Sequence[str], wrong: Sequence[str]) -> None:
+    """ParameterError where parameters are `missing` in the files of `path`, or have `wrong` shapes there."""
+    problems = {"missing": missing, "of another shape": wrong}
+    if told := "; ".join(f"{what}: {', '.join(which)}" for what, which in problems.items() if which):
+        raise ParameterError(f"the weights in {path} do not fit the model: {told}")
+
+
+def warn_of_left(path: str | os.PathLike[str], names: Iterable[str], model: nn.Module) -> None:
+    """Warns of `names` in the files of `path` that the model does not have."""
+    known = {key for keys in names_of(model).values() for key in keys} | {name for name, _ in model.named_buffers()}
+    if left := sorted(set(names) - known):
+        more = f" and {len(left) - 8} more" if len(left) > 8 else ""
+        warn(f"the model has no parameters for these weights in {path}: {', '.join(left[:8])}{more}")
 
 
 def _unset(parameter: torch.Tensor) -> torch.Tensor:
@@ -192,7 +212,7 @@ class Buffers:
             made = _made_again(module) if names else None
             for name in names:
                 whole = f"{path}.{name}" if path else name
-                value = weights.buffer(whole) if isinstance(weights, FileWeights) else None
+                value = weights.tensors([whole]).get(whole) if isinstance(weights, FileWeights) else None
                 value = value if value is not None or made is None else made._buffers.get(name)
                 if value is None or value.shape != module._buffers[name].shape:
                     lost.append(whole)
@@ -250,7 +270,7 @@ def _files_of(path: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), path)
 
 
-def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Canonical name -> all names of the parameter, that one first."""
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     names: dict[str, list[str]] = {name: [name] for name in canonical.values()}

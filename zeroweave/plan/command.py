@@ -20,10 +20,12 @@ def plan(
         typer.Argument(metavar="MODEL", help="config.json, its folder, or module:function", show_default=False),
     ] = None,
     stage: Annotated[Literal["1", "2", "3", "all"], typer.Option(help="ZeRO stage")] = "all",
-    world: Annotated[list[int] | None, typer.Option(help="ranks, 1 to 1,024; may be given several times")] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="sequences of a rank's batch")] = 1,
-    seq: Annotated[int, typer.Option(min=2, help="tokens of a sequence")] = 1024,
-    gas: Annotated[int, typer.Option(min=1, help="micro-steps of an optimizer step")] = 1,
+    world: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="ranks, 1 to 1,024; may be given several times")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(metavar="N", min=1, help="sequences of a rank's batch")] = 1,
+    seq: Annotated[int, typer.Option(metavar="N", min=2, help="tokens of a sequence")] = 1024,
+    gas: Annotated[int, typer.Option(metavar="N", min=1, help="micro-steps of an optimizer step")] = 1,
     clip: Annotated[bool, typer.Option("--clip", help="gradients are clipped by their global norm")] = False,
     precision: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="of the parameters as they are computed with")
@@ -37,26 +39,30 @@ def plan(
         typer.Option(help="by its data sheet; the one that was calibrated if left out, else h200", show_default=False),
     ] = None,
     inside: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s of a rank inside its node, one direction")
+        float | None, typer.Option(metavar="GB/S", min=0.001, help="of a rank inside its node, one direction")
     ] = None,
     between: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s of a rank between nodes, one direction")
+        float | None, typer.Option(metavar="GB/S", min=0.001, help="of a rank between nodes, one direction")
     ] = None,
     host: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s of a rank to and from host memory, one direction")
+        float | None, typer.Option(metavar="GB/S", min=0.001, help="of a rank to and from host memory, one direction")
     ] = None,
-    ranks_per_node: Annotated[int, typer.Option(min=1)] = 8,
+    ranks_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="ranks of a node")] = 8,
     efficiency: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="share of the data sheet; see docs/plan.md")
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="measure this machine first, and write what it does to this file")
+        Path | None,
+        typer.Option(metavar="FILE", help="measure this machine first, and write what it does to this file"),
     ] = None,
     calibration: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="plan by a file that --calibrate has written")
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, help="plan by a file that --calibrate has written"),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="also write the figures to this file")] = None,
-    picture: Annotated[Path | None, typer.Option(help="also write a picture (SVG) to this file")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="also write the figures to this file")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="also write a picture (SVG) to this file")
+    ] = None,
 ) -> None:
     """Say what training MODEL with AdamW would take in memory and time, at each stage, without a GPU.
 
@@ -68,6 +74,7 @@ def plan(
     from json import dumps
 
     from zeroweave.errors import ConfigError, EngineError
+    from zeroweave.notices import working
     from zeroweave.plan.model import source_of
     from zeroweave.plan.plan import make, refuse_worlds
     from zeroweave.plan.show import lines
@@ -95,7 +102,9 @@ def plan(
         }
         every = (3,) if "params" in away else (1, 2, 3)
         stages = every if stage == "all" else (int(stage),)
-        plans = make(source_of(model, micro_batch, seq), stages, worlds, settings, hardware)
+        with working() as tell:
+            tell(f"reading {model}")
+            plans = make(source_of(model, micro_batch, seq), stages, worlds, settings, hardware, tell)
     except (ConfigError, EngineError) as error:
         print(f"zeroweave: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -117,10 +126,14 @@ def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
         return None if known is None else Calibration.load(known)
     import torch
 
+    from zeroweave.notices import working
     from zeroweave.plan.calibrate import measured
 
+    ranks = torch.cuda.device_count() or 2  # without GPUs, on the CPU
     try:
-        found = measured(torch.cuda.device_count() or 2)  # without GPUs, on the CPU
+        with working() as tell:
+            tell(f"measuring this machine with {ranks} {'rank' if ranks == 1 else 'ranks'}")
+            found = measured(ranks)
         found.save(anew)
     except (RuntimeError, OSError) as error:
         raise EngineError(f"--calibrate: {error}") from None

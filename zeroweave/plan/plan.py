@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -72,9 +72,16 @@ class Plans:
 
 
 def make(
-    source: Source, stages: Sequence[int], worlds: Sequence[int], settings: Mapping[str, Any], hardware: Hardware
+    source: Source,
+    stages: Sequence[int],
+    worlds: Sequence[int],
+    settings: Mapping[str, Any],
+    hardware: Hardware,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> Plans:
     """One rank of each world at each stage, with AdamW. `settings`: what of a config stands beside the stage.
+
+    `tell` is called with what is being planned, before each.
 
     EngineError where the model cannot run without values, see `PlannedRank.measure`, and for settings of which plans
     know nothing.
@@ -85,6 +92,7 @@ def make(
     for world in worlds:
         for stage in stages:
             config = Config.load({**settings, "stage": stage})
+            tell(f"planning stage {stage} on {world} {'rank' if world == 1 else 'ranks'}")
             found = PlannedRank(*source(), adamw, config, world, hardware).measure()
             eager |= found.eager
             rows += [_row(stage, world, name, plan, room) for name, plan in _schedules(found, stage, room)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeroweave.comm.clock import Clock
-from zeroweave.comm.transport import Parts, ReduceOp, Spread
+from zeroweave.comm.transport import Messages, Parts, ReduceOp, Spread
 from zeroweave.layout import BucketLayout
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock
@@ -75,6 +75,9 @@ class PlannedTransport:
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> _Pending:
         raise NotImplementedError("an engine's window has no such reduction")
+
+    def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> _Pending:
+        raise NotImplementedError("what is planned is AdamW's, which needs no whole matrices")
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = "world") -> None:
         raise NotImplementedError("nothing has values")

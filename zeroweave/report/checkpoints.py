@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -44,7 +45,7 @@ def _summary(manifest: Manifest) -> Iterator[str]:
     if "data" in values:
         own = any(name.endswith("/data") for name in values)
         yield f"data: {'a position for each rank' if own else 'one position for all ranks'}"
-    match plain.decode(values.get("client")):
+    match plain.decode(values.get("client"), lambda _: torch.empty(0)):
         case {**client} if client:
             yield f"client_state: {', '.join(map(str, client))}"
 

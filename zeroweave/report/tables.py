@@ -26,7 +26,7 @@ def chart(values: Sequence[float], width: int = 64, height: int = 10) -> list[st
         points = "".join("*" if at == row else " " for at in rows)
         lines.append(f"{labels.get(row, ''):>{margin}} | {points.rstrip()}")
     lines.append(f"{'':>{margin}} +-{'-' * width}")
-    ends = f"step 1{len(values):>{max(width - 6, 0)}}"
+    ends = f"step 1 {len(values):>{max(width - 7, 0)}}"
     lines.append(f"{'':>{margin}}   {ends}")
     return lines
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM, __version__
 
 from benchmarks.models import SHAPES
 from benchmarks.peers.common import Attention
@@ -58,5 +58,5 @@ def test_the_mask_is_left_out_or_made_with_the_same_loss() -> None:
             lambda module, args, kwargs: masks.append(kwargs["attention_mask"] is not None), with_kwargs=True
         )
         losses.append(subject.loss(model(**subject.batch(tokens))))
-    assert masks == [False, True]
+    assert masks == [False, __version__.startswith("4.")]  # 5 makes none where nothing is padded
     torch.testing.assert_close(*losses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,13 @@ class Counting(torch.optim.SGD):
                         parameter.add_(parameter.grad, alpha=-group["lr"] / float(state["steps"]))
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+def muon(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    """The matrices by an optimizer that wants them whole, the rest by another."""
+    matrices, rest = ([p for p in parameters if (p.ndim == 2) == whole] for whole in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-2)]
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
     "groups": lambda parameters: torch.optim.Adam(
         [{"params": parameters[::2], "lr": 2e-2}, {"params": parameters[1::2], "betas": (0.8, 0.9)}], lr=1e-2
@@ -92,13 +99,15 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
     "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2, t0=1),
     "tensor lr": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(1e-2), foreach=False),
+    "muon": muon,
+    "counted wholes": lambda parameters: zw.WholeMatrices(torch.optim.AdamW(parameters, lr=1e-2)),
 }
 MODELS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "noisy": Noisy, "plain": Plain}
 
 
 KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "steps", "largest", "prev", "step_size")
 KEYS += ("ax", "mu", "eta", "mu_product")
-"""What these keep, of the first parameter as of all others."""
+"""What these keep, of one of the first two parameters as of all others."""
 
 
 def make(model: str, optimizer: str | None, stage: int, mode: str, seed: int, **more: Any) -> zw.Engine:
@@ -108,9 +117,8 @@ def make(model: str, optimizer: str | None, stage: int, mode: str, seed: int, **
     config = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 200.0, **more}
     if optimizer is None:
         return zw.initialize(module, None, config)
-    made = OPTIMIZERS[optimizer](list(module.parameters()))
-    schedule = torch.optim.lr_scheduler.MultiStepLR(made, [2, 3, 3, 5], gamma=0.5)
-    return zw.initialize(module, made, config, lr_scheduler=schedule)
+    schedule = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[2, 3, 3, 5], gamma=0.5)
+    return zw.initialize(module, OPTIMIZERS[optimizer](list(module.parameters())), config, lr_scheduler=schedule)
 
 
 def batch(engine: zw.Engine, index: int) -> Tensor:
@@ -139,7 +147,7 @@ def values(engine: zw.Engine) -> dict[str, Tensor]:
         assert full is not None
         found[name] = full.cpu()
     if engine.optimizer is not None:
-        keys = [key for key in KEYS if _state(engine, names[0], key) is not None]
+        keys = [key for key in KEYS if any(_state(engine, name, key) is not None for name in names[:2])]
         states = {f"{name} {key}": _state(engine, name, key) for name in names for key in keys}
         found |= {name: state for name, state in states.items() if state is not None}
     return found

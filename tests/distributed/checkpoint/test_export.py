@@ -106,6 +106,15 @@ def failing(folder: Path) -> None:
             with pytest.raises(zw.CheckpointError, match=said) as caught:
                 engine.export(folder / where)
             assert not hasattr(caught.value, "__notes__")
+        for given, said in (
+            ({"path": None}, "the folder of a checkpoint is None"),
+            ({"dtype": "bfloat16"}, "the dtype of an export is 'bfloat16': pass a floating one, as torch.bfloat16 is"),
+            ({"dtype": torch.int8}, "the dtype of an export is torch.int8"),
+            ({"shard_bytes": "5GB"}, "shard_bytes of an export is '5GB': pass a number of bytes"),
+            ({"shard_bytes": 0}, "shard_bytes of an export is 0"),
+        ):
+            with pytest.raises(zw.EngineError, match=said):
+                engine.export(**{"path": folder / "model", **given})
         model.config = None
         engine.export(folder / "model")
         engine.train_step(torch.ones(1, 3), lambda y, _: y.sum())

@@ -218,6 +218,13 @@ def arguments(folder: Path) -> None:
             held: dict[str, Any] = {}
             held["held"] = held
             engine.save(folder, "a", client_state=held)
+        for path, tag, client, told in (
+            (None, None, None, "the folder of a checkpoint is None: pass a string or a path"),
+            (folder, 3, None, "the tag of a checkpoint is 3: pass a string"),
+            (folder, "a", [1], "client_state is a list: pass a dictionary"),
+        ):
+            with pytest.raises(zw.EngineError, match=told):
+                engine.save(path, tag, client)  # type: ignore[arg-type]
         assert list(folder.iterdir()) == []
         with refused(engine, "latest cannot be read: No such file"):
             engine.load(folder)

@@ -15,17 +15,17 @@ PLACES = [(world, stage) for world in (1, 2, 3, 4) for stage in (1, 2, 3)]
 BUCKETS = {"bucket": {"bytes": 700}}
 
 
-def save(folder: Path, stage: int, model: str, more: dict[str, Any]) -> tuple[Facts, list[float]]:
-    with make(model, "adamw", stage, "eager", 0, **more) as engine:
+def save(folder: Path, stage: int, optimizer: str, more: dict[str, Any]) -> tuple[Facts, list[float]]:
+    with make("odd", optimizer, stage, "eager", 0, **more) as engine:
         train(engine, 3)
         engine.save(folder)
         return everything(engine), train(engine, 1)
 
 
-def load(folder: Path, stage: int, model: str, more: dict[str, Any]) -> tuple[Facts, list[float]]:
+def load(folder: Path, stage: int, optimizer: str, more: dict[str, Any]) -> tuple[Facts, list[float]]:
     if stage != 3:  # which alone has parameters in host memory
         more = {key: value for key, value in more.items() if key != "offload"}
-    with make(model, "adamw", stage, "eager", 1, **more) as engine:
+    with make("odd", optimizer, stage, "eager", 1, **more) as engine:
         engine.load(folder)
         return everything(engine), train(engine, 1)
 
@@ -35,11 +35,18 @@ def mean(ranks: list[tuple[Facts, list[float]]]) -> float:
     return sum(losses[0] for _, losses in ranks) / len(ranks)
 
 
-def check(pools: Pools, folder: Path, of: tuple[int, int], to: list[tuple[int, int]], more: dict[str, Any]) -> None:
+def check(
+    pools: Pools,
+    folder: Path,
+    of: tuple[int, int],
+    to: list[tuple[int, int]],
+    more: dict[str, Any],
+    optimizer: str = "adamw",
+) -> None:
     world, stage = of
-    saved = pools(world).run(save, folder, stage, "odd", more)
+    saved = pools(world).run(save, folder, stage, optimizer, more)
     for other, theirs in to:
-        loaded = pools(other).run(load, folder, theirs, "odd", more)
+        loaded = pools(other).run(load, folder, theirs, optimizer, more)
         for rank, (facts, _) in enumerate(loaded):
             where = f"{of} -> {other, theirs}, rank {rank}"
             if rank >= world:  # a rank that the run has not had draws its own
@@ -75,3 +82,8 @@ def test_other_worlds_and_stages(pools: Pools, tmp_path: Path, of: tuple[int, in
 @pytest.mark.parametrize("of", [(2, 3), (4, 3)])
 def test_settings(pools: Pools, tmp_path: Path, of: tuple[int, int], more: dict[str, Any]) -> None:
     check(pools, tmp_path, of, [(1, 2), (3, 3), (4, 3)], {} if "precision" in more else more)
+
+
+@pytest.mark.matrix
+def test_states_of_whole_matrices(pools: Pools, tmp_path: Path) -> None:
+    check(pools, tmp_path, (2, 3), [(1, 1), (3, 2), (2, 3)], BUCKETS, "muon")

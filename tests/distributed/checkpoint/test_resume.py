@@ -26,6 +26,8 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "all offloaded": ("odd", "adamw", {"offload": {"params": True, "optimizer": "all"}}),
     "clipping": ("plain", "momentum", {"gradient_clipping": 0.01}),
     "accumulation": ("noisy", "adamw", {"gradient_accumulation_steps": 2}),
+    "offloaded muon": ("plain", "muon", {"offload": {"optimizer": "all"}}),
+    "float16 muon": ("plain", "muon", HALF),
     "gathered after the step": ("odd", "adamw", {"gather_after_step": True}),
     **{f"optimizer {name}": ("plain", name, {}) for name in OPTIMIZERS if name not in ("adamw", "groups")},
 }

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from tests.comm.recording import layout
 from tests.support.harness import Pool
-from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.ledger import Ledger, Traffic
 from zeroweave.comm.process_group import ProcessGroupTransport
+from zeroweave.comm.transport import Messages
 
 pytestmark = pytest.mark.oldest
 
@@ -60,6 +61,28 @@ def test_a_launch_gives_what_its_collectives_give_alone(pools: Callable[[int], P
     alone, launched = pools(2).run(collected, False), pools(2).run(collected, True)
     assert alone == launched
     assert all(any(flat) for flat in alone[0][0]) and alone[0][2] == 2 * len(LAYOUTS)
+
+
+def exchanged() -> tuple[list[int], Any]:
+    """What this rank has got, and what was counted: ranks send as many bytes as the receiver's number and 1, or 0."""
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert group is not None
+    transport = ProcessGroupTransport(group, torch.device("cpu"), Ledger(world, rank))
+    sent = [0 if other < rank else other + 1 for other in range(world)]
+    received = [0 if rank < other else rank + 1 for other in range(world)]
+    mine = torch.cat([torch.full((n,), 10 * rank + other, dtype=torch.uint8) for other, n in enumerate(sent)])
+    out = torch.full((sum(received),), 255, dtype=torch.uint8)
+    transport.all_to_all(out, mine, Messages(0, 14, sent, received)).wait()
+    return out.tolist(), transport.ledger.totals()
+
+
+def test_messages_between_ranks_are_of_any_size(pools: Callable[[int], Pool]) -> None:
+    counted = {"all_to_all": Traffic(1, 14, 3)}
+    assert pools(3).run(exchanged) == [
+        ([0], counted),
+        ([1, 1, 11, 11], counted),
+        ([2] * 3 + [12] * 3 + [22] * 3, counted),
+    ]
 
 
 def gathered_again() -> list[bool]:

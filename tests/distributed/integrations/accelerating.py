@@ -38,6 +38,10 @@ class Model(nn.Module):
         return self.leave(hidden) + self.frozen(x)
 
 
+_MADE: list[ZeroweaveAccelerator] = []
+"""in the present environment, which ends their engines in the end"""
+
+
 @contextmanager
 def environment() -> Iterator[None]:
     """Accelerate as in a process that a launcher has started, and nothing left of it afterwards."""
@@ -53,7 +57,10 @@ def environment() -> Iterator[None]:
     os.environ.update({name: str(value) for name, value in told.items()} if world > 1 else {})
     try:
         yield
+        for model in (model for accelerator in _MADE for model in accelerator._models):
+            model.engine.destroy()
     finally:
+        _MADE.clear()
         os.environ.clear()
         os.environ.update(before)
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -65,7 +72,8 @@ def zeroweave(stage: int, mode: str = "eager", **config: Any) -> Callable[..., A
     settings = {"stage": stage, "compile": MODES[mode], "deadline_seconds": 120.0, **config}
 
     def make(**more: Any) -> Accelerator:
-        return ZeroweaveAccelerator(cpu=True, zeroweave_config=settings, **more)
+        _MADE.append(ZeroweaveAccelerator(cpu=True, zeroweave_config=settings, **more))
+        return _MADE[-1]
 
     return make
 

@@ -78,8 +78,10 @@ def ended_and_again(raises: bool) -> Loop:
 
 
 def by_length(trainer: type[Any], kind: type[Any], more: dict[str, Any]) -> Any:
-    settings = {"group_by_length": True, "max_steps": -1, "num_train_epochs": 2, "dataloader_drop_last": True}
-    arguments = said(kind, **settings, **more)
+    settings = {"max_steps": -1, "num_train_epochs": 2, "dataloader_drop_last": True}
+    # transformers 5 has one argument for all ways to sample.
+    grouped = {"train_sampling_strategy": "group_by_length"} if hasattr(kind, "train_sampling_strategy") else {}
+    arguments = said(kind, **settings, **(grouped or {"group_by_length": True}), **more)
     run = trainers.quiet(trainer(trainers.llama(), arguments, train_dataset=Cut(37), data_collator=padded))
     run.train()
     return run

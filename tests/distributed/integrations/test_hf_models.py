@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import transformers
 
 import zeroweave as zw
 from tests.distributed.integrations import trainers
-from tests.distributed.integrations.trainers import apart, config, equal, launched, ours, said, theirs, whole
+from tests.distributed.integrations.trainers import apart, config, equal, launched, ours, said, theirs, weights, whole
 from tests.support.harness import Pools
 from zeroweave.errors import ZeroweaveError
 from zeroweave.integrations import hf
@@ -99,20 +100,51 @@ def test_layers_beside_adapters_are_saved(pools: Pools, tmp_path: Path) -> None:
         assert found["loaded"] and found["moved"] > 1e-4
 
 
-def with_a_prompt(folder: str) -> str:
-    from peft import PromptTuningConfig, get_peft_model
+def refused_adapters(folder: str) -> list[str]:
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
 
+    prompt = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    written = LoraConfig(r=4, target_modules=[], target_parameters=["q_proj.weight"], task_type="CAUSAL_LM")
+    told = []
     with launched(folder):
-        prompt = PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
-        with pytest.raises(zw.ConfigError) as refused:
-            ours(config(3, "eager"), get_peft_model(trainers.llama(), prompt)).train()
-        return str(refused.value)
+        for adapter in (prompt, written):
+            with pytest.raises(zw.ConfigError) as refused:
+                ours(config(3, "eager"), get_peft_model(trainers.llama(), adapter)).train()
+            told.append(str(refused.value))
+    return told
 
 
 @pytest.mark.matrix
-def test_prompts_that_are_learnt_are_refused(pools: Pools, tmp_path: Path) -> None:
+def test_adapters_that_an_engine_cannot_have_are_refused(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    assert "peft's PromptTuningConfig" in pools(1).run(with_a_prompt, str(tmp_path))[0]
+    prompts, written = pools(1).run(refused_adapters, str(tmp_path))[0]
+    assert "peft's PromptTuningConfig" in prompts and "peft's target_parameters" in written
+
+
+def with_experts(folder: str) -> dict[str, Any]:
+    with launched(folder):
+        library = theirs(trainers.mixture(), max_steps=8)
+        library.train()
+        sharded = ours(config(3, "aot_eager"), trainers.mixture(), max_steps=8)
+        sharded.train()
+        sharded.save_model("final")
+        found = whole(sharded)
+        sharded.engine.destroy()
+        read = weights("final")
+        with zw.load_pretrained("final", {"stage": 3}) as engine, engine.full_parameters() as full:
+            sharded_again = equal(found, {name: value.detach() for name, value in full.items()})
+        return {
+            "apart": apart(found, library.model.state_dict()),
+            "moved": apart(found, trainers.mixture().state_dict()),
+            "loaded": equal(found, {name: read[name] for name in found}) and sharded_again,
+        }
+
+
+@pytest.mark.matrix
+def test_a_mixture_trains_and_its_files_are_read_again(pools: Pools, tmp_path: Path) -> None:
+    for found in pools(2).run(with_experts, str(tmp_path)):
+        assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
+        assert found["loaded"]
 
 
 class Pairs(trainers.Sentences):
@@ -159,6 +191,7 @@ REFUSED = {
     "jit_mode_eval= with zeroweave": {"jit_mode_eval": True},
     "bf16_full_eval= with zeroweave": {"bf16_full_eval": True},
     "auto_find_batch_size= with zeroweave": {"auto_find_batch_size": True},
+    "enable_jit_checkpoint= with zeroweave": {"enable_jit_checkpoint": True},
     "save_on_each_node= with zeroweave": {"save_on_each_node": True},
     "ddp_bucket_cap_mb= with zeroweave": {"ddp_bucket_cap_mb": 25},
     "apex with zeroweave": {"half_precision_backend": "apex", "fp16": True},
@@ -172,11 +205,18 @@ REFUSED = {
     "there is no engine yet": {},
 }
 """Settings of a Trainer, by what the error that they lead to says."""
+OF_OTHER_VERSIONS = {"jit_mode_eval", "half_precision_backend", "enable_jit_checkpoint"}
+"""Arguments that not every transformers has."""
+
+
+def _known() -> dict[str, dict[str, Any]]:
+    has = {field.name for field in fields(transformers.TrainingArguments)}
+    return {expected: more for expected, more in REFUSED.items() if not more.keys() & OF_OTHER_VERSIONS - has}
 
 
 def refusals(folder: str) -> dict[str, str]:
     told = {}
-    for expected, more in REFUSED.items():
+    for expected, more in _known().items():
         with launched(folder):
             try:
                 trainer = ours(**{"zeroweave": {}, **more})
@@ -188,13 +228,17 @@ def refusals(folder: str) -> dict[str, str]:
             hf.Trainer(trainers.llama(), said(transformers.TrainingArguments), train_dataset=trainers.Sentences(4))
         except ZeroweaveError as error:
             told["args is a TrainingArguments without zeroweave="] = str(error)
+        try:
+            hf.Trainer(trainers.llama(), said(hf.TrainingArguments, zeroweave={}), optimizers=([], None))
+        except ZeroweaveError as error:
+            told["several, or a WholeMatrices, go with zeroweave.initialize or Accelerate"] = str(error)
     return told
 
 
 @pytest.mark.matrix
 def test_what_contradicts_the_engine_is_refused_by_name(pools: Pools, tmp_path: Path) -> None:
     for told in pools(1).run(refusals, str(tmp_path)):
-        assert len(told) == len(REFUSED) + 1
+        assert len(told) == len(_known()) + 2
         for expected, message in told.items():
             assert expected in message, (expected, message)
 

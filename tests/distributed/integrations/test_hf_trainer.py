@@ -208,11 +208,12 @@ def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_is_exact(
         assert found == (True, True, True)
 
 
-def from_the_library(folder: str) -> float:
+def from_the_library(folder: str, experts: bool) -> float:
+    make = trainers.mixture if experts else trainers.llama
     with launched(folder):
-        library = theirs(save_strategy="steps")
+        library = theirs(make(), save_strategy="steps")
         library.train()
-        sharded = ours(config(3, "eager"))
+        sharded = ours(config(3, "eager"), make())
         sharded.train(resume_from_checkpoint="out/checkpoint-10")
         found = apart(whole(sharded), library.model.state_dict())
         sharded.engine.destroy()
@@ -220,9 +221,10 @@ def from_the_library(folder: str) -> float:
 
 
 @pytest.mark.matrix
-def test_a_checkpoint_of_the_librarys_own_run_goes_on_sharded(pools: Pools, tmp_path: Path) -> None:
-    """On one rank: on several CPU ranks transformers cannot load its own."""
-    assert pools(1).run(from_the_library, str(tmp_path))[0] <= 1e-6
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_checkpoint_of_the_librarys_own_run_goes_on_sharded(pools: Pools, tmp_path: Path, experts: bool) -> None:
+    """On one rank: on several CPU ranks transformers 4 cannot load its own."""
+    assert pools(1).run(from_the_library, str(tmp_path), experts)[0] <= 1e-6
 
 
 def best(folder: str) -> tuple[str, bool, bool, list[str]]:

@@ -300,7 +300,7 @@ def refused_by_the_trainer(folder: Path) -> list[str]:
 SAID = [
     "gradients are sharded over the ranks",
     "batch statistics are each rank's own",
-    "gives 2 optimizers: an engine has one",
+    "gives 2 optimizers: the Trainer steps one",
     "engine.clip_grad_norm_()",
     "precision.params in zeroweave's config beside precision 'bf16-mixed'",
 ]

@@ -43,6 +43,14 @@ def llama(**more: Any) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+def mixture() -> nn.Module:
+    """Its experts are one tensor in transformers 5, and apart in the files."""
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**{**SIZES, "num_hidden_layers": 2}, num_local_experts=3)
+    )
+
+
 @contextmanager
 def launched(folder: str) -> Iterator[None]:
     """The environment of a rank that torchrun has started, in a folder of this test's own."""
@@ -126,4 +134,4 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def weights(folder: str) -> dict[str, Tensor]:
     """What `from_pretrained` makes of a folder, once all ranks are done with it."""
     dist.barrier()
-    return transformers.LlamaForCausalLM.from_pretrained(Path(folder).resolve()).state_dict()
+    return transformers.AutoModelForCausalLM.from_pretrained(Path(folder).resolve()).state_dict()

@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 1,
     "num_experts_per_tok": TAKEN,
     "use_cache": False,
+    "experts_implementation": "eager",  # transformers 5 has grouped products otherwise, and none of them in float64
 }
 
 
@@ -65,7 +66,8 @@ class Routes:
                 gate.register_forward_hook(lambda _, args, out, name=name: self._note(name, place(), out))
         return module
 
-    def _note(self, name: str, place: tuple[int, int], logits: Tensor) -> None:
+    def _note(self, name: str, place: tuple[int, int], out: Any) -> None:
+        logits: Tensor = out[0] if isinstance(out, tuple) else out  # with what transformers 5 makes of them
         if logits.dtype != torch.float64:
             return
         best = logits.detach().topk(TAKEN + 1, dim=-1)

@@ -8,6 +8,7 @@ Tensors, by name (NAME: a parameter's key in state dicts; R: a rank):
     rank/R/grad/NAME     that of rank R, as far as it was not
     buffer/NAME          a persistent buffer of rank 0, and of all ranks that have no other
     rank/R/buffer/NAME   that of rank R, where it is another
+    client/N             the N-th tensor of what the program hands in that is too large for a value
 
 Values, by name: "run", "model", "optimizer", "lr_scheduler", "loss_scale", "client"; "accumulation", how far an open
 window is; "scalar/NAME/KEY", what the optimizer keeps of a parameter as a whole, such as "step"; "rank/R/random", the

@@ -30,7 +30,7 @@ from zeroweave.engine.state_dict import listed, stream
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
-from zeroweave.errors import CheckpointError
+from zeroweave.errors import CheckpointError, EngineError
 from zeroweave.ranks.faults import Faults
 from zeroweave.ranks.signals import Signals
 
@@ -79,6 +79,9 @@ class Checkpoints:
     def save(
         self, path: StrPath, tag: str | None, client_state: Plain | None, data: Any, asynchronous: bool = False
     ) -> str:
+        _check(path, tag)
+        if not isinstance(client_state, Mapping | None):
+            raise EngineError(f"client_state is a {type(client_state).__name__}: pass a dictionary, or nothing")
         client = dict(client_state or {})
         with self.alone("save", in_window=True):
             # The directory that the process works in may be another one by the time that a thread writes.
@@ -160,6 +163,7 @@ class Checkpoints:
             raise SystemExit(128 + signal.SIGTERM)
 
     def load(self, path: StrPath, tag: str | None, strict: bool, data: Any, missing_ok: bool) -> dict[str, Any]:
+        _check(path, tag)
         with self.alone("load"):
             folder = Folder(path)
             if missing_ok and self._control.broadcast_object(folder.empty, label="whether there is a checkpoint"):
@@ -167,15 +171,23 @@ class Checkpoints:
             with opened(folder, tag, self._control) as reader:
                 fitting = Fitting(reader.manifest, self._loaded.wanted(), strict)
                 fitting.check(self._control)
-                if data is not None:  # first: it may refuse, and then nothing has changed
+                client = fitting.client(reader)  # first: there may be no memory for it, and then nothing has changed
+                if data is not None:  # it may refuse, too
                     data.load_state_dict(fitting.data(self._control.rank, self._control.world))
                 if (numbers := fitting.values.get(f"rank/{self._control.rank}/random")) is not None:
                     random_numbers.restore(numbers, self._parts.device)
                 with self._values.rewriting("load()"):
                     self._loaded.load(reader, fitting)
-            return fitting.facts.client
+            return client
 
     def export(self, path: StrPath, dtype: torch.dtype | None, shard_bytes: int) -> None:
+        _check(path, None)
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            raise EngineError(
+                f"the dtype of an export is {dtype!r}: pass a floating one, as torch.bfloat16 is, or none"
+            )
+        if type(shard_bytes) is not int or shard_bytes < 1:
+            raise EngineError(f"shard_bytes of an export is {shard_bytes!r}: pass a number of bytes, 1 or more")
         with self.alone("export"):
             failure, items = "", stream(self._parts)
             cause: Exception | None = None
@@ -209,6 +221,14 @@ class Checkpoints:
         self._window.refuse_computing(what, "call it between them")
         refuse = self._window.refuse_unstepped if in_window else self._window.refuse_waiting
         refuse(what)
+
+
+def _check(path: StrPath, tag: str | None) -> None:
+    """EngineError for what is no path and no tag, before anything is begun."""
+    if not isinstance(path, str | os.PathLike):
+        raise EngineError(f"the folder of a checkpoint is {path!r}: pass a string or a path, the same on all ranks")
+    if not isinstance(tag, str | None):
+        raise EngineError(f"the tag of a checkpoint is {tag!r}: pass a string, or nothing")
 
 
 def _raise(failure: Exception) -> None:

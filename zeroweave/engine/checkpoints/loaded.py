@@ -14,6 +14,7 @@ from zeroweave.engine.state_dict import names_of, persistent_buffers
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.layout import Fragment
+from zeroweave.optim.several import kind_of
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.account import Balance
 from zeroweave.runtime.bucket import Bucket
@@ -37,8 +38,8 @@ class Loaded:
         trained = {key for layout, slot in slots if layout.trainable for key in layout.keys(slot.name)}
         names = names_of(self._parts)
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
-        kind = None if scheduler is None else type(scheduler).__name__
-        told = type(optimizer.optimizer).__name__, groups
+        kind = None if scheduler is None else kind_of(scheduler)
+        told = kind_of(optimizer.optimizer), groups
         return Wanted(parameters, buffers, told, kind, trained, self._parts.config.gradient_accumulation_steps)
 
     @torch.no_grad()

@@ -21,6 +21,7 @@ from zeroweave.engine.window import Window
 from zeroweave.engine.written import digest
 from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
+from zeroweave.optim.several import kind_of
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.shard import whole
@@ -95,11 +96,13 @@ class Saved:
         parts = [part for bucket in buckets for part, _ in self._pieces(bucket, bucket.shard.to("meta"))]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
         others += [pair for bucket in self._trained() for pair in self._gradients(bucket)]
-        parts += [part for part, _ in others]
         values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **told}
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
         if rank == 0:
-            values |= self._facts(client)
+            stored = plain.Stored("client")
+            values |= self._facts() | {"client": plain.encode(dict(client), "client_state", stored)}
+            others += [(Part.of(name, value), value) for name, value in stored.tensors.items()]
+        parts += [part for part, _ in others]
         if not apart:
             return Content(parts, self._faults.amid(self._tensors(others), "write"), values)
         resting = {bucket.id: self._at_rest(bucket) for bucket in buckets}
@@ -168,21 +171,20 @@ class Saved:
             raise EngineError(f"the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there")
         return held
 
-    def _facts(self, client: Mapping[str, Any]) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """What all ranks share."""
         optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
         facts: dict[str, Any] = {
             "model": plain.encode(self._model().model_dump(), "model"),
             "run": {"micro_steps": self._window.micro_steps, "skipped_steps": self._step.skipped},
-            "client": plain.encode(dict(client), "client_state"),
             "loss_scale": plain.encode(self._step.scale_state(), "the loss scale"),
         }
         if optimizer is not None:
             users = optimizer.optimizer
-            facts["optimizer"] = {"kind": type(users).__name__, "groups": self._groups(users)}
+            facts["optimizer"] = {"kind": kind_of(users), "groups": self._groups(users)}
         if scheduler is not None:
             state = plain.encode(scheduler.state_dict(), "lr_scheduler.state_dict()")
-            facts["lr_scheduler"] = {"kind": type(scheduler).__name__, "state": state}
+            facts["lr_scheduler"] = {"kind": kind_of(scheduler), "state": state}
         return facts
 
     def _model(self) -> Model:

@@ -6,6 +6,7 @@ import torch
 
 from zeroweave.engine.parts import EngineParts
 from zeroweave.optim.rates import why_not_captured
+from zeroweave.optim.several import kind_of
 
 
 def captures_on(device: torch.device) -> bool:
@@ -36,6 +37,8 @@ def never_captured(parts: EngineParts, looks: bool) -> str | None:
         return "on_nonfinite 'raise' needs the gradients on the host before anything is written"
     if checked:
         return f"debug.{checked[0]} waits on the host"
+    if optimizer.has_matrices:
+        return f"whole matrices (of {kind_of(optimizer.optimizer)}) travel between ranks as the host says"
     if not optimizer.by_bucket:
-        return f"{type(optimizer.optimizer).__name__} is none of torch's, or somebody listens to its steps"
+        return f"{kind_of(optimizer.optimizer)} is none of torch's, or somebody listens to its steps"
     return why_not_captured(optimizer.optimizer, looks)

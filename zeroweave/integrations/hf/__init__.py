@@ -9,12 +9,12 @@ try:
 except ImportError as error:
     raise UnsupportedError(
         "zeroweave.integrations.hf needs transformers and accelerate: "
-        "pip install 'transformers>=4.57,<5' 'accelerate>=1.15'"
+        "pip install 'transformers>=4.57.1,<6' 'accelerate>=1.15'"
     ) from error
-if not Version("4.57") <= Version(transformers.__version__) < Version("5.dev0"):  # 5 has other arguments
+if not Version("4.57.1") <= Version(transformers.__version__) < Version("6.dev0"):
     raise UnsupportedError(
-        f"zeroweave.integrations.hf needs transformers 4.57, not {transformers.__version__}: "
-        "pip install 'transformers>=4.57,<5'"
+        f"zeroweave.integrations.hf needs transformers 4.57.1 or newer, below 6, not {transformers.__version__}: "
+        "pip install 'transformers>=4.57.1,<6'"
     )
 if Version(accelerate.__version__) < Version("1.15"):  # older ones resume an epoch with the batches of the first one
     raise UnsupportedError(

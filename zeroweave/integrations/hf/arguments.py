@@ -22,6 +22,7 @@ _REFUSED: Final = {
     "fp16_full_eval": 'leave it out, or compute in 16 bits everywhere: zeroweave={"precision": {"params": "float16"}}',
     "bf16_full_eval": 'leave it out, or compute in 16 bits everywhere: zeroweave={"precision": {"params": "bfloat16"}}',
     "auto_find_batch_size": "leave it out, ranks that run out of memory in the middle of a step cannot try again",
+    "enable_jit_checkpoint": "leave it out, each rank would decide for itself at which step to save",
     "save_on_each_node": "leave it out, all ranks write to one folder that they share",
     "ddp_bucket_cap_mb": "leave it out: see `bucket.bytes` in zeroweave's config",
     "ddp_broadcast_buffers": "leave it out, each rank keeps its own buffers",
@@ -52,7 +53,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         wrong = [f"{name}= with zeroweave: {todo}" for name, todo in _REFUSED.items() if getattr(self, name, None)]
-        if "apex" in (self.half_precision_backend, self.fp16_backend):  # the second is the first one's older name
+        # Of transformers 4, which has two names for it.
+        if "apex" in [getattr(self, name, None) for name in ("half_precision_backend", "fp16_backend")]:
             wrong.append("apex with zeroweave: leave half_precision_backend= out")
         given: Any = self.zeroweave
         if isinstance(given, str) and given.startswith("{"):  # from a command line

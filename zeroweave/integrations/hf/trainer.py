@@ -7,6 +7,7 @@ steps are the engine's; overridden here is what reads or writes the model's or t
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -18,8 +19,10 @@ from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import ConfigError
 from zeroweave.integrations.accelerate_parts import AcceleratedModel
+from zeroweave.integrations.converted import converted
 from zeroweave.integrations.hf.accelerator import TrainerAccelerator
 from zeroweave.integrations.hf.arguments import TrainingArguments
+from zeroweave.optim.several import WholeMatrices
 
 _FOLDER: Final = "zeroweave"
 """Where in a folder `checkpoint-…` of a Trainer the engine's checkpoint is."""
@@ -42,6 +45,15 @@ class Trainer(transformers.Trainer):
         """The engine, from the first `train`, `evaluate` or `predict` on; EngineError before."""
         return self.accelerator.engine
 
+    def __init__(self, *args: Any, optimizers: Any = (None, None), **kwargs: Any) -> None:
+        """As transformers'. ConfigError for several optimizers, of which its loop knows nothing."""
+        if isinstance(optimizers[0], list | tuple | WholeMatrices):
+            raise ConfigError(
+                f"optimizers= with a {type(optimizers[0]).__name__} in the place of the optimizer: the Trainer has one "
+                "torch.optim.Optimizer; several, or a WholeMatrices, go with zeroweave.initialize or Accelerate"
+            )
+        super().__init__(*args, optimizers=optimizers, **kwargs)
+
     # ------------------------------------------------------------------ how the engine comes in
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -56,8 +68,6 @@ class Trainer(transformers.Trainer):
                 f"one process with {self.args.n_gpu} GPUs, which transformers would use by DataParallel: start one "
                 "process for each with `zeroweave run --nproc-per-node`, or let this one see one (CUDA_VISIBLE_DEVICES)"
             )
-        if self.is_tp_enabled:
-            raise ConfigError("a model with a tp_size, which splits its parameters already: load it without tp_plan=")
         self.accelerator = TrainerAccelerator(Config.load(self.args.zeroweave), self.accelerator.dataloader_config)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,15 +84,29 @@ class Trainer(transformers.Trainer):
             return model
         if self.is_model_parallel:
             raise ConfigError("a model on several devices: load it without device_map=")
+        if getattr(model, "is_distributed_loading_by_transformers", getattr(model, "tp_size", None)):
+            raise ConfigError(
+                "a model that transformers has split over the ranks already: load it without distributed_config= and "
+                "tp_plan="
+            )
         if getattr(adapter := getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ConfigError(
                 f"a model with peft's {type(adapter).__name__}, which rank 0 alone would run to save it: use LoRA, or "
                 "another method that adds weights to layers"
             )
+        if getattr(adapter, "target_parameters", None):
+            raise ConfigError(
+                "a model with peft's target_parameters, which writes parameters in every call: name layers in "
+                "target_modules= instead"
+            )
         wrapper, optimizer = self.accelerator.wrap(model, self.optimizer if training else None)
         if training:
             self.optimizer = optimizer
         return wrapper
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        """False, without a look at gradients, which wait in the engine: transformers 5 would clip DTensors itself."""
+        return False
 
     @property
     def _is_sharded(self) -> bool:
@@ -105,8 +129,18 @@ class Trainer(transformers.Trainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not _is_ours(resume_from_checkpoint):  # else `_load_optimizer_and_scheduler` loads all of it
+        if _is_ours(resume_from_checkpoint):
+            return  # `_load_optimizer_and_scheduler` loads all of it
+        weights = None
+        if isinstance(self.model, transformers.PreTrainedModel) and any(
+            Path(resume_from_checkpoint).glob("*.safetensors")
+        ):
+            weights = converted(self.model, resume_from_checkpoint)
+        if weights is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:  # transformers 5 would leave what it had converted as it is, with a warning
+            weights.give_parameters()
+            weights.give_buffers()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not _is_ours(checkpoint):
