@@ -53,7 +53,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             own = tensor.detach() if attached else tensor
             return runtime.activations.save(own, version(tensor))
         bucket, slot = runtime.buckets[place[0]], place[1]
-        if runtime.passes_through(tensor, place):
+        if runtime.saved_views.take(tensor, place):
             if slot >= 0:
                 return _Parameter(bucket, slot, version(bucket.real[slot]))
             return Saved(tensor.detach(), version(tensor))

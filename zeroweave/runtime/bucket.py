@@ -6,6 +6,7 @@ Where the shard lives is told in `runtime.shard`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
@@ -288,6 +289,31 @@ class Lingering:
                 self.reshard(bucket)
 
 
-def saved_key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:
-    """What a saved view is known again by: its place, or where it lies if it is no slot."""
+class SavedViews:
+    """The views of flats that a compiled forward has just saved, until autograd asks what becomes of each.
+
+    A view is known again by its place, or by where it lies if it is no slot.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[int, int]] = Counter()
+
+    def add(self, tensor: torch.Tensor, place: tuple[int, int]) -> None:
+        """One more, found at `place`."""
+        self._counts[_key(tensor, place)] += 1
+
+    def take(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
+        """Is it one of them? Each is asked for once."""
+        key = _key(tensor, place)
+        if not (left := self._counts.get(key, 0)):
+            return False
+        self._counts[key] = left - 1
+        return True
+
+    def clear(self) -> None:
+        """The call has ended: nobody asks any more."""
+        self._counts.clear()
+
+
+def _key(tensor: torch.Tensor, place: tuple[int, int]) -> tuple[int, int]:
     return place if place[1] >= 0 else place_key(tensor)

@@ -9,7 +9,6 @@ call first, and whatever produces a parameter's gradient delivers it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -25,7 +24,7 @@ from zeroweave.layout import BucketLayout
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.backward import Observer, WayBack
-from zeroweave.runtime.bucket import Bucket, Directory, saved_key, seat
+from zeroweave.runtime.bucket import Bucket, Directory, SavedViews, seat
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
@@ -99,7 +98,7 @@ class Runtime:
         self._session_reads: list[Frame] | None = None
         self._session: Frame | None = None
         self._backward_reads: list[Frame] = []
-        self._saved: Counter[tuple[int, int]] = Counter()
+        self.saved_views = SavedViews()
         self.writable = False
         """may the user write parameters now? See `writing`"""
 
@@ -192,7 +191,7 @@ class Runtime:
         self._leave_reads(frame.reads)
         if frame.call.phase == "forward":
             self._frame = frame.parent
-            self._saved.clear()
+            self.saved_views.clear()
             if frame.replay is self.replay and not frame.covered:
                 self.activations.end_call(frame.call, frame.number)
         if not frame.covered:
@@ -236,15 +235,7 @@ class Runtime:
         if self._frame is not None and not self._frame.covered:
             self._frame.ran_compiled(read)
         for tensor, place in tensors:
-            self._saved[saved_key(tensor, place)] += 1
-
-    def passes_through(self, tensor: torch.Tensor, place: tuple[int, int]) -> bool:
-        """Is this view, found at `place`, one that a compiled forward has just saved? Each is asked for once."""
-        key = saved_key(tensor, place)
-        if not (left := self._saved.get(key, 0)):
-            return False
-        self._saved[key] = left - 1
-        return True
+            self.saved_views.add(tensor, place)
 
     def use_in_backward(self, bucket: Bucket, origin: Frame) -> None:
         """A node of the backward needs a tensor that the eager code of the call `origin` saved."""
@@ -397,7 +388,7 @@ class Runtime:
         self._frame, self._backward, self._session_reads = None, None, None
         self._back.clear()
         self._backward_reads.clear()
-        self._saved.clear()
+        self.saved_views.clear()
         self.gradients.reset()
         self.replay.abort()
         self._inference.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,22 @@ def test_what_contradicts_the_engine_is_refused_by_name(pools: Pools, tmp_path: 
         assert len(told) == len(_known()) + 2
         for expected, message in told.items():
             assert expected in message, (expected, message)
+
+
+def by_position(folder: str) -> bool:
+    """A Trainer that is given all up to its optimizers by their places, as transformers has them."""
+    with launched(folder):
+        model = trainers.llama()
+        optimizer = torch.optim.AdamW(model.parameters())
+        places = [*signature(transformers.Trainer).parameters]
+        passed = {"model": model, "args": said(hf.TrainingArguments, zeroweave={}), "optimizers": (optimizer, None)}
+        trainer = hf.Trainer(*(passed.get(name) for name in places[: places.index("optimizers") + 1]))
+        return trainer.optimizer is optimizer
+
+
+@pytest.mark.matrix
+def test_arguments_may_be_given_by_their_places(pools: Pools, tmp_path: Path) -> None:
+    assert pools(1).run(by_position, str(tmp_path)) == [True]
 
 
 def parsed(folder: str) -> list[Any]:

@@ -45,14 +45,14 @@ class Trainer(transformers.Trainer):
         """The engine, from the first `train`, `evaluate` or `predict` on; EngineError before."""
         return self.accelerator.engine
 
-    def __init__(self, *args: Any, optimizers: Any = (None, None), **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As transformers'. ConfigError for several optimizers, of which its loop knows nothing."""
-        if isinstance(optimizers[0], list | tuple | WholeMatrices):
+        super().__init__(*args, **kwargs)
+        if isinstance(self.optimizer, list | tuple | WholeMatrices):
             raise ConfigError(
-                f"optimizers= with a {type(optimizers[0]).__name__} in the place of the optimizer: the Trainer has one "
-                "torch.optim.Optimizer; several, or a WholeMatrices, go with zeroweave.initialize or Accelerate"
+                f"optimizers= with a {type(self.optimizer).__name__} in the place of the optimizer: the Trainer has "
+                "one torch.optim.Optimizer; several, or a WholeMatrices, go with zeroweave.initialize or Accelerate"
             )
-        super().__init__(*args, optimizers=optimizers, **kwargs)
 
     # ------------------------------------------------------------------ how the engine comes in
     def create_accelerator_and_postprocess(self) -> None:
