@@ -29,15 +29,20 @@ LEARNING_RATE = 5e-4
 
 
 def join() -> torch.device:
-    """This rank's device; the first job on a GPU machine replaces the workers' gloo group by NCCL."""
+    """This rank's device; the first job on a GPU machine replaces the workers' gloo group by NCCL.
+
+    Ranks that share a GPU are each on a host of their own for NCCL, which refuses them otherwise.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
     if dist.get_backend() != "nccl":
         # cuBLAS reads this when it is first used, and needs it to be deterministic.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        os.environ["LOCAL_RANK"] = str(rank)
+        os.environ["LOCAL_RANK"] = str(device.index)
+        if torch.cuda.device_count() < world:
+            os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
         torch.cuda.set_device(device)
         port = [free_port() if rank == 0 else None]
         dist.broadcast_object_list(port)

@@ -15,6 +15,7 @@ from tests.gpu.graph_jobs import Case
 from tests.gpu.leaving import WAYS
 from zeroweave.report.gathers import measured
 
+pytestmark = pytest.mark.gpus(2)
 Ranks = Callable[..., list[Any]]
 
 CHANGES: list[dict[str, Any]] = [

@@ -45,6 +45,7 @@ def test_late_communication_changes_no_loss(ranks: Ranks) -> None:
         assert usual == late, (stage, usual, late)
 
 
+@pytest.mark.gpus(2)
 @pytest.mark.parametrize("late", [False, True])
 def test_gathers_through_symmetric_memory(ranks: Ranks, late: bool) -> None:
     ordinary = ranks(dc_jobs.gathered, False, late)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from tests.gpu import expert_jobs
 from tests.gpu.conftest import COMPILING
@@ -33,7 +32,7 @@ def test_stages_agree_bit_for_bit(ranks: Ranks, mode: str, parallel_size: int) -
         assert found[1] == found[2] == found[3], found
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs: pairs of them share experts")
+@pytest.mark.gpus(4)
 @pytest.mark.parametrize(("stage", "mode"), [(2, "inductor"), (3, "eager")])
 def test_pairs_of_four_share_experts(pools: Callable[[int], Pool], stage: int, mode: str) -> None:
     tolerance = 1e-5 if mode == "inductor" else 1e-6

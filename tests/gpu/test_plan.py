@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zeroweave.plan.calibrate import measured
 from zeroweave.plan.hardware import GPUS
 
 
+@pytest.mark.gpus(2)
 def test_two_gpus_are_measured() -> None:
     found = measured(2)
     assert found.rates.keys() == {"matmul", "attention", "memory", "host", "inside"}

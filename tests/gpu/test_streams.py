@@ -30,5 +30,6 @@ def test_delays_change_no_bit_of_eager_modules(ranks: Ranks) -> None:
     assert ranks(jobs.late, 3, SMALL, None, {}, STEPS // 4) == [(True, True, True)] * 2
 
 
+@pytest.mark.gpus(2)
 def test_delays_change_no_bit_of_copy_engines(ranks: Ranks) -> None:
     assert ranks(jobs.late, 3, SMALL, "aot_eager", {}, STEPS, "copy_engine") == [(True, True, True)] * 2

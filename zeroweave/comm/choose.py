@@ -85,22 +85,26 @@ def refused(asked: Asked, control: Control, device: torch.device, largest: int) 
     elif asked == "auto" and largest < SIZES[0]:
         return "no bucket has 1 MiB"
     else:
-        why = _missing(control)
+        why = _missing(control, device)
     if why and asked == "copy_engine" and control.world > 1:
         raise ConfigError(f"transport.gathers is 'copy_engine': {why}. Set it to 'auto' or 'kernel'")
     return why
 
 
-def _missing(control: Control) -> str:
+def _missing(control: Control, device: torch.device) -> str:
     """Why NCCL cannot gather by copy engines between these ranks, or "". Collective."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     version = torch.cuda.nccl.version() if nccl is not None else (0,)
-    ranks = control.all_gather_object((socket.gethostname(), version), "whether copy engines can gather")
-    for rank, (host, found) in enumerate(ranks):
+    mine = (socket.gethostname(), version, str(torch.cuda.get_device_properties(device).uuid))
+    ranks = control.all_gather_object(mine, "whether copy engines can gather")
+    gpus: dict[str, int] = {}
+    for rank, (host, found, gpu) in enumerate(ranks):
         if found[:2] < OLDEST_NCCL:
             return f"NCCL {'.'.join(map(str, found))} on rank {rank}: it needs {'.'.join(map(str, OLDEST_NCCL))}"
         if host != ranks[0][0]:
             return f"rank {rank} is on {host}, rank 0 on {ranks[0][0]}: it works inside one machine"
+        if gpus.setdefault(gpu, rank) != rank:
+            return f"ranks {gpus[gpu]} and {rank} share a GPU"
     return ""
 
 

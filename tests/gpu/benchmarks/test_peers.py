@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks import host_profile, lm
 
+pytestmark = pytest.mark.gpus(2)
+
 
 def run(arguments: str, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
     """The rows of a run, by implementation. Whether its ratios hold is not asked of so small a model."""
