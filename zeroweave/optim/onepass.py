@@ -81,8 +81,8 @@ class Rule(Protocol):
     ) -> None:
         """Issues the update. `first`: moments were just made. `scalars`: see the function of that name; else `step`."""
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | None) -> torch.Tensor:
-        """What depends on the learning rate and the step, float32 on the device, where these are there."""
+    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+        """What depends on the learning rate and the step, float32 on the device, where the rate is there."""
 
 
 def _number(value: Any) -> bool:
@@ -107,9 +107,9 @@ class AdamRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | None) -> torch.Tensor:
-        assert step is not None
-        (beta1, beta2), rate, step = group["betas"], rate.double(), step.double()
+    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+        (beta1, beta2), rate = group["betas"], rate.double().reshape(())
+        step = step.double() if isinstance(step, torch.Tensor) else torch.full_like(rate, step)
         keep = 1 - rate * group["weight_decay"]
         return torch.stack([keep, rate / (1 - beta1**step), (1 - beta2**step).sqrt()]).float()
 
@@ -156,8 +156,8 @@ class SGDRule:
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | None) -> torch.Tensor:
-        return rate
+    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+        return rate.float()
 
     def launch(
         self,
@@ -250,10 +250,6 @@ class OnePass:
         if self._rates is not None and any(slot.slot in absent for slot in self._slots[bucket]):
             self.uneven.add(bucket)
         groups = self._optimizer.param_groups
-        if self._rates is None and any(
-            isinstance(r := g["lr"], torch.Tensor) and r.device.type != "cpu" for g in groups
-        ):
-            return False  # nobody waits for the device
         fits = all(self._rule.fits(group) for group in groups)
         return fits and bucket not in self.uneven
 
@@ -268,10 +264,10 @@ class OnePass:
             group = groups[each.group]
             if each.steps:
                 foreach_increase_(each.steps, 1.0 if found is None else 1.0 - found)
-            scalars = None
-            if self._rates is not None:
-                counter = each.steps[0] if each.steps else None
-                scalars = self._rule.scalars(group, self._rates.of(each.group), counter)
+            scalars, rate = None, group["lr"] if self._rates is None else self._rates.of(each.group)
+            if isinstance(rate, torch.Tensor) and rate.device == gradient.values.device:
+                there = bool(each.steps) and each.steps[0].device == rate.device
+                scalars = self._rule.scalars(group, rate, each.steps[0] if there else each.step + 1)
             part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
             launch = Launch(masters.of(each.start, each.stop), part, found)
             step = each.step + 1

@@ -152,7 +152,7 @@ class ShardedOptimizer:
         by_bucket, apart = self.by_bucket, self._apart
         order = order if by_bucket else sorted(absent)
         if by_bucket and self._one_pass is not None:
-            with self._holding([[] for _ in self._users]):
+            with self._holding([[] for _ in self._users]), self._on_device():
                 self.optimizer.step()  # learning rate schedulers want to see one
         self.offload.expect([bucket for bucket in order if bucket in self._parts])
         if self.rates is not None:
@@ -358,6 +358,10 @@ class ShardedOptimizer:
             masters = Masters(lifted[bucket], None) if bucket in lifted else Masters(*home.at_rest)
             one_pass.update(bucket, masters, gradients.pop(bucket), absent[bucket])
 
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer finds its learning rates on the device, if a graph may hold its steps."""
+        return nullcontext() if self.rates is None else self.rates.in_groups()
+
     def _step(
         self,
         gradients: dict[int, Scaled],
@@ -367,8 +371,7 @@ class ShardedOptimizer:
     ) -> None:
         """Updates the fragments in `groups`, those of the buckets `moved`, by `gradients`, which are used up."""
         fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
-        rates = nullcontext() if self.rates is None else self.rates.in_groups()
-        with self._holding(groups), self.offload.on_device(moved), rates:
+        with self._holding(groups), self.offload.on_device(moved), self._on_device():
             try:
                 for one, bucket in fragments:
                     one.set_gradients(gradients.pop(bucket).product(), absent[bucket])
