@@ -104,8 +104,8 @@ def pinned_bytes(folder: Path) -> tuple[int, int, int]:
             torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated()
 
-        for _ in range(4):
-            peak()
+        for _ in range(12):
+            peak()  # until the schedule has settled, which decides how much is gathered at once
         plain = peak()
         engine.save(folder, "a", asynchronous=True)
         beside: Any = peak()

@@ -311,7 +311,8 @@ def traced_bytes(kernels: list[tuple[str, dict[str, Any]]]) -> dict[str, int] | 
 class Peak:
     """Bytes of this rank's GPU. `rest`: allocated between steps. `grown`: more so after further steps.
 
-    `states`: what the engine says its shards, masters and optimizer take; `gradients`: gradient shards.
+    `states`: what the engine says its shards, masters and optimizer take; `gradients`: gradient shards. `small`: the
+    largest bucket of less than an eighth of the largest one, which goes in one call with its neighbour.
     """
 
     rest: int
@@ -322,6 +323,7 @@ class Peak:
     flats: int
     gradient_flats: int
     largest: int
+    small: int
     total: int
     activations: int
 
@@ -369,6 +371,7 @@ def peak(stage: int) -> Peak:
             flats=memory.flats_peak,
             gradient_flats=memory.gradient_flats_peak,
             largest=max(sizes),
+            small=max(size for size in sizes if size < max(sizes) / 8),
             total=sum(sizes),
             activations=needed,
         )
