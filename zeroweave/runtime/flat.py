@@ -83,19 +83,27 @@ class Flat:
 
         A lingering flat is gathered again: how long a view lives depends on garbage collection and may
         differ between ranks, but all ranks must issue the same collectives. Its values stay the same.
+
+        Where there is no memory, or the gather cannot be issued, no hold is taken: the next one gathers.
         """
-        self.holds += 1
-        if self.holds == 1 and self.layout.numel and not self.standing:
+        if not self.holds and self.layout.numel and not self.standing:
             self._move_in()
-            self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
+            try:
+                self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
+            except BaseException:
+                self.free()
+                raise
             self.gathers += 1
             self.standing = self.stays
+        self.holds += 1
 
     def gather(self) -> None:
         """Starts the all-gather again for those who hold it, unless it is standing. Not without a `wait` before."""
         held, self.holds = self.holds, 0
-        self.unshard()
-        self.holds = held
+        try:
+            self.unshard()
+        finally:
+            self.holds = held
 
     def stay(self, stays: bool) -> bool:
         """Whether it is to stand behind its last hold from now on. False if it does not, and lingers.
@@ -117,8 +125,8 @@ class Flat:
     def _move_in(self) -> None:
         """Gives the storage its memory, where the gather has to find it; what lingers elsewhere comes along."""
         if not self.resident:
-            self._gauge.add(self.layout.nbytes)
             self._settle_in()
+            self._gauge.add(self.layout.nbytes)
         elif self._at is not self._place:
             with torch.no_grad():
                 content = self._target.clone()
