@@ -58,3 +58,19 @@ def test_what_lies_side_by_side_is_one_launch() -> None:
     world.step(random_gradients(world.ranks[0].model, 3))
     steps = [sorted({each.step for each in ranges}) for _, ranges in passes(world)]
     assert sorted(map(len, steps))[-1] == 2, "a parameter that missed a step has its own"
+
+
+def test_steps_that_others_have_written_count() -> None:
+    parameters = []
+    for in_one_pass in (True, False):
+        world = trained("adamw", "", torch.bfloat16, in_one_pass)
+        for rank in world.ranks:
+            for bucket, slot in rank.sharded.sharded:
+                rank.sharded.set_state(bucket, slot, "step", torch.tensor(1.0))
+        world.step(random_gradients(world.ranks[0].model, STEPS))
+        parameters.append(world.parameters())
+    assert [name for name in parameters[1] if not close(parameters[0][name], parameters[1][name])] == []
+
+
+def test_nothing_of_the_device_is_kept_of_what_lives_in_host_memory() -> None:
+    assert not passes(trained("adamw", "optimizer", torch.bfloat16, True))

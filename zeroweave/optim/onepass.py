@@ -187,13 +187,18 @@ RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {
 }
 
 
+class _Slot(NamedTuple):
+    slot: int
+    start: int
+    stop: int
+    group: int
+    fragment: nn.Parameter
+
+
 class Range(NamedTuple):
     """Slots of one group side by side in a shard, and the tensors of their states."""
 
-    group: int
-    start: int
-    stop: int
-    states: tuple[State, ...]
+    slots: tuple[_Slot, ...]
     moments: tuple[torch.Tensor, ...]
     """by key, of the whole range"""
     held: tuple[tuple[State, str, torch.Tensor], ...]
@@ -203,17 +208,21 @@ class Range(NamedTuple):
     """how many it has behind it"""
     first: bool
 
+    @property
+    def group(self) -> int:
+        return self.slots[0].group
+
+    @property
+    def start(self) -> int:
+        return self.slots[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.slots[-1].stop
+
     def holds(self) -> bool:
         """Have the states still those tensors?"""
         return all(state.get(key) is tensor for state, key, tensor in self.held)
-
-
-class _Slot(NamedTuple):
-    slot: int
-    start: int
-    stop: int
-    group: int
-    fragment: nn.Parameter
 
 
 class OnePass:
@@ -230,6 +239,8 @@ class OnePass:
     ) -> None:
         self._optimizer, self._buckets, self._fragments = optimizer, buckets, fragments
         self._kernels, self._rates = kernels, rates
+        like = torch.empty(()) if rates is None else rates.of(0)
+        self._one, self._zero = torch.ones_like(like), torch.zeros_like(like)
         self._rule = RULES.get(type(optimizer))
         self._slots = {
             bucket: [
@@ -240,6 +251,8 @@ class OnePass:
             for bucket, each in buckets.items()
         }
         self._known: dict[int, tuple[frozenset[int], list[Range]]] = {}
+        self._behind: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        """of those that were released: (bucket id, slot) -> its step counter, and the number there"""
         self.uneven: set[int] = set()
         """where a graph may hold updates, and slots of the bucket may be at different steps"""
 
@@ -258,7 +271,7 @@ class OnePass:
         """Updates the masters and states of a bucket but for the slots in `absent`."""
         assert self._rule is not None
         groups = self._optimizer.param_groups
-        found = None if self._rates is None else self._rates.found
+        gradient, found = self._on_device(gradient)
         ranges = self._ranges(bucket, frozenset(absent))
         for index, each in enumerate(ranges):
             group = groups[each.group]
@@ -273,6 +286,32 @@ class OnePass:
             step = each.step + 1
             self._rule.launch(self._kernels, launch, each.moments, group, step, scalars, each.first)
             ranges[index] = each._replace(step=step, first=False)
+
+    def _on_device(self, gradient: Scaled) -> tuple[Scaled, torch.Tensor | None]:
+        """What the kernel reads beside gradients: factor and skip flag, on the device where a graph may hold updates.
+
+        So an update in a graph and an ordinary one are the same kernel, and none is first compiled in a capture.
+        """
+        if self._rates is None:
+            return gradient, None
+        factor, found = gradient.factor, self._rates.found
+        if factor is None:
+            factor = self._one
+        elif not isinstance(factor, torch.Tensor):
+            factor = torch.full_like(self._one, factor)
+        return gradient._replace(factor=factor), self._zero if found is None else found
+
+    def release(self, bucket: int) -> None:
+        """The tensors of the states go elsewhere, and none is kept here."""
+        _, known = self._known.pop(bucket, (None, []))
+        for each in known:
+            for slot, counter in zip(each.slots, each.steps, strict=False):
+                self._behind[bucket, slot.slot] = counter, each.step
+
+    def forget(self) -> None:
+        """Others than steps have written into the states."""
+        self._known.clear()
+        self._behind.clear()
 
     def _ranges(self, bucket: int, absent: frozenset[int]) -> list[Range]:
         before, known = self._known.get(bucket, (None, []))
@@ -291,12 +330,17 @@ class OnePass:
             first = any(state.get(key) is None for key in keys)
             if self._rule.counts and "step" not in state:
                 state["step"] = torch.zeros((), device=slot.fragment.device if _on_device(group) else "cpu")
-            step = int(state["step"]) if self._rule.counts else 0
+            step = self._step(bucket, slot, state) if self._rule.counts else 0
             kinds.append((slot, None if slot.slot in absent else (slot.group, step, first)))
         for kind, together in groupby(kinds, key=lambda each: each[1]):
             slots = [slot for slot, _ in together]
             if kind is not None:
                 yield self._range(bucket, slots, kind[1], kind[2])
+
+    def _step(self, bucket: int, slot: _Slot, state: State) -> int:
+        """How many steps a slot has behind it. Waits for the device where only that knows."""
+        counter, step = self._behind.get((bucket, slot.slot), (None, 0))
+        return step if counter is state["step"] else int(state["step"])
 
     def _range(self, bucket: int, slots: Sequence[_Slot], step: int, first: bool) -> Range:
         assert self._rule is not None
@@ -306,7 +350,7 @@ class OnePass:
         keys = (*self._rule.moments(group), *(("step",) if self._rule.counts else ()))
         held = tuple((state, key, state[key]) for state in states for key in keys)
         steps = tuple(state["step"] for state in states) if self._rule.counts else ()
-        return Range(slots[0].group, slots[0].start, slots[-1].stop, states, moments, held, steps, step, first)
+        return Range(tuple(slots), moments, held, steps, step, first)
 
 
 def _on_device(group: Mapping[str, Any]) -> bool:

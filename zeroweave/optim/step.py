@@ -231,6 +231,8 @@ class ShardedOptimizer:
         """Others than steps have written into the optimizer's state, on all ranks."""
         if self._matrices is not None:
             self._matrices.forget()
+        if self._one_pass is not None:
+            self._one_pass.forget()
 
     def replace(self, bucket: int, states: Mapping[int, dict[str, Any]]) -> None:
         """What the optimizer holds of these slots' fragments is `states` from now on; that of others stays."""
@@ -357,6 +359,8 @@ class ShardedOptimizer:
         with self.offload.on_device([bucket], whole=False) as lifted:
             masters = Masters(lifted[bucket], None) if bucket in lifted else Masters(*home.at_rest)
             one_pass.update(bucket, masters, gradients.pop(bucket), absent[bucket])
+            if self.offload.comes(bucket):
+                one_pass.release(bucket)
 
     def _on_device(self) -> AbstractContextManager[None]:
         """Inside, the optimizer finds its learning rates on the device, if a graph may hold its steps."""

@@ -123,10 +123,12 @@ class Shard:
     def cut(self, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
         """Views of the master, by start and stop; of one without memory at rest they have none then either."""
         storage = self.master.untyped_storage()
-        at_rest = storage.nbytes()
-        storage.resize_(max(at_rest, self.master.nbytes))
+        has_memory = storage.nbytes() >= self.master.nbytes
+        if not has_memory:
+            storage.resize_(self.master.nbytes)
         views = [self.master[start:stop] for start, stop in ranges]
-        storage.resize_(at_rest)
+        if not has_memory:
+            storage.resize_(0)
         return views
 
     def values(self) -> torch.Tensor:
