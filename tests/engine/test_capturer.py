@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from zeroweave.engine.graphs.capturer import Capturer
+from zeroweave.engine.graphs.capturer import Capturer, first_of
 
 
 class Runtime:
@@ -114,3 +114,18 @@ def test_a_pool_that_all_graphs_have_given_up_is_not_used_again(runtime: Runtime
         pools.append(graph.pool())  # type: ignore[attr-defined]
         runtime.uses[pools[-1]] = 0
     assert pools[0] != pools[1]
+
+
+def test_what_fails_behind_an_error_is_not_told_in_its_place() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            raise ValueError("the model's own")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    assert str(first_of(caught.value)) == "the model's own"
+    with pytest.raises(ValueError) as other:
+        try:
+            raise KeyError("looked up")
+        except KeyError:
+            raise ValueError("refused") from None
+    assert first_of(other.value) is other.value

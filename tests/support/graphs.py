@@ -9,7 +9,7 @@ What a GPU punishes with wrong numbers or an error is punished here, too:
   begins and ends with all of it overwritten (`POISON`) that nobody referred to at that point of the capture.
 * Memory that a capture has found must be there in a replay: somebody on the host must still refer to it.
 * Collectives that are under way at the end of a capture make it fail, and nobody can wait for them afterwards.
-* Operations that wait for the device make it fail.
+* Operations that wait for the device make it fail, and so do the collectives that are asked for behind them.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class Tape(TorchDispatchMode):
         """how often this refers to a storage"""
         self._pool.begin(self)
         self._found: set[int] = set()
+        self._failed = False
+        """has it been asked for what a capture cannot have?"""
         self._before = self._pool.used()
         self._after = self._before
         """the memory of the pool that was in use at its begin and at its end"""
@@ -127,7 +129,10 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.name.removeprefix("aten::") in _WAITS or _looks_up_by_mask(func, args):
+            self._failed = True
             raise RuntimeError("operation not permitted when stream is capturing")
+        if self._failed and func.namespace == "c10d":
+            raise RuntimeError("operation failed due to a previous error during capture")
         # gloo takes the result of a reduce-scatter out of a buffer of its own in `wait`, and a replay waits by itself
         if self._reducing and func is torch.ops.aten.split.Tensor:
             return func(*args, **kwargs)
@@ -250,12 +255,14 @@ class Device:
     def _cut_off(self) -> bool:
         """The capture is over, and what is under way never comes. Is something?"""
         flights = self._parts.runtime.gradients.reductions._flights
-        found = bool(flights)
+        gathering = [bucket for bucket in self._buckets if bucket._pending is not None]
+        for pending in (*(flight.pending for flight in flights), *(bucket._pending for bucket in gathering)):
+            if isinstance(work := getattr(pending, "_work", None), dist.Work):
+                work.wait()  # gloo's threads write what nobody will wait for
         flights.extend([flights.popleft()._replace(pending=Unjoined()) for _ in range(len(flights))])
-        for bucket in self._buckets:
-            if bucket._pending is not None:
-                bucket._pending, found = Unjoined(), True
-        return found
+        for bucket in gathering:
+            bucket._pending = Unjoined()
+        return bool(flights or gathering)
 
     @contextmanager
     def alone(self, first: bool) -> Iterator[None]:

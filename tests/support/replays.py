@@ -22,8 +22,12 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.line, self.dropout = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
 
+        self.reads = False
+
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.dropout(torch.tanh(self.line(self.norm(x))))
+        if self.reads:  # in a call, behind which the next block is gathered
+            out = out * (1.0 if out.sum().item() < math.inf else 2.0)
         return out
 
 
@@ -64,12 +68,15 @@ class Case:
     steps: int = 30
     frozen: bool = False
     """are the blocks' layers?"""
+    reads: bool = False
+    """does the first block read a number on the host, so that no capture comes to its end?"""
     config: dict[str, Any] = field(default_factory=dict)
 
 
 def start(case: Case, graphs: bool) -> Any:
     torch.manual_seed(0)
     model = Net(case.dropout)
+    model.blocks[0].reads = case.reads
     if case.frozen:
         for block in model.blocks:
             block.get_submodule("line").requires_grad_(False)

@@ -32,6 +32,13 @@ def test_what_one_rank_alone_does_ends_no_step(pools: Pools, case: Case) -> None
     assert len({graphed["replayed"] for _, graphed in found}) == 1
 
 
+@daily("stage", [2], [1, 3])
+def test_a_capture_that_fails_changes_nothing(pools: Pools, stage: int) -> None:
+    for differs, graphed in pools(2).run(compared, Case(stage, reads=True, dropout=0.1, steps=14)):
+        assert not differs and not graphed["captured"], (differs, graphed)
+        assert any("not permitted" in why for why in graphed["uncaptured"]), graphed["uncaptured"]
+
+
 @pytest.mark.matrix
 def test_three_ranks(pools: Pools) -> None:
     for differs, graphed in pools(3).run(compared, Case(3, 2, "plain", dropout=0.1)):

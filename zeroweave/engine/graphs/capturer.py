@@ -6,13 +6,16 @@ import gc
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from zeroweave._torch.graphs import end_failed_capture
 from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.optim.room import Room
+
+_FAILS_TOO: Final = "previous error during capture"
+"""CUDA's words for whatever comes behind an error in a capture."""
 
 
 class Graph(Protocol):
@@ -99,6 +102,13 @@ class Capturer:
     def forget(self) -> None:
         """Memory that was given up goes back to where others can have it."""
         torch.cuda.empty_cache()
+
+
+def first_of(error: BaseException) -> BaseException:
+    """What has ended a capture, where `error` came of something that was tried afterwards, and fails then, too."""
+    while _FAILS_TOO in str(error) and error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 @contextmanager

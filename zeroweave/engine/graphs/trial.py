@@ -21,7 +21,7 @@ import torch
 from zeroweave._torch.autograd import leaves_behind
 from zeroweave.engine.graphs.around import Modes
 from zeroweave.engine.graphs.batch import Batch
-from zeroweave.engine.graphs.capturer import Capturer, Graph
+from zeroweave.engine.graphs.capturer import Capturer, Graph, first_of
 from zeroweave.engine.graphs.contents import Contents, Copies, Whereabouts, check, contents, different, digest, digests
 from zeroweave.engine.graphs.loop import Loop, LossFunction
 from zeroweave.engine.graphs.nest import Uncapturable, copy, room_for
@@ -280,8 +280,9 @@ class Trial:
             except Uncapturable:
                 raise
             except Exception as error:
-                words = str(error).strip().splitlines() or [""]
-                raise Uncapturable(f"{type(error).__name__}: {words[0]}") from error
+                reason = first_of(error)
+                words = str(reason).strip().splitlines() or [""]
+                raise Uncapturable(f"{type(reason).__name__}: {words[0]}") from error
             if parts.runtime.replay.departures != departures:
                 raise Uncapturable("the window does not follow its schedule")
             executed = bench.step.executed
