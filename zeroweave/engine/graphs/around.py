@@ -25,17 +25,19 @@ class Modes:
     def again(self) -> Iterator[None]:
         """Inside they are what they were.
 
-        Autocast keeps nothing: what the program's own autocast has cast and kept is no part of a graph, which would
-        read it for ever, although parameters change and it goes.
+        What autocast has cast and kept goes before and afterwards: it is no part of a graph, which would read it for
+        ever, although parameters change and it goes. That it keeps something is as it was: code is compiled for that,
+        and would be compiled anew, which inside of a capture it cannot be.
         """
         now = [module.training for module in self._modules]
         self._set(self._training)
         enabled, dtype = self._casts
         try:
-            casting = torch.autocast(self._kind, dtype, enabled, cache_enabled=False)
-            with casting, torch.set_grad_enabled(self._gradients):
+            with torch.autocast(self._kind, dtype, enabled), torch.set_grad_enabled(self._gradients):
+                torch.clear_autocast_cache()
                 yield
         finally:
+            torch.clear_autocast_cache()
             self._set(now)
 
     def _set(self, training: Sequence[bool]) -> None:

@@ -281,8 +281,9 @@ class Trial:
                 raise
             except Exception as error:
                 reason = first_of(error)
-                words = str(reason).strip().splitlines() or [""]
-                raise Uncapturable(f"{type(reason).__name__}: {words[0]}") from error
+                lines = [line.strip() for line in str(reason).splitlines() if line.strip()] or [""]
+                words = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+                raise Uncapturable(f"{type(reason).__name__}: {words}") from error
             if parts.runtime.replay.departures != departures:
                 raise Uncapturable("the window does not follow its schedule")
             executed = bench.step.executed
