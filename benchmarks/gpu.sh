@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one call.
 #
-#   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu, on two GPUs
+#   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu: two ranks, on one GPU what needs no second
 #   benchmarks/gpu.sh bench [benchmarks.lm arguments]    the benchmark of benchmarks/README.md, on all GPUs
 #   benchmarks/gpu.sh coalesce [its arguments]           benchmarks.coalesce, on two GPUs
 #   benchmarks/gpu.sh saving [its arguments]             benchmarks.saving: what checkpoints cost, on all GPUs
