@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one call.
 #
-#   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu, on two GPUs
+#   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu: two ranks, on one GPU what needs no second
 #   benchmarks/gpu.sh bench [benchmarks.lm arguments]    the benchmark of benchmarks/README.md, on all GPUs
 #   benchmarks/gpu.sh coalesce [its arguments]           benchmarks.coalesce, on two GPUs
 #   benchmarks/gpu.sh saving [its arguments]             benchmarks.saving: what checkpoints cost, on all GPUs
 #   benchmarks/gpu.sh endurance [its arguments]          benchmarks.endurance: hundreds of steps, on all GPUs;
 #                                                        --graphs both: as CUDA graphs and not
 #   benchmarks/gpu.sh plan [its arguments]               benchmarks.plan: plans beside what GPUs do, on all GPUs
+#   benchmarks/gpu.sh update [its arguments]             benchmarks.update: the optimizer's step alone, on one GPU
 #   benchmarks/gpu.sh doctor                             versions and devices, only
 #
 # Run from anywhere. PYTHON names the interpreter (default: python3), OUT the folder for logs and results
 # (default: ./out), LIMIT the seconds after which a run is ended (default: 540).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-what=${1:?tests, bench, coalesce, saving, endurance, plan or doctor}
+what=${1:?tests, bench, coalesce, saving, endurance, plan, update or doctor}
 shift
 python=${PYTHON:-python3}
 export OUT=${OUT:-$PWD/out} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -41,6 +42,7 @@ bench) run() { bounded "$python" -m benchmarks.lm --out "$OUT" "$@"; } ;;
 coalesce) run() { bounded "$python" -m benchmarks.coalesce --out "$OUT" "$@"; } ;;
 saving) run() { bounded "$python" -m benchmarks.saving --out "$OUT" "$@"; } ;;
 endurance) run() { bounded "$python" -m benchmarks.endurance --out "$OUT/runs" "$@"; } ;;
+update) run() { bounded "$python" -m benchmarks.update "$@"; } ;;
 plan) run() { bounded "$python" -m benchmarks.plan --out "$OUT" "$@"; } ;;
 doctor) run() { :; } ;;
 *) echo "unknown: $what" >&2; exit 2 ;;

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 
@@ -45,7 +45,8 @@ class ParameterSpec:
     """What the layout needs to know of one distinct parameter (a tied one appears once).
 
     `block` is the qualified name of the block that the parameter belongs to, or None. `group` names the
-    sharding group. `itemsize` is in bytes and follows from `dtype`.
+    sharding group. `itemsize` is in bytes and follows from `dtype`. `together`: those with equal numbers lie side by
+    side in a bucket, lower ones first.
     """
 
     name: str
@@ -55,6 +56,7 @@ class ParameterSpec:
     requires_grad: bool
     block: str | None
     group: str = WORLD
+    together: int = field(default=0, compare=False)
 
     @property
     def numel(self) -> int:
@@ -296,7 +298,7 @@ def _lay_out(bucket: int, name: str, members: Sequence[ParameterSpec], ranks: in
     first, world = members[0], ranks // groups
     slots: list[Slot] = []
     end = 0
-    for spec in members:
+    for spec in sorted(members, key=lambda spec: spec.together):
         slots.append(Slot(spec.name, end // spec.itemsize, spec.numel, spec.shape))
         end += _extent_bytes(spec)
     return BucketLayout(

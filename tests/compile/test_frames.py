@@ -105,8 +105,8 @@ def test_every_function_of_every_module_is_found() -> None:
     for name in (name.removesuffix(".__init__") for name in names):
         try:
             module: Any = importlib.import_module(name)
-        except (ImportError, UnsupportedError):  # a bridge to a library that is not here
-            assert name.startswith("zeroweave.integrations.")
+        except (ImportError, UnsupportedError):  # a bridge to a library that is not here, or a kernel without Triton
+            assert name.startswith(("zeroweave.integrations.", "zeroweave._triton."))
             continue
         own = {value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name}
         bridges = {value.__name__ for value in own if issubclass(value, nn.Module)}

@@ -30,6 +30,7 @@ def test_defaults() -> None:
     assert (config.gather_after_step, config.deadline_seconds) == (False, 600.0)
     assert config.precision.model_dump() == {
         "params": None,
+        "master": "split",
         "autocast": None,
         "reduce": None,
         "accumulate": "float32",
@@ -81,6 +82,7 @@ EVERYTHING: dict[str, Any] = {
     "on_nonfinite": "raise",
     "precision": {
         "params": "bfloat16",
+        "master": "float32",
         "autocast": "float16",
         "reduce": "float32",
         "accumulate": "bfloat16",
@@ -172,6 +174,7 @@ dynamic = false
 
 [precision]
 params = "bfloat16"
+master = "float32"
 autocast = "float16"
 reduce = "float32"
 accumulate = "bfloat16"

@@ -9,7 +9,9 @@ import torch
 
 from tests.optim.test_step import one_group, two_groups
 from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
+from zeroweave.comm.rounding import cast
 from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.state_offload import moments_of
 from zeroweave.runtime.transfers import Download, Transfers, Upload
 
@@ -63,7 +65,7 @@ def test_bit_equal_to_states_on_the_device(kind: str, offload: str, dtype: torch
         assert mine.sharded.memory() == theirs.sharded.memory()
         for view in theirs.views.values():
             home = view.home
-            assert torch.equal(home.source, home.master.to(dtype)), "what is gathered is out of date"
+            assert torch.equal(home.source, cast(home.master, dtype)), "what is gathered is out of date"
             assert home.on_host == (offload == "params" or (view.layout.trainable and dtype != torch.float32))
 
 
@@ -115,7 +117,7 @@ def step(rank: Rank, seed: int, without: frozenset[int] = frozenset()) -> None:
     shards = world.shards(random_gradients(rank.model, seed), 0)
     order = sorted(shards, reverse=True)
     update = rank.sharded.in_turn(
-        lambda bucket: None if bucket in without else shards[bucket], {b: frozenset() for b in order}, order
+        lambda bucket: None if bucket in without else Scaled(shards[bucket]), {b: frozenset() for b in order}, order
     )
     for bucket in order:
         update([bucket])

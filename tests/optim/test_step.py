@@ -23,6 +23,7 @@ from tests.support.reference import Expected, judge
 from zeroweave.errors import ParameterError
 from zeroweave.optim import step as step_module
 from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
+from zeroweave.optim.scaler import Scaled
 
 STEPS = 5
 
@@ -160,7 +161,8 @@ def test_gradients_narrower_than_the_masters(gradient_dtype: torch.dtype) -> Non
         gradients = {n: g.to(gradient_dtype).float() for n, g in random_gradients(model, step).items()}
         for rank, one in enumerate(sharded.ranks):
             shards = {b: g.to(gradient_dtype) for b, g in sharded.shards(gradients, rank).items()}
-            update = one.sharded.in_turn(shards.get, dict.fromkeys(shards, frozenset()), list(shards))
+            scaled = {id: Scaled(shard) for id, shard in shards.items()}
+            update = one.sharded.in_turn(scaled.get, dict.fromkeys(shards, frozenset()), list(shards))
             for bucket in shards:
                 update([bucket])
             assert all(v.shard.dtype == torch.float32 for v in one.views.values() if v.layout.trainable)

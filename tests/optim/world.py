@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import nn
 
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
+from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.states import describe, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.bucket import Bucket
@@ -67,7 +69,14 @@ class Rank:
     """One rank: a copy of the model, the user's optimizer over it, and its sharded form."""
 
     def __init__(
-        self, model: nn.Module, make: MakeOptimizer, rank: int, world: int, dtype: torch.dtype, offload: str = ""
+        self,
+        model: nn.Module,
+        make: MakeOptimizer,
+        rank: int,
+        world: int,
+        dtype: torch.dtype,
+        offload: str = "",
+        kernels: ModuleType | None = None,
     ) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = make(self.model)
@@ -79,7 +88,7 @@ class Rank:
         for layout in layouts_of(model, world, dtype):
             full = flat_of(layout, {name: p.detach() for name, p in named.items()})
             start, stop = layout.shard_range(rank)
-            home = Shard(layout, dtype, transport, transfers, *off)
+            home = Shard(layout, dtype, transport, transfers, *off, splits=kernels is not None)
             home.put(full[start:stop].clone())
             self.views[layout.id] = View(layout, rank, home)
             slot_of.update({id(named[slot.name]): (layout.id, i) for i, slot in enumerate(layout.slots)})
@@ -87,7 +96,9 @@ class Rank:
         states = take(
             self.optimizer.state, views, named, [describe(self.optimizer, named)], transport, device, lambda _: device
         )
-        self.sharded = ShardedOptimizer(self.optimizer, views, slot_of, transfers, states, bool(offload))
+        self.sharded = ShardedOptimizer(
+            self.optimizer, views, slot_of, transfers, states, bool(offload), kernels=kernels
+        )
 
 
 class World:
@@ -100,9 +111,10 @@ class World:
         world: int,
         dtype: torch.dtype = torch.float32,
         offload: str = "",
+        kernels: ModuleType | None = None,
     ) -> None:
-        """`offload`: "" for none, "optimizer", or "params", which is both."""
-        self.ranks = [Rank(model, make, rank, world, dtype, offload) for rank in range(world)]
+        """`offload`: "" for none, "optimizer", or "params", which is both. `kernels`: masters are split with them."""
+        self.ranks = [Rank(model, make, rank, world, dtype, offload, kernels) for rank in range(world)]
         self.layouts = layouts_of(model, world, dtype)
 
     def shards(self, gradients: Mapping[str, torch.Tensor], rank: int) -> dict[int, torch.Tensor]:
@@ -131,7 +143,8 @@ class World:
                     shard.mul_(coefficient)
             absent = self.absent(gradients)
             order = sorted(shards, reverse=True)
-            update = one.sharded.in_turn(shards.get, {bucket: absent[bucket] for bucket in order}, order)
+            scaled = {id: Scaled(shard) for id, shard in shards.items()}
+            update = one.sharded.in_turn(scaled.get, {bucket: absent[bucket] for bucket in order}, order)
             for turn in [order] if at_once else [[bucket] for bucket in order]:
                 update(turn)
 
@@ -149,7 +162,7 @@ class World:
         return result
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        return self.full(lambda rank: {id: view.shard for id, view in rank.views.items()})
+        return self.full(lambda rank: {id: view.home.values() for id, view in rank.views.items()})
 
 
 def flat_of(layout: BucketLayout, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from zeroweave.checkpoint.folder import sync, write_file
 from zeroweave.checkpoint.manifest import DTYPES, Strict
 from zeroweave.checkpoint.partial import Partial
 from zeroweave.checkpoint.reader import Reader
+from zeroweave.comm import rounding
 from zeroweave.errors import CheckpointError
 from zeroweave.parameters.weights import INDEX
 
@@ -89,7 +90,7 @@ def export_checkpoint(reader: Reader, path: Path, dtype: torch.dtype | None, sha
         own = DTYPES.get(model.dtypes.get(model.aliases.get(key, key), ""), reader.dtype(name))
         entry = manifest.tensors[name]
         parts.append(Part(key, entry.shape, cast(own, dtype), 0, entry.numel))
-    tensors = (reader.whole(sources[part.name]).to(part.dtype) for part in parts)
+    tensors = (rounding.cast(reader.whole(sources[part.name]), part.dtype) for part in parts)
     export(path, parts, tensors, shard_bytes, partial(_write_configs, model))
 
 

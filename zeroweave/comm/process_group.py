@@ -25,6 +25,7 @@ from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import Beside, beside, side_of
+from zeroweave.comm.rounding import cast_
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
@@ -122,9 +123,8 @@ class _Launch:
     def issue(self, group: dist.ProcessGroup) -> None:
         if not self._outputs:
             return
-        for dtype in {mine.dtype for mine, _ in self._casts}:
-            made, shards = zip(*(cast for cast in self._casts if cast[0].dtype == dtype), strict=True)
-            foreach_copy_(made, shards)
+        for mine, shard in self._casts:
+            cast_(mine, shard)
         if self._op is None:
             self._work = all_gather_together(self._outputs, self._inputs, group)
         else:
@@ -238,7 +238,7 @@ class ProcessGroupTransport:
             work = all_gather(target, shard, self.group)
         else:
             with beside(self._side):
-                work = all_gather(target, mine.copy_(shard), self.group)
+                work = all_gather(target, cast_(mine, shard), self.group)
         return _Work(work, self.ledger, self._on_host, flat, shard)
 
     def _prepare(self, flat: torch.Tensor, op: ReduceOp) -> dist.ReduceOp.RedOpType:
@@ -318,7 +318,7 @@ class LocalTransport:
         return nullcontext()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        flat.copy_(shard)
+        cast_(flat, shard)
         return Beside()
 
     @torch.no_grad()

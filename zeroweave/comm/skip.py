@@ -9,6 +9,7 @@ import torch
 from zeroweave.comm.around import Around
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import Beside, beside, side_of
+from zeroweave.comm.rounding import cast
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
@@ -34,7 +35,7 @@ class Skipping(Around):
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         self._plan("all_gather", flat.dtype, flat.numel(), layout)
         with beside(self._side), torch.no_grad():
-            flat.view(layout.world, -1).copy_(shard)
+            flat.view(layout.world, -1).copy_(cast(shard, flat.dtype))
         return self._filled(flat, shard)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:

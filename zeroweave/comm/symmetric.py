@@ -19,6 +19,7 @@ from zeroweave.comm.around import Around
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import Side
+from zeroweave.comm.rounding import cast_
 from zeroweave.comm.transport import Pending, Transport
 from zeroweave.errors import ConfigError
 from zeroweave.layout import BucketLayout
@@ -91,7 +92,7 @@ class SymmetricGathers(Around):
         with self._side:
             self._handle.barrier(channel=0)
             mine = self._handle.get_buffer(self.rank, (numel,), flat.dtype)
-            mine.copy_(shard)
+            cast_(mine, shard)
             self._handle.barrier(channel=0)
             for step in range(1, self.world):  # each reads from another rank, so that no link is shared
                 peer = (self.rank + step) % self.world

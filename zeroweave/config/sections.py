@@ -30,6 +30,10 @@ class PrecisionConfig(Section):
     autocast: Literal["bfloat16", "float16"] | None = None
     """`engine(...)` runs the model under `torch.autocast` with this dtype; None: not."""
 
+    master: Literal["split", "float32"] = "split"
+    """How the masters of bfloat16 parameters are kept: "split" into the bfloat16 that is gathered and the 16 bits that
+    it lacks, or in float32. Equal bit for bit; masters in host memory and those of float16 are float32 always."""
+
     reduce: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype in which gradients travel and are summed over ranks; None: that of the parameters."""
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zeroweave._triton import kernels
 from zeroweave.comm.choose import Choice, choose, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.fence import fenced
@@ -147,6 +148,7 @@ def policy_of(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
         accumulate_dtype=getattr(torch, precision.accumulate),
         masters_off=settings.offload.optimizer != "none" or settings.offload.params,
         params_off=settings.offload.params,
+        splits_masters=precision.master == "split",
         keep_gradient_targets=settings.debug.keep_gradient_targets,
         free_threshold=settings.activations.free_threshold_bytes,
         offload_threshold=settings.offload.activations_threshold_bytes if settings.offload.activations else None,
@@ -247,7 +249,8 @@ def _assemble(
     device = device_of(group)
     sinks = sinks_of(settings, ends) if control.rank == 0 and optimizer is not None else []
     named = dict(model.named_parameters())
-    specs = specs_of(model, named, experts if settings.experts.parallel_size > 1 else frozenset(), settings)
+    own = experts if settings.experts.parallel_size > 1 else frozenset()
+    specs = specs_of(model, named, own, settings, optimizer)
     agree_on(control, model, specs, settings)
     told = agree(control, optimizer, named, asked.whole)
     if optimizer is not None and (left := in_no_group(optimizer, named)):
@@ -293,7 +296,10 @@ def _assemble(
         graphed = settings.compile.cuda_graphs and captures_on(device) and not asked.whole
         rates = Rates(optimizer, device) if graphed and why_not_captured(optimizer, looks) is None else None
         whole = Whole(asked.whole, transport, control) if asked.whole else None
-        sharded = ShardedOptimizer(optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, whole)
+        fast = kernels("rules", device.type)
+        sharded = ShardedOptimizer(
+            optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, whole, fast
+        )
         states.clear()
     parts = EngineParts(
         model=model,

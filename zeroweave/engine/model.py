@@ -19,9 +19,15 @@ from zeroweave.runtime.runtime import Runtime
 
 
 def specs_of(
-    model: nn.Module, named: Mapping[str, nn.Parameter], experts: frozenset[int], settings: Config
+    model: nn.Module,
+    named: Mapping[str, nn.Parameter],
+    experts: frozenset[int],
+    settings: Config,
+    optimizer: torch.optim.Optimizer | None,
 ) -> list[ParameterSpec]:
-    """`experts`: `id` of each parameter that not all ranks share."""
+    """`experts`: `id` of each parameter that not all ranks share. `optimizer`: its groups lie side by side."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
 
     def computed(p: nn.Parameter) -> str:
         """The dtype that it is computed with."""
@@ -41,6 +47,7 @@ def specs_of(
             requires_grad=p.requires_grad,
             block=block_of.get(id(p)),
             group=EXPERTS if id(p) in experts else WORLD,
+            together=group_of.get(id(p), len(groups)),
         )
         for name, p in named.items()
     ]

@@ -47,7 +47,8 @@ class Snapshot:
         """of those that stay gathered: how often they were"""
         self._seen: set[int] = set()
         for bucket in self._trained:
-            self._keep(bucket.shard)
+            for tensor in bucket.home.at_rest:
+                self._keep(tensor)
         for module in parts.model.modules():
             self._keep(module._buffers)
         if parts.optimizer is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroweave.comm.rounding import cast, cast_
 from zeroweave.engine.parts import EngineParts
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.layout import Slot
@@ -28,8 +29,9 @@ def full_values(runtime: Runtime, dtypes: Mapping[str, torch.dtype]) -> dict[str
     for bucket in runtime.buckets.values():
         views = gather_like(runtime, bucket, bucket.values())
         pairs = zip(bucket.layout.slots, views, strict=True)
-        values.update({slot.name: view.to(dtypes[slot.name], copy=True) for slot, view in pairs})
-        del views, pairs  # before the next bucket is gathered
+        for slot, view in pairs:
+            values[slot.name] = cast_(torch.empty_like(view, dtype=dtypes[slot.name]), view)
+        del views, pairs, view  # before the next bucket is gathered
     return values
 
 
@@ -118,7 +120,7 @@ def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None
         for number, flat in enumerate(_each_group(parts.runtime, bucket)):
             views = bucket.views(flat)
             for slot, view in zip(bucket.layout.slots, views, strict=True) if wanted else ():
-                value = view.to("cpu", parts.original_dtypes[slot.name], copy=True)
+                value = cast(view, parts.original_dtypes[slot.name]).to("cpu", copy=True)
                 try:
                     for name in names[slot.name]:
                         yield bucket.layout.keys(name)[number], value

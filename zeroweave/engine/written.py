@@ -10,6 +10,7 @@ import torch
 import xxhash
 
 from zeroweave._torch.storages import version
+from zeroweave.comm.rounding import cast
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 
@@ -85,7 +86,7 @@ def keep(buckets: Sequence[Bucket], before: list[int], control: Control, label: 
     written_anywhere = iter(wrote)
     for bucket in buckets:
         written, values = bucket.slice(bucket.flat), bucket.values()
-        changed = written != values.to(bucket.dtype)
+        changed = written != cast(values, bucket.dtype)
         bucket.put(torch.where(changed, written.to(values.dtype), values))
         if any(tuple(islice(written_anywhere, len(bucket.real)))):  # on all ranks alike: they gather it again
             bucket.renew()

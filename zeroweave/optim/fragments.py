@@ -13,26 +13,32 @@ from zeroweave.runtime.bucket import Bucket
 class Fragments:
     """One `nn.Parameter` per slot, each a 1-D view of the bucket's shard, empty where nothing lies here.
 
-    They view the shard, or what `point` says. The shard is the master: it has at least float32 where its parameters
-    are trained. An empty fragment never gets a gradient, so optimizers skip it and keep no state for it. Costs no
-    memory beside the shard.
+    They view the shard, without memory while that has none, or what `point` says. The shard is the master: it has at
+    least float32 where its parameters are trained. An empty fragment never gets a gradient, so optimizers skip it and
+    keep no state for it. Costs no memory beside the shard.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         layout, rank = bucket.layout, bucket.rank
-        self._dtype = bucket.shard.dtype
+        self._dtype, self._home = bucket.shard.dtype, bucket.home
         places = [layout.fragment(slot, rank) for slot in range(len(layout.slots))]
         self._ranges = [(place.start, place.start + place.numel) for place in places]
-        self.parameters = tuple(nn.Parameter(bucket.shard[start:stop]) for start, stop in self._ranges)
+        self.parameters = tuple(nn.Parameter(view) for view in self._home.cut(self._ranges))
         self.starts = tuple(start for start, _ in self._ranges)
         self._cuts, self._pieces = _cuts(self._ranges, bucket.shard.numel())
         self.numel = bucket.shard.numel()
         self.nbytes = bucket.shard.nbytes
 
-    def point(self, shard: torch.Tensor) -> None:
-        """Makes the fragments views of another tensor that is laid out like the shard."""
-        for parameter, (start, stop) in zip(self.parameters, self._ranges, strict=True):
-            parameter.data = shard[start:stop]
+    def point(self, lifted: torch.Tensor) -> None:
+        """Makes the fragments views of a tensor that is laid out like the shard."""
+        if lifted is not self._home.master:
+            for parameter, (start, stop) in zip(self.parameters, self._ranges, strict=True):
+                parameter.data = lifted[start:stop]
+
+    def point_home(self) -> None:
+        """Makes the fragments views of the shard, wherever that lives now."""
+        for parameter, view in zip(self.parameters, self._home.cut(self._ranges), strict=True):
+            parameter.data = view
 
     def set_gradients(self, gradient: torch.Tensor, absent: Set[int]) -> None:
         """Gives each fragment its view of `gradient` [shard_numel], any floating dtype.

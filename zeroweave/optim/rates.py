@@ -45,6 +45,15 @@ class Rates:
         self._found: torch.Tensor | None = None
         self._held = False
 
+    @property
+    def found(self) -> torch.Tensor | None:
+        """1 where steps are to do nothing, inside of `holding`; float32, 0-dim."""
+        return self._found
+
+    def of(self, group: int) -> torch.Tensor:
+        """The learning rate of a group."""
+        return self._tensors[group]
+
     def take(self) -> None:
         """The next step uses the rates that the groups have now."""
         if self._held:

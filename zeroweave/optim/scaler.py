@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -133,6 +133,20 @@ class Scalars:
         self.inverse.fill_(1.0 / scale)
 
 
+class Scaled(NamedTuple):
+    """A gradient [numel / world], which belongs to whoever has this, and what it is still to be multiplied by."""
+
+    values: torch.Tensor
+    factor: torch.Tensor | float | None = None
+    """None for 1; a tensor is float32, 0-dim, on the device"""
+
+    def product(self) -> torch.Tensor:
+        """In float32 at least where there is a factor; the gradient is used up."""
+        if self.factor is None:
+            return self.values
+        return self.values.to(torch.promote_types(self.values.dtype, torch.float32)).mul_(self.factor)
+
+
 class Scaler:
     """What is done to a window's gradients on this rank between their reduction and the optimizer.
 
@@ -225,12 +239,10 @@ class Scaler:
             return self._scalars.inverse
         return None if self.loss_scale.value == 1.0 else 1.0 / self.loss_scale.value
 
-    def take(self, bucket: int) -> torch.Tensor | None:
+    def take(self, bucket: int) -> Scaled | None:
         """The gradient [shard_numel] of a bucket for the optimizer, which nobody else keeps; None if it has none."""
-        gradient, factor = self._gradients.take(bucket), self._factor
-        if gradient is None or factor is None:
-            return gradient
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).mul_(factor)
+        gradient = self._gradients.take(bucket)
+        return None if gradient is None else Scaled(gradient, self._factor)
 
     def look(self, bucket: int) -> torch.Tensor | None:
         """The gradient that `take` would give, in float32 at least. Not to be written."""

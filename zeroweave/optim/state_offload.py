@@ -155,6 +155,11 @@ class StateOffload:
         """Does something that an update of the bucket needs live in host memory?"""
         return bucket in self._moments or (bucket in self._buckets and self._buckets[bucket].home.on_host)
 
+    def _lifts(self, bucket: int, whole: bool) -> bool:
+        """Is the master to be lifted?"""
+        home = self._buckets[bucket].home if bucket in self._buckets else None
+        return home is not None and (home.on_host or (whole and not home.at_hand))
+
     def _lift(self, bucket: int) -> None:
         if bucket in self._lifted or not self.comes(bucket):
             return
@@ -172,23 +177,27 @@ class StateOffload:
             self._moments[bucket].abort()
 
     @contextmanager
-    def on_device(self, buckets: Sequence[int]) -> Iterator[None]:
-        """Inside, the fragments and states of these buckets are on the device. The next one in order comes, too."""
+    def on_device(self, buckets: Sequence[int], whole: bool = True) -> Iterator[Mapping[int, torch.Tensor]]:
+        """Inside, the fragments and states of these buckets are on the device. The next one in order comes, too.
+
+        Not `whole`: masters that are split stay so. The value has those that were lifted, by bucket.
+        """
         for bucket in buckets:
             self._lift(bucket)
         if buckets and buckets[-1] in self._after:
             self._lift(self._after[buckets[-1]])
-        masters = {bucket: self._land(bucket) for bucket in buckets if bucket in self._lifted}
+        landing = [bucket for bucket in buckets if bucket in self._moments or self._lifts(bucket, whole)]
+        masters = {bucket: self._land(bucket, whole) for bucket in landing}
         try:
-            yield
+            yield {bucket: master for bucket, master in masters.items() if master is not None}
         finally:
             for bucket, master in masters.items():
                 self._lower(bucket, master)
 
-    def _land(self, bucket: int) -> torch.Tensor | None:
-        upload, master = self._lifted.pop(bucket), None
-        if upload is not None:
-            (master,) = upload.wait()
+    def _land(self, bucket: int, whole: bool) -> torch.Tensor | None:
+        upload, home, master = self._lifted.pop(bucket, None), self._buckets[bucket].home, None
+        if self._lifts(bucket, whole):
+            (master,) = (upload or home.lift()).wait()
             self._fragments[bucket].point(master)
         if bucket in self._moments:
             self._moments[bucket].land()
@@ -197,7 +206,7 @@ class StateOffload:
     def _lower(self, bucket: int, master: torch.Tensor | None) -> None:
         copies = []
         if master is not None:
-            self._fragments[bucket].point(self._buckets[bucket].shard)
+            self._fragments[bucket].point_home()
             copies = self._buckets[bucket].home.lower(master)
         if bucket in self._moments:
             copies += self._moments[bucket].lower()
@@ -232,7 +241,7 @@ class StateOffload:
         view = self._buckets[bucket]
         if view.home.movable:
             view.home.move(on_host)
-            self._fragments[bucket].point(view.shard)
+            self._fragments[bucket].point_home()
 
     def take_in(self, bucket: int) -> None:
         """What somebody has put into the optimizer's state of a bucket goes where that bucket's moments live."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -22,8 +23,10 @@ from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.matrices import Matrices, Whole
+from zeroweave.optim.onepass import Masters, OnePass
 from zeroweave.optim.rates import Rates
 from zeroweave.optim.room import Room
+from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.several import WHOLE_MATRIX, members_of
 from zeroweave.optim.state_offload import StateOffload
 from zeroweave.optim.states import Described, Gathered, Held, States, gather, take
@@ -44,6 +47,7 @@ class ShardedOptimizer:
     Trainable parameters in no group are never updated. Memory: the optimizer's own state, over the fragments; with
     `moments_off` it lives in host memory, by way of `transfers`. `rates`: where learning rates live on the device.
     `whole`: what is updated as wholes and not by fragments, see `optim.matrices`.
+    `kernels`: those of `_triton.rules`, for updates in one pass; None: the optimizer steps itself.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class ShardedOptimizer:
         moments_off: bool = False,
         rates: Rates | None = None,
         whole: Whole | None = None,
+        kernels: ModuleType | None = None,
     ) -> None:
         self.optimizer, self.rates, self._device = optimizer, rates, transfers.device
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
@@ -101,8 +106,17 @@ class ShardedOptimizer:
         self.offload = StateOffload(transfers, views, self._fragments, optimizer, sorted(views) if moments_off else ())
         self._at_once = max(_AT_ONCE, *(fragments.nbytes for fragments in self._fragments.values()))
         """bytes of masters that are updated in one call: their gradients, cast, are alive at once"""
+        group_of = {slot_of[id(user)]: index for index, users in enumerate(self._users) for user in users}
+        self._one_pass = None
+        if kernels is not None and whole is None:
+            self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, rates)
         self._packing = False
         """does PyTorch put a state dict together?"""
+
+    @property
+    def uneven(self) -> Set[int]:
+        """Buckets whose parameters may have taken unequal numbers of steps, so that no kernel updates them together."""
+        return frozenset() if self._one_pass is None else frozenset(self._one_pass.uneven)
 
     @property
     def by_bucket(self) -> bool:
@@ -126,7 +140,7 @@ class ShardedOptimizer:
         return all(type(one) in ELEMENT_WISE | WHOLE_MATRIX for one in members) and not listened_to
 
     def in_turn(
-        self, take: Callable[[int], torch.Tensor | None], absent: Mapping[int, Set[int]], order: Sequence[int]
+        self, take: Callable[[int], Scaled | None], absent: Mapping[int, Set[int]], order: Sequence[int]
     ) -> Callable[[Sequence[int]], None]:
         """The function that a step calls with the buckets of `absent` in their turn; it updates by `take(bucket)`.
 
@@ -137,11 +151,14 @@ class ShardedOptimizer:
         """
         by_bucket, apart = self.by_bucket, self._apart
         order = order if by_bucket else sorted(absent)
+        if by_bucket and self._one_pass is not None:
+            with self._holding([[] for _ in self._users]), self._on_device():
+                self.optimizer.step()  # learning rate schedulers want to see one
         self.offload.expect([bucket for bucket in order if bucket in self._parts])
         if self.rates is not None:
             self.rates.take()
 
-        def taken(buckets: Sequence[int]) -> dict[int, torch.Tensor]:
+        def taken(buckets: Sequence[int]) -> dict[int, Scaled]:
             return {bucket: gradient for bucket in buckets if (gradient := take(bucket)) is not None}
 
         def update(buckets: Sequence[int]) -> None:
@@ -152,6 +169,9 @@ class ShardedOptimizer:
                         self.offload.abort(bucket)
                     elif bucket not in self._parts:
                         del gradients[bucket]  # no parameter of it is in any group
+                if self._one_pass is not None:
+                    for bucket in [*gradients]:
+                        self._pass(self._one_pass, bucket, gradients, absent)
                 if gradients:
                     moved = list(gradients)
                     self._step(gradients, absent, self._parts_of(moved), moved)
@@ -211,6 +231,8 @@ class ShardedOptimizer:
         """Others than steps have written into the optimizer's state, on all ranks."""
         if self._matrices is not None:
             self._matrices.forget()
+        if self._one_pass is not None:
+            self._one_pass.forget()
 
     def replace(self, bucket: int, states: Mapping[int, dict[str, Any]]) -> None:
         """What the optimizer holds of these slots' fragments is `states` from now on; that of others stays."""
@@ -326,20 +348,37 @@ class ShardedOptimizer:
         self._rest()
         self.sharded, self._users = {}, []
 
+    def _pass(
+        self, one_pass: OnePass, bucket: int, gradients: dict[int, Scaled], absent: Mapping[int, Set[int]]
+    ) -> None:
+        """Updates a bucket by a kernel, if there is one for it, and uses up its gradient then."""
+        if not one_pass.takes(bucket, gradients[bucket], absent[bucket]):
+            return
+        self.refuse_changed_groups()
+        home = self._views[bucket].home
+        with self.offload.on_device([bucket], whole=False) as lifted:
+            masters = Masters(lifted[bucket], None) if bucket in lifted else Masters(*home.at_rest)
+            one_pass.update(bucket, masters, gradients.pop(bucket), absent[bucket])
+            if self.offload.comes(bucket):
+                one_pass.release(bucket)
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Inside, the optimizer finds its learning rates on the device, if a graph may hold its steps."""
+        return nullcontext() if self.rates is None else self.rates.in_groups()
+
     def _step(
         self,
-        gradients: dict[int, torch.Tensor],
+        gradients: dict[int, Scaled],
         absent: Mapping[int, Set[int]],
         groups: list[list[nn.Parameter]],
         moved: Sequence[int],
     ) -> None:
         """Updates the fragments in `groups`, those of the buckets `moved`, by `gradients`, which are used up."""
         fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
-        rates = nullcontext() if self.rates is None else self.rates.in_groups()
-        with self._holding(groups), self.offload.on_device(moved), rates:
+        with self._holding(groups), self.offload.on_device(moved), self._on_device():
             try:
                 for one, bucket in fragments:
-                    one.set_gradients(gradients.pop(bucket), absent[bucket])
+                    one.set_gradients(gradients.pop(bucket).product(), absent[bucket])
                 with self._whole_matrices([bucket for _, bucket in fragments], absent):
                     self.optimizer.step()
             finally:

@@ -162,7 +162,7 @@ class PlannedRank:
         self._meter = meter = Meter(clock, hardware)
         named, cpu = dict(model.named_parameters()), torch.device("cpu")
         layouts = build_layout(
-            specs_of(model, named, frozenset(), config), world, config.bucket.bytes, config.bucket.by_block
+            specs_of(model, named, frozenset(), config, None), world, config.bucket.bytes, config.bucket.by_block
         )
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts), config.offload.optimizer != "none"
@@ -202,7 +202,7 @@ class PlannedRank:
     def _held(self, model: nn.Module, buckets: Sequence[Any]) -> list[torch.Tensor]:
         """What lies on the device for good; the model's buffers among it, which are put there."""
         homes = [bucket.home for bucket in buckets]
-        held = [home.master for home in homes if not home.on_host]
+        held = [tensor for home in homes if not home.on_host for tensor in home.at_rest]
         held += [home.source for home in homes if not home.source_on_host]
         buffers = {id(b): _on_cpu(b) for b in model.buffers()}
         for module in model.modules():

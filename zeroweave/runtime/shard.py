@@ -1,18 +1,32 @@
 """A bucket's shard: the master, what is gathered of it, and where both live.
 
-             master (`values`, `put`)      source (what is gathered)
+             master (`values`, `put`)              source (what is gathered)
 on device    one tensor, rounded as it is gathered
-master off   host memory                   device memory, in the dtype of the computation
-both off     host memory                   host memory, the same tensor where the dtypes are the same
+split        its bfloat16 and a remainder          the bfloat16: one tensor
+master off   host memory                           device memory, in the dtype of the computation
+both off     host memory                           host memory, the same tensor where the dtypes are the same
+
+Around an update a master that is no tensor of the device is lifted there, and lowered afterwards.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
+from zeroweave.comm.rounding import cast, cast_, join_, split_
 from zeroweave.comm.transport import Gatherer, Transport
 from zeroweave.layout import BucketLayout
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload, UploadingGatherer
+
+
+def whole(at_rest: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The master of what a shard, or as much of each of its tensors, holds `at_rest`: itself, or a new one [n]."""
+    if len(at_rest) == 1:
+        return at_rest[0]
+    source, remainder = at_rest
+    return join_(torch.empty(source.shape, dtype=torch.float32, device=source.device), source, remainder)
 
 
 class Shard:
@@ -20,6 +34,7 @@ class Shard:
 
     The master of trained parameters has at least float32: it is what the optimizer updates, and rounded to make the
     source. `master_off`: the master lives in host memory if it is wider than what is gathered; `source_off`: all does.
+    `splits`: a float32 master of bfloat16 on the device is kept as its source and a remainder, see `comm.rounding`.
     """
 
     def __init__(
@@ -30,22 +45,29 @@ class Shard:
         transfers: Transfers,
         master_off: bool = False,
         source_off: bool = False,
+        splits: bool = False,
     ) -> None:
         self.wider = wider = layout.trainable and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
         """is the master rounded to be gathered?"""
         self._dtype, self._transport, self._transfers = dtype, transport, transfers
         self._numel = layout.shard_numel
+        self._splits = splits and wider and dtype == torch.bfloat16
         self._host: HostTensor | None = None
         """the master's, where it lives in host memory"""
         self._host_source: HostTensor | None = None
+        self._remainder: torch.Tensor | None = None
+        """int16, what the source lacks, where the master is split"""
         self.movable = wider and master_off and not source_off
         """can the master live in either memory?"""
         kind = torch.float32 if wider else dtype
         if source_off or self.movable:
             self._host = transfers.zeros(self._numel, kind)
             self.master = self._host.tensor
+        elif self._splits:
+            self.master = self._split()
         else:
             self.master = transport.empty(self._numel, kind)
+        """without memory at rest where it is split: it has some while it is lifted"""
         self.source = self.master
         """in host memory or on the device"""
         self.gatherer: Gatherer = transport
@@ -55,8 +77,16 @@ class Shard:
             assert self._host_source is not None
             self.source = self._host_source.tensor
             self.gatherer = UploadingGatherer(transfers, transport, self._host_source)
-        elif self.movable:
+        elif self.movable or self._splits:
             self.source = transport.empty(self._numel, dtype)
+
+    def _split(self) -> torch.Tensor:
+        """A master that is split from now on."""
+        device = self._transfers.device
+        self._remainder = torch.zeros(self._numel, dtype=torch.int16, device=device)
+        master = torch.empty(self._numel, dtype=torch.float32, device=device)
+        master.untyped_storage().resize_(0)
+        return master
 
     @property
     def on_host(self) -> bool:
@@ -64,8 +94,18 @@ class Shard:
         return self._host is not None
 
     @property
+    def at_hand(self) -> bool:
+        """Is the master a tensor on the device? Else it is to be lifted around an update."""
+        return self._host is None and self._remainder is None
+
+    @property
     def source_on_host(self) -> bool:
         return self._host_source is not None
+
+    @property
+    def at_rest(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that hold the master while it is not lifted."""
+        return (self.master,) if self._remainder is None else (self.source, self._remainder)
 
     @property
     def saves(self) -> int:
@@ -73,34 +113,54 @@ class Shard:
         return self._numel * (self.master.itemsize - self._dtype.itemsize)
 
     def lift(self) -> Upload:
-        """Starts to copy the master, which lives in host memory, to the device: one tensor."""
-        assert self._host is not None
-        return self._transfers.upload([self._host])
+        """Starts to bring the master, which is not at hand, to the device: one tensor, to be written and lowered."""
+        if self._host is not None:
+            return self._transfers.upload([self._host])
+        self.master.untyped_storage().resize_(self.master.nbytes)
+        join_(self.master, *self.at_rest)
+        return Upload((self.master,), None)
+
+    def cut(self, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
+        """Views of the master, by start and stop; of one without memory at rest they have none then either."""
+        storage = self.master.untyped_storage()
+        has_memory = storage.nbytes() >= self.master.nbytes
+        if not has_memory:
+            storage.resize_(self.master.nbytes)
+        views = [self.master[start:stop] for start, stop in ranges]
+        if not has_memory:
+            storage.resize_(0)
+        return views
 
     def values(self) -> torch.Tensor:
         """The master on the device: itself, or a copy."""
-        return self.lift().wait()[0] if self.on_host else self.master
+        if self._host is not None:
+            return self.lift().wait()[0]
+        return whole(self.at_rest)
 
-    @torch.no_grad()
     def put(self, values: torch.Tensor) -> None:
         """Overwrites the master, and with it the source, by values on the device, which nobody writes any more."""
-        if self._host is not None:
+        if not self.at_hand:
             self._transfers.download(self.lower(values.detach().to(self.master.dtype)))
         elif values is not self.master:
-            self.master.copy_(values)
+            with torch.no_grad():
+                self.master.copy_(values)
 
-    @torch.no_grad()
     def lower(self, values: torch.Tensor) -> list[Download]:
-        """What is to be downloaded so that a master in host memory, and its source there, are `values`.
+        """What is to be downloaded so that a master that is not at hand, and its source in host memory, are `values`.
 
-        A source on the device has them at once.
+        What lies on the device has them at once.
         """
-        assert self._host is not None
+        if self._host is None:
+            assert self._remainder is not None
+            split_(values, self.source, self._remainder)
+            if values is self.master:
+                values.untyped_storage().resize_(0)
+            return []
         copies = [Download(values, self._host)]
         if self._host_source is None:
-            self.source.copy_(values)
+            cast_(self.source, values)
         elif self._host_source is not self._host:
-            copies.append(Download(values.to(self._dtype), self._host_source))
+            copies.append(Download(cast(values, self._dtype), self._host_source))
         return copies
 
     def move(self, on_host: bool) -> None:
@@ -108,10 +168,16 @@ class Shard:
         assert self.movable
         if on_host == self.on_host:
             return
+        values, self._remainder = self.values(), None
         if on_host:
-            values, self._host = self.master, self._transfers.zeros(self._numel, self.master.dtype)
-            self.master, self.source = self._host.tensor, self._transport.empty(self._numel, self._dtype)
+            self._host = self._transfers.zeros(self._numel, values.dtype)
+            self.master = self._host.tensor
+            if self.source is values:
+                self.source = self._transport.empty(self._numel, self._dtype)
+            self.put(values)
+        elif self._splits:
+            self._host, self.master = None, self._split()
             self.put(values)
         else:
-            self.master = self.source = self.values()
             self._host = None
+            self.master = self.source = values

@@ -87,7 +87,7 @@ def steps(engine: Any, count: int, first: int = 0) -> list[float]:
 def everything(engine: Any) -> dict[str, Any]:
     """Copies of all that steps change on this rank."""
     optimizer = engine.optimizer
-    flat: dict[str, Any] = {f"shard {b}": bucket.shard for b, bucket in engine._runtime.buckets.items()}
+    flat: dict[str, Any] = {f"shard {b}": bucket.values() for b, bucket in engine._runtime.buckets.items()}
     for index, state in enumerate(optimizer.state.values()):
         flat |= {f"state {index} {name}": value for name, value in state.items()}
     for group in optimizer.param_groups:

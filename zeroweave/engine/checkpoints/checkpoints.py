@@ -21,6 +21,7 @@ from zeroweave.checkpoint.fitting import Fitting
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.reader import opened
 from zeroweave.checkpoint.writer import Saving, words
+from zeroweave.comm import rounding
 from zeroweave.engine.checkpoints.loaded import Loaded
 from zeroweave.engine.checkpoints.saved import Saved
 from zeroweave.engine.parts import EngineParts
@@ -191,7 +192,7 @@ class Checkpoints:
             failure, items = "", stream(self._parts)
             cause: Exception | None = None
             if self._control.rank == 0:
-                tensors = (value.to(cast(value.dtype, dtype)) for _, value in items)
+                tensors = (rounding.cast(value, cast(value.dtype, dtype)) for _, value in items)
                 try:
                     all_of = [
                         Part(name, shape, cast(kind, dtype), 0, prod(shape))

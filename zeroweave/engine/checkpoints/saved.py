@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import Any, Final
 
 import torch
@@ -24,6 +24,7 @@ from zeroweave.layout import Fragment
 from zeroweave.optim.several import kind_of
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.shard import whole
 from zeroweave.runtime.transfers import Snapshot
 
 _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
@@ -92,8 +93,7 @@ class Saved:
         """What this rank has to write; of its values, those in `told` are known."""
         self._runtime.transfers.finish()
         rank, buckets = self._control.rank, self._runtime.buckets.values()
-        pieces = {bucket.id: [*self._pieces(bucket, bucket.shard)] for bucket in buckets}
-        parts = [part for part, _ in chain.from_iterable(pieces.values())]
+        parts = [part for bucket in buckets for part, _ in self._pieces(bucket, bucket.shard.to("meta"))]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
         others += [pair for bucket in self._trained() for pair in self._gradients(bucket)]
         values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **told}
@@ -105,19 +105,28 @@ class Saved:
         parts += [part for part, _ in others]
         if not apart:
             return Content(parts, self._faults.amid(self._tensors(others), "write"), values)
-        snapshots = {bucket: self._snapshot(each) for bucket, each in pieces.items()}
+        resting = {bucket.id: self._at_rest(bucket) for bucket in buckets}
+        snapshots = {bucket: self._runtime.transfers.snapshot([*chain(*each)]) for bucket, each in resting.items()}
         copies = [value.to("cpu", copy=True) for part, value in others if part.numel]  # they change before an `Update`
-        tensors = chain(chain.from_iterable(snapshot.read() for snapshot in snapshots.values()), copies)
+        tensors = chain(
+            chain.from_iterable(_whole(snapshots[bucket], each) for bucket, each in resting.items()), copies
+        )
         begun = {bucket: self._faults.before(snapshot, "start", "stage") for bucket, snapshot in snapshots.items()}
         return Content(parts, self._faults.amid(tensors, "write"), values, begun)
 
-    def _snapshot(self, pieces: Iterable[tuple[Part, torch.Tensor]]) -> Snapshot:
-        values = (value.detach() for part, value in pieces if part.numel)
-        return self._runtime.transfers.snapshot([piece for value in values for piece in value.split(_AT_ONCE)])
+    def _at_rest(self, bucket: Bucket) -> list[tuple[torch.Tensor, ...]]:
+        """What holds the values of `_pieces`, in the same order and in portions."""
+        portions: list[tuple[torch.Tensor, ...]] = []
+        for index, _, place in _fragments(bucket):
+            states = [(v,) for v in self._state(bucket, index).values() if _is_cut(v, place.numel)]
+            for held in [tuple(bucket.fragment(t, index) for t in bucket.home.at_rest), *states]:
+                if place.numel:
+                    portions += zip(*(tensor.detach().split(_AT_ONCE) for tensor in held), strict=True)
+        return portions
 
     def _tensors(self, others: Sequence[tuple[Part, torch.Tensor]]) -> Iterator[torch.Tensor]:
         """What is written, in host memory, in the order of the parts; `others`: beside buckets."""
-        pieces = (self._pieces(bucket, bucket.shard.cpu()) for bucket in self._runtime.buckets.values())
+        pieces = (self._pieces(bucket, bucket.values().cpu()) for bucket in self._runtime.buckets.values())
         for part, value in chain(chain.from_iterable(pieces), others):
             if part.numel:
                 yield value.cpu()
@@ -216,3 +225,15 @@ def _fragments(bucket: Bucket) -> Iterator[tuple[int, str, Fragment]]:
 def _is_cut(value: Any, numel: int) -> bool:
     """Does an optimizer keep `value` of each of the `numel` elements of a fragment?"""
     return isinstance(value, torch.Tensor) and value.shape == (numel,)
+
+
+def _whole(snapshot: Snapshot, portions: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[torch.Tensor]:
+    """The values that such portions held, which are what `snapshot` is of; each until the next is asked for."""
+    read = snapshot.read()
+    for portion, first in zip(portions, read, strict=False):  # it ends early where nobody wants it any more
+        if len(portion) == 1:
+            yield first
+            continue
+        kept = first.clone()
+        for second in islice(read, 1):
+            yield whole((kept, second))

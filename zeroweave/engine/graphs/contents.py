@@ -29,7 +29,7 @@ def contents(parts: EngineParts, functions: Iterable[Any] = ()) -> dict[str, lis
     """
     found: dict[str, list[torch.Tensor]] = {}
     for bucket in _trained(parts):
-        found[f"parameters of {bucket.layout.name}"] = [bucket.shard]
+        found[f"parameters of {bucket.layout.name}"] = list(bucket.home.at_rest)
         if parts.optimizer is not None:
             found[f"optimizer state of {bucket.layout.name}"] = parts.optimizer.tensors(bucket.id)
     for name, buffer in parts.model.named_buffers():
@@ -123,16 +123,19 @@ class Whereabouts:
         return self._options_now() == self._options
 
     def _shards_now(self) -> list[int]:
-        return [bucket.shard.data_ptr() for bucket in self._parts.runtime.buckets.values()]
+        homes = [bucket.home for bucket in self._parts.runtime.buckets.values()]
+        return [tensor.data_ptr() for home in homes for tensor in home.at_rest]
 
     def _flats_now(self) -> dict[int, int]:
         """Of those that stay gathered, by bucket. No graph gathers them."""
         return {id: bucket.flat.data_ptr() for id, bucket in self._parts.runtime.buckets.items() if bucket.standing}
 
     def _options_now(self) -> list[str]:
-        groups = [] if self._parts.optimizer is None else self._parts.optimizer.optimizer.param_groups
-        changing = ("params", "lr", "initial_lr")
-        return [repr(value) for group in groups for key, value in group.items() if key not in changing]
+        if (optimizer := self._parts.optimizer) is None:
+            return []
+        changing, groups = ("params", "lr", "initial_lr"), optimizer.optimizer.param_groups
+        options = [repr(value) for group in groups for key, value in group.items() if key not in changing]
+        return [*options, repr(sorted(optimizer.uneven))]
 
 
 def _trained(parts: EngineParts) -> list[Bucket]:

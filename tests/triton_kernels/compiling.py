@@ -1,0 +1,66 @@
+"""Compiles every kernel for some of NVIDIA's GPUs, and prints what came of it as JSON. Not in an interpreter."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from zeroweave._triton import masters, rules
+
+ADAM = {
+    "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "average": "*fp32", "square": "*fp32",
+    "largest": "*fp32", "factor": "*fp32", "found": "*fp32", "scalars": "*fp32", "numel": "i32",
+    **dict.fromkeys(("keep", "size", "root", "decay", "rest1", "beta2", "rest2", "eps"), "fp32"),
+}  # fmt: skip
+SGD = {
+    "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "buffer": "*fp32", "factor": "fp32",
+    "found": "*fp32", "scalars": "*fp32", "numel": "i32",
+    **dict.fromkeys(("rate", "decay", "momentum", "undamped"), "fp32"),
+}  # fmt: skip
+CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
+    "adam, split, in a graph": (
+        "rules", "adam", ADAM,
+        {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True, "COUPLED": False, "AMSGRAD": True},
+    ),
+    "adam, whole": (
+        "rules", "adam", {**ADAM, "master": "*fp32", "gradient": "*fp32", "numel": "i64", "factor": "fp32"},
+        {"SPLIT": False, "FACTOR": 1, "FOUND": False, "DEVICE": False, "COUPLED": True, "AMSGRAD": False},
+    ),
+    "sgd": (
+        "rules", "sgd", SGD,
+        {"SPLIT": True, "FACTOR": 0, "FOUND": False, "DEVICE": False, "DECAY": True, "MOMENTUM": True,
+         "FIRST": False, "NESTEROV": True},
+    ),
+    "cast": ("masters", "_cast", {"target": "*bf16", "values": "*fp32", "numel": "i32"}, {}),
+    "split": ("masters", "_split", {"masters": "*fp32", "shard": "*bf16", "remainder": "*i16", "numel": "i32"}, {}),
+    "join": ("masters", "_join", {"masters": "*fp32", "shard": "*bf16", "remainder": "*i16", "numel": "i32"}, {}),
+}  # fmt: skip
+
+
+def compiled(case: str, capability: int) -> dict[str, Any]:
+    module, name, signature, constants = CASES[case]
+    kernel = getattr({"masters": masters, "rules": rules}[module], name)
+    constants = {"SIZE": 1024, **({"MAXIMIZE": False} if module == "rules" else {}), **constants}
+    aligned = [i for i, n in enumerate(kernel.arg_names) if signature.get(n, "").startswith("*") or n == "numel"]
+    source = ASTSource(
+        fn=kernel,
+        signature={**signature, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+        attrs={(index,): [["tt.divisibility", 16]] for index in aligned},
+    )
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
+    code = made.asm["ptx"]
+    return {
+        "bytes": len(made.asm["cubin"]),
+        "fused": len(re.findall(r"fma\.rn\.f32", code)),
+        "accesses": sorted(set(re.findall(r"(?:ld|st)\.global\S*", code))),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({f"{case} {sm}": compiled(case, sm) for case in CASES for sm in (80, 90)}))

@@ -1,0 +1,151 @@
+"""The kernels beside `torch.optim`: on a GPU if there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.triton_kernels.kernels import HERE, masters, rules
+from zeroweave.comm.rounding import join_, split_
+
+NUMEL = 5000
+Kernel = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], int], None]
+FACTOR = 0.37
+RATE, DECAY = 1e-3, 0.1
+
+
+def random(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(NUMEL, generator=generator).to(dtype).to(HERE)
+
+
+def factor() -> Tensor:
+    return torch.tensor(FACTOR, device=HERE)
+
+
+def adam(coupled: bool, amsgrad: bool, device: bool) -> Kernel:
+    def update(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
+        at_hand = (1 - RATE * DECAY, RATE / (1 - 0.9**step), math.sqrt(1 - 0.999**step))
+        scalars = torch.tensor(at_hand if device else [math.nan] * 3, device=HERE)
+        largest = state.get("max_exp_avg_sq", master)
+        moments = (state["exp_avg"], state["exp_avg_sq"], largest)
+        rules.adam[masters.programs(NUMEL)](
+            master, rest, gradient, *moments, factor(), factor(), scalars, NUMEL,
+            *((math.nan,) * 3 if device else at_hand), DECAY, 1 - 0.9, 0.999, 1 - 0.999, 1e-8,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=device, COUPLED=coupled,
+            AMSGRAD=amsgrad, MAXIMIZE=False, SIZE=masters.BLOCK,
+        )  # fmt: skip
+
+    return update
+
+
+def sgd(momentum: float, nesterov: bool, dampening: float) -> Kernel:
+    def update(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
+        rules.sgd[masters.programs(NUMEL)](
+            master, rest, gradient, state.get("momentum_buffer", master), factor(), factor(), factor(), NUMEL,
+            RATE, DECAY, momentum, 1 - dampening,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=False, DECAY=True,
+            MOMENTUM=momentum != 0, FIRST=step == 1, NESTEROV=nesterov, MAXIMIZE=False, SIZE=masters.BLOCK,
+        )  # fmt: skip
+
+    return update
+
+
+def adagrad(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
+    rules.adagrad[masters.programs(NUMEL)](
+        master, rest, gradient, state["sum"], factor(), NUMEL, RATE / (1 + (step - 1) * 0.1), DECAY, 1e-10,
+        SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DECAY=True, MAXIMIZE=False, SIZE=masters.BLOCK,
+    )  # fmt: skip
+
+
+CASES: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Kernel]] = {
+    "adamw": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY), adam(False, False, False)),
+    "adamw, scalars on the device": (
+        lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY),
+        adam(False, False, True),
+    ),
+    "adam": (lambda p: torch.optim.Adam(p, RATE, weight_decay=DECAY), adam(True, False, False)),
+    "amsgrad": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY, amsgrad=True), adam(False, True, False)),
+    "sgd": (lambda p: torch.optim.SGD(p, RATE, weight_decay=DECAY), sgd(0.0, False, 0.0)),
+    "momentum": (
+        lambda p: torch.optim.SGD(p, RATE, weight_decay=DECAY, momentum=0.9, dampening=0.1),
+        sgd(0.9, False, 0.1),
+    ),
+    "nesterov": (
+        lambda p: torch.optim.SGD(p, RATE, weight_decay=DECAY, momentum=0.9, nesterov=True),
+        sgd(0.9, True, 0.0),
+    ),
+    "adagrad": (lambda p: torch.optim.Adagrad(p, RATE, lr_decay=0.1, weight_decay=DECAY), adagrad),
+}
+
+
+def far(found: Tensor, wanted: Tensor, terms: Tensor) -> float:
+    """The largest difference, in units of the last place of the largest term that was added to get there."""
+    _, exponent = torch.frexp(torch.maximum(terms, wanted.abs()))
+    return float(((found - wanted).abs() / torch.exp2(exponent.double() - 24)).max())
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_within_a_unit_of_the_last_place_of_torchs(case: str, split: bool) -> None:
+    make, kernel = CASES[case]
+    parameter = nn.Parameter(random(0))
+    optimizer = make([parameter])
+    shard, rest = (torch.empty(NUMEL, dtype=d, device=HERE) for d in (torch.bfloat16, torch.int16))
+    for step in range(1, 5):
+        gradient, before = random(step, torch.bfloat16), parameter.detach().clone()
+        held: dict[str, Any] = optimizer.state[parameter]
+        state = {key: value.clone() for key, value in held.items() if value is not None and value.numel() > 1}
+        parameter.grad = gradient.float() * FACTOR
+        optimizer.step()
+        wanted = {key: v for key, v in optimizer.state[parameter].items() if v is not None and v.numel() > 1}
+        state = {key: state.get(key, torch.zeros_like(value)) for key, value in wanted.items()}
+        was = {key: value.clone() for key, value in state.items()}
+        split_(before, shard, rest)
+        master = shard if split else before.clone()
+        kernel(master, rest, gradient, state, step)
+        after = join_(torch.empty_like(before), shard, rest) if split else master
+        terms = torch.maximum(before.abs(), (gradient.float() * FACTOR).abs()) + DECAY * before.abs()
+        assert far(after, parameter.detach(), torch.maximum(before.abs(), torch.full_like(before, 4 * RATE))) <= 1
+        for key, value in wanted.items():
+            squares = "sq" in key or key == "sum"  # a unit in a gradient that decay was added to is two in its square
+            size = torch.maximum(terms.square() if squares else terms, was[key].abs())
+            # A kernel rounds the product and the sum; torch may round their end only.
+            limit = 3 if squares else 2 if key == "momentum_buffer" else 1
+            assert far(state[key], value, size) <= limit, key
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_a_skipped_step_writes_nothing(found: float) -> None:
+    master, gradient = random(0), random(1)
+    before, state = master.clone(), [torch.zeros_like(master) for _ in range(3)]
+    rules.adam[masters.programs(NUMEL)](
+        master, master, gradient, *state, factor(), torch.tensor(found, device=HERE), factor(), NUMEL,
+        1.0, 1e-2, 1.0, 0.0, 0.1, 0.999, 1e-3, 1e-8,
+        SPLIT=False, FACTOR=0, FOUND=True, DEVICE=False, COUPLED=False, AMSGRAD=False, MAXIMIZE=True,
+        SIZE=masters.BLOCK,
+    )  # fmt: skip
+    assert torch.equal(master, before) == bool(found)
+    assert bool(state[0].any()) == (not found)
+
+
+def test_masters_are_split_cast_and_joined_as_on_the_host() -> None:
+    high = torch.arange(1 << 16, dtype=torch.int32) << 16
+    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    values = (high.unsqueeze(1) | low).flatten().view(torch.float32)
+    wanted = [torch.empty(values.shape, dtype=dtype) for dtype in (torch.bfloat16, torch.int16, torch.float32)]
+    split_(values, *wanted[:2])
+    join_(wanted[2], *wanted[:2])
+    found = [torch.empty_like(each, device=HERE) for each in wanted]
+    masters.split_(values.to(HERE), *found[:2])
+    masters.join_(found[2], *found[:2])
+    cast = torch.empty_like(found[0])
+    masters.cast_(cast, values.to(HERE))
+    bits = {torch.bfloat16: torch.int16, torch.int16: torch.int16, torch.float32: torch.int32}
+    for mine, theirs in zip([*found, cast], [*wanted, wanted[0]], strict=True):
+        assert torch.equal(mine.cpu().view(bits[mine.dtype]), theirs.view(bits[theirs.dtype]))

@@ -1,0 +1,177 @@
+"""One pass over a range of a shard: gradient, master and moments in; master and moments out.
+
+The arithmetic is float32, in the order of `torch.optim`'s implementations for lists of tensors, each result within a
+unit of the last place of theirs. What a step has of one value each is computed on the host in double precision, and
+handed in, or by the kernel in double precision where the learning rate and the step counter live on the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from zeroweave._triton.masters import BLOCK, bits_of, joined, programs, shard_of
+
+__all__ = ["BLOCK", "adagrad", "adam", "programs", "sgd"]
+
+
+@triton.jit
+def _master(master, remainder, at, there, SPLIT: tl.constexpr):
+    if SPLIT:
+        values = joined(tl.load(master + at, there), tl.load(remainder + at, there))
+    else:
+        values = tl.load(master + at, there)
+    return values
+
+
+@triton.jit
+def _keep(values, master, remainder, at, there, SPLIT: tl.constexpr):
+    if SPLIT:
+        bits = bits_of(values)
+        tl.store(master + at, shard_of(bits), there)
+        tl.store(remainder + at, bits.to(tl.int16), there)
+    else:
+        tl.store(master + at, values, there)
+
+
+@triton.jit
+def _gradient(gradient, factor, at, there, FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr):
+    values = tl.load(gradient + at, there).to(tl.float32)
+    if FACTOR == 1:
+        values = values * factor
+    if FACTOR == 2:
+        values = values * tl.load(factor)
+    if MAXIMIZE:
+        values = -values
+    return values
+
+
+@triton.jit
+def _there(numel, found, FOUND: tl.constexpr, SIZE: tl.constexpr):
+    """The elements of this program, and which of them are to be updated: none where `found` is not 0."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    if FOUND:
+        numel = tl.where(tl.load(found) == 0, numel, 0)
+    return at, at < numel
+
+
+@triton.jit
+def adam(
+    master,
+    remainder,
+    gradient,
+    average,
+    square,
+    largest,
+    factor,
+    found,
+    scalars,
+    numel,
+    keep,
+    size,
+    root,
+    decay,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    SPLIT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FOUND: tl.constexpr,
+    DEVICE: tl.constexpr,
+    COUPLED: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Adam, and AdamW where not COUPLED; `rest1`, `rest2`: 1 - beta1, 1 - beta2.
+
+    DEVICE: `keep`, `size` and `root` are the first of `scalars`, float32.
+    """
+    at, there = _there(numel, found, FOUND, SIZE)
+    if DEVICE:
+        keep, size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    values = _master(master, remainder, at, there, SPLIT)
+    grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
+    if COUPLED:
+        grad = grad + decay * values
+    else:
+        values = values * keep
+    first, second = tl.load(average + at, there), tl.load(square + at, there)
+    first = first + rest1 * (grad - first)
+    second = second * beta2 + rest2 * (grad * grad)
+    tl.store(average + at, first, there)
+    tl.store(square + at, second, there)
+    if AMSGRAD:
+        second = tl.maximum(tl.load(largest + at, there), second)
+        tl.store(largest + at, second, there)
+    width = tl.div_rn(tl.sqrt_rn(second), root) + eps
+    _keep(values - size * tl.div_rn(first, width), master, remainder, at, there, SPLIT)
+
+
+@triton.jit
+def sgd(
+    master,
+    remainder,
+    gradient,
+    buffer,
+    factor,
+    found,
+    scalars,
+    numel,
+    rate,
+    decay,
+    momentum,
+    undamped,
+    SPLIT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FOUND: tl.constexpr,
+    DEVICE: tl.constexpr,
+    DECAY: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    FIRST: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """SGD; `undamped`: 1 - dampening. FIRST: there is no momentum yet. DEVICE: `rate` is the first of `scalars`."""
+    at, there = _there(numel, found, FOUND, SIZE)
+    if DEVICE:
+        rate = tl.load(scalars)
+    values = _master(master, remainder, at, there, SPLIT)
+    grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
+    if DECAY:
+        grad = grad + decay * values
+    if MOMENTUM:
+        moved = grad if FIRST else tl.load(buffer + at, there) * momentum + undamped * grad
+        tl.store(buffer + at, moved, there)
+        grad = grad + momentum * moved if NESTEROV else moved
+    _keep(values - rate * grad, master, remainder, at, there, SPLIT)
+
+
+@triton.jit
+def adagrad(
+    master,
+    remainder,
+    gradient,
+    total,
+    factor,
+    numel,
+    rate,
+    decay,
+    eps,
+    SPLIT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    DECAY: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Adagrad; `rate`: with the decay of the rate in it."""
+    at, there = _there(numel, factor, False, SIZE)
+    values = _master(master, remainder, at, there, SPLIT)
+    grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
+    if DECAY:
+        grad = grad + decay * values
+    added = tl.load(total + at, there) + grad * grad
+    tl.store(total + at, added, there)
+    _keep(values - rate * tl.div_rn(grad, tl.sqrt_rn(added) + eps), master, remainder, at, there, SPLIT)

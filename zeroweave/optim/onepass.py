@@ -1,0 +1,382 @@
+"""Updates in one pass: a kernel reads gradient, master and moments of a range of a shard, and writes the latter.
+
+It is for optimizers of torch whose rule is known here, on GPUs. They keep their states, options and step counters, as
+if they had made the step. A range is what lies side by side in a shard of one group of parameters, at one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import groupby
+from types import ModuleType
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from zeroweave._torch.foreach import foreach_increase_
+from zeroweave._torch.storages import storage_key
+from zeroweave.optim.fragments import Fragments
+from zeroweave.optim.rates import Rates
+from zeroweave.optim.scaler import Scaled
+from zeroweave.runtime.bucket import Bucket
+
+State = dict[str, Any]
+
+
+class Masters(NamedTuple):
+    """Where a kernel finds the masters of a bucket [numel / world]."""
+
+    master: torch.Tensor
+    """float32, or the bfloat16 of split ones"""
+    remainder: torch.Tensor | None = None
+
+    def of(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """A range of both, and whether they are split."""
+        part = self.master[start:stop]
+        return part, part if self.remainder is None else self.remainder[start:stop], self.remainder is not None
+
+
+class Launch(NamedTuple):
+    """What all rules hand to their kernels for one range."""
+
+    masters: tuple[torch.Tensor, torch.Tensor, bool]
+    gradient: Scaled
+    found: torch.Tensor | None
+    """1 where nothing is to be written; float32 on the device, 0-dim"""
+
+    def flags(self) -> dict[str, Any]:
+        factor = self.gradient.factor
+        kind = 0 if factor is None else 1 if isinstance(factor, float) else 2
+        return {"SPLIT": self.masters[2], "FACTOR": kind, "FOUND": self.found is not None}
+
+    def pointers(self) -> tuple[Any, ...]:
+        """`factor` and `found`, or what stands in for them."""
+        factor, values = self.gradient.factor, self.gradient.values
+        return values if factor is None else factor, values if self.found is None else self.found
+
+
+class Rule(Protocol):
+    """How one class of optimizers updates."""
+
+    counts: bool
+    """has it step counters?"""
+
+    def fits(self, group: Mapping[str, Any]) -> bool:
+        """Can the kernel do what the options of a group ask for?"""
+
+    def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """The keys of what it keeps of each element, in the order of torch."""
+
+    def launch(
+        self,
+        kernels: ModuleType,
+        launch: Launch,
+        moments: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        step: int,
+        scalars: torch.Tensor | None,
+        first: bool,
+    ) -> None:
+        """Issues the update. `first`: moments were just made. `scalars`: see the function of that name; else `step`."""
+
+    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+        """What depends on the learning rate and the step, float32 on the device, where the rate is there."""
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class AdamRule:
+    """Adam and AdamW."""
+
+    counts = True
+
+    def __init__(self, decoupled: bool) -> None:
+        self._decoupled = decoupled
+
+    def _coupled(self, group: Mapping[str, Any]) -> bool:
+        return not (self._decoupled or group.get("decoupled_weight_decay", False))
+
+    def fits(self, group: Mapping[str, Any]) -> bool:
+        numbers = all(map(_number, (*group["betas"], group["eps"], group["weight_decay"])))
+        return numbers and group["eps"] > 0 and not group["differentiable"]
+
+    def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+        (beta1, beta2), rate = group["betas"], rate.double().reshape(())
+        step = step.double() if isinstance(step, torch.Tensor) else torch.full_like(rate, step)
+        keep = 1 - rate * group["weight_decay"]
+        return torch.stack([keep, rate / (1 - beta1**step), (1 - beta2**step).sqrt()]).float()
+
+    def launch(
+        self,
+        kernels: ModuleType,
+        launch: Launch,
+        moments: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        step: int,
+        scalars: torch.Tensor | None,
+        first: bool,
+    ) -> None:
+        (master, remainder, _), gradient = launch.masters, launch.gradient.values
+        beta1, beta2 = group["betas"]
+        numbers = (0.0, 0.0, 0.0)
+        if scalars is None:
+            rate = float(group["lr"])
+            numbers = (
+                1 - rate * group["weight_decay"],
+                rate / (1 - beta1**step),
+                math.sqrt(1 - beta2**step),
+            )
+        largest = moments[2] if group["amsgrad"] else moments[1]
+        kernels.adam[kernels.programs(gradient.numel())](
+            master, remainder, gradient, moments[0], moments[1], largest, *launch.pointers(),
+            gradient if scalars is None else scalars, gradient.numel(), *numbers, float(group["weight_decay"]),
+            1 - beta1, beta2, 1 - beta2, group["eps"],
+            DEVICE=scalars is not None, COUPLED=self._coupled(group) and group["weight_decay"] != 0,
+            AMSGRAD=group["amsgrad"], MAXIMIZE=group["maximize"], SIZE=kernels.BLOCK, enable_fp_fusion=False,
+            **launch.flags(),
+        )  # fmt: skip
+
+
+class SGDRule:
+    """SGD, with momentum or without."""
+
+    counts = False
+
+    def fits(self, group: Mapping[str, Any]) -> bool:
+        numbers = all(map(_number, (group["momentum"], group["dampening"], group["weight_decay"])))
+        return numbers and not group["differentiable"]
+
+    def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+        return rate.float()
+
+    def launch(
+        self,
+        kernels: ModuleType,
+        launch: Launch,
+        moments: Sequence[torch.Tensor],
+        group: Mapping[str, Any],
+        step: int,
+        scalars: torch.Tensor | None,
+        first: bool,
+    ) -> None:
+        (master, remainder, _), gradient = launch.masters, launch.gradient.values
+        kernels.sgd[kernels.programs(gradient.numel())](
+            master, remainder, gradient, moments[0] if moments else gradient, *launch.pointers(),
+            gradient if scalars is None else scalars, gradient.numel(),
+            float(group["lr"]) if scalars is None else 0.0, float(group["weight_decay"]), float(group["momentum"]),
+            1.0 - group["dampening"], DEVICE=scalars is not None, DECAY=group["weight_decay"] != 0,
+            MOMENTUM=bool(moments), FIRST=first, NESTEROV=group["nesterov"], MAXIMIZE=group["maximize"],
+            SIZE=kernels.BLOCK, enable_fp_fusion=False, **launch.flags(),
+        )  # fmt: skip
+
+
+RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {
+    torch.optim.Adam: AdamRule(decoupled=False),
+    torch.optim.AdamW: AdamRule(decoupled=True),
+    torch.optim.SGD: SGDRule(),
+}
+
+
+class _Slot(NamedTuple):
+    slot: int
+    start: int
+    stop: int
+    group: int
+    fragment: nn.Parameter
+
+
+class Range(NamedTuple):
+    """Slots of one group side by side in a shard, and the tensors of their states."""
+
+    slots: tuple[_Slot, ...]
+    moments: tuple[torch.Tensor, ...]
+    """by key, of the whole range"""
+    held: tuple[tuple[State, str, torch.Tensor], ...]
+    """what the states had when this was made"""
+    steps: tuple[torch.Tensor, ...]
+    step: int
+    """how many it has behind it"""
+    first: bool
+
+    @property
+    def group(self) -> int:
+        return self.slots[0].group
+
+    @property
+    def start(self) -> int:
+        return self.slots[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.slots[-1].stop
+
+    def holds(self) -> bool:
+        """Have the states still those tensors?"""
+        return all(state.get(key) is tensor for state, key, tensor in self.held)
+
+
+class OnePass:
+    """The updates of one optimizer by kernels. `groups`: (bucket id, slot) -> index of its group of parameters."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Mapping[int, Bucket],
+        fragments: Mapping[int, Fragments],
+        groups: Mapping[tuple[int, int], int],
+        kernels: ModuleType,
+        rates: Rates | None,
+    ) -> None:
+        self._optimizer, self._buckets, self._fragments = optimizer, buckets, fragments
+        self._kernels, self._rates = kernels, rates
+        like = torch.empty(()) if rates is None else rates.of(0)
+        self._one, self._zero = torch.ones_like(like), torch.zeros_like(like)
+        self._rule = RULES.get(type(optimizer))
+        self._slots = {
+            bucket: [
+                _Slot(slot, place.start, place.start + place.numel, groups[bucket, slot], fragment)
+                for slot, fragment in enumerate(fragments[bucket].parameters)
+                if (bucket, slot) in groups and (place := each.layout.fragment(slot, each.rank)).numel
+            ]
+            for bucket, each in buckets.items()
+        }
+        self._known: dict[int, tuple[frozenset[int], list[Range]]] = {}
+        self._behind: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
+        """of those that were released: (bucket id, slot) -> its step counter, and the number there"""
+        self.uneven: set[int] = set()
+        """where a graph may hold updates, and slots of the bucket may be at different steps"""
+
+    def takes(self, bucket: int, gradient: Scaled, absent: Set[int]) -> bool:
+        """Whether the bucket can be updated here, as its options are now. Else the optimizer steps itself."""
+        if self._rule is None or self._buckets[bucket].shard.dtype != torch.float32:
+            return False
+        if self._rates is not None and any(slot.slot in absent for slot in self._slots[bucket]):
+            self.uneven.add(bucket)
+        groups = self._optimizer.param_groups
+        fits = all(self._rule.fits(group) for group in groups)
+        return fits and bucket not in self.uneven
+
+    @torch.no_grad()
+    def update(self, bucket: int, masters: Masters, gradient: Scaled, absent: Set[int]) -> None:
+        """Updates the masters and states of a bucket but for the slots in `absent`."""
+        assert self._rule is not None
+        groups = self._optimizer.param_groups
+        gradient, found = self._on_device(gradient)
+        ranges = self._ranges(bucket, frozenset(absent))
+        for index, each in enumerate(ranges):
+            group = groups[each.group]
+            if each.steps:
+                foreach_increase_(each.steps, 1.0 if found is None else 1.0 - found)
+            scalars, rate = None, group["lr"] if self._rates is None else self._rates.of(each.group)
+            if isinstance(rate, torch.Tensor) and rate.device == gradient.values.device:
+                there = bool(each.steps) and each.steps[0].device == rate.device
+                scalars = self._rule.scalars(group, rate, each.steps[0] if there else each.step + 1)
+            part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
+            launch = Launch(masters.of(each.start, each.stop), part, found)
+            step = each.step + 1
+            self._rule.launch(self._kernels, launch, each.moments, group, step, scalars, each.first)
+            ranges[index] = each._replace(step=step, first=False)
+
+    def _on_device(self, gradient: Scaled) -> tuple[Scaled, torch.Tensor | None]:
+        """What the kernel reads beside gradients: factor and skip flag, on the device where a graph may hold updates.
+
+        So an update in a graph and an ordinary one are the same kernel, and none is first compiled in a capture.
+        """
+        if self._rates is None:
+            return gradient, None
+        factor, found = gradient.factor, self._rates.found
+        if factor is None:
+            factor = self._one
+        elif not isinstance(factor, torch.Tensor):
+            factor = torch.full_like(self._one, factor)
+        return gradient._replace(factor=factor), self._zero if found is None else found
+
+    def release(self, bucket: int) -> None:
+        """The tensors of the states go elsewhere, and none is kept here."""
+        _, known = self._known.pop(bucket, (None, []))
+        for each in known:
+            for slot, counter in zip(each.slots, each.steps, strict=False):
+                self._behind[bucket, slot.slot] = counter, each.step
+
+    def forget(self) -> None:
+        """Others than steps have written into the states."""
+        self._known.clear()
+        self._behind.clear()
+
+    def _ranges(self, bucket: int, absent: frozenset[int]) -> list[Range]:
+        before, known = self._known.get(bucket, (None, []))
+        if before != absent or not all(each.holds() for each in known):
+            known = list(self._cut(bucket, absent))
+            self._known[bucket] = absent, known
+        return known
+
+    def _cut(self, bucket: int, absent: Set[int]) -> Iterator[Range]:
+        """The ranges of a bucket, with states for those that had none."""
+        assert self._rule is not None
+        kinds = []
+        for slot in self._slots[bucket]:
+            group, state = self._optimizer.param_groups[slot.group], self._optimizer.state[slot.fragment]
+            keys = self._rule.moments(group)
+            first = any(state.get(key) is None for key in keys)
+            if self._rule.counts and "step" not in state:
+                state["step"] = torch.zeros((), device=slot.fragment.device if _on_device(group) else "cpu")
+            step = self._step(bucket, slot, state) if self._rule.counts else 0
+            kinds.append((slot, None if slot.slot in absent else (slot.group, step, first)))
+        for kind, together in groupby(kinds, key=lambda each: each[1]):
+            slots = [slot for slot, _ in together]
+            if kind is not None:
+                yield self._range(bucket, slots, kind[1], kind[2])
+
+    def _step(self, bucket: int, slot: _Slot, state: State) -> int:
+        """How many steps a slot has behind it. Waits for the device where only that knows."""
+        counter, step = self._behind.get((bucket, slot.slot), (None, 0))
+        return step if counter is state["step"] else int(state["step"])
+
+    def _range(self, bucket: int, slots: Sequence[_Slot], step: int, first: bool) -> Range:
+        assert self._rule is not None
+        group = self._optimizer.param_groups[slots[0].group]
+        states = tuple(self._optimizer.state[slot.fragment] for slot in slots)
+        moments = tuple(_side_by_side(slots, states, key) for key in self._rule.moments(group))
+        keys = (*self._rule.moments(group), *(("step",) if self._rule.counts else ()))
+        held = tuple((state, key, state[key]) for state in states for key in keys)
+        steps = tuple(state["step"] for state in states) if self._rule.counts else ()
+        return Range(tuple(slots), moments, held, steps, step, first)
+
+
+def _on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _side_by_side(slots: Sequence[_Slot], states: Sequence[State], key: str) -> torch.Tensor:
+    """One tensor of which the states' are views, each at its slot's place. It is made where there is none yet."""
+    base, tensors = slots[0].start, [state.get(key) for state in states]
+    numel = slots[-1].stop - base
+    first = tensors[0]
+    if first is not None:
+        there = first.untyped_storage().nbytes() // first.itemsize - first.storage_offset()
+        alike = all(
+            t is not None
+            and t.dtype == torch.float32
+            and storage_key(t) == storage_key(first)
+            and t.storage_offset() - first.storage_offset() == slot.start - base
+            for slot, t in zip(slots, tensors, strict=True)
+        )
+        if alike and there >= numel:
+            return first.as_strided((numel,), (1,))
+    whole = torch.zeros(numel, device=slots[0].fragment.device)
+    for slot, state, tensor in zip(slots, states, tensors, strict=True):
+        view = whole[slot.start - base : slot.stop - base]
+        if tensor is not None:
+            view.copy_(tensor)
+        state[key] = view
+    return whole
