@@ -1,8 +1,8 @@
 """One pass over a range of a shard: gradient, master and moments in; master and moments out.
 
 The arithmetic is float32, in the order of `torch.optim`'s implementations for lists of tensors, each result within a
-unit of the last place of theirs. What a step has of one value each is computed on the host in double precision, and
-handed in, or by the kernel in double precision where the learning rate and the step counter live on the device.
+unit of the last place of theirs. What a step has of one value each is computed in double precision: on the host, and
+handed in, or on the device where the learning rate lives there, and read there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from zeroweave._triton.masters import BLOCK, bits_of, joined, programs, shard_of
 
-__all__ = ["BLOCK", "adagrad", "adam", "programs", "sgd"]
+__all__ = ["BLOCK", "adam", "programs", "sgd"]
 
 
 @triton.jit
@@ -147,31 +147,3 @@ def sgd(
         tl.store(buffer + at, moved, there)
         grad = grad + momentum * moved if NESTEROV else moved
     _keep(values - rate * grad, master, remainder, at, there, SPLIT)
-
-
-@triton.jit
-def adagrad(
-    master,
-    remainder,
-    gradient,
-    total,
-    factor,
-    numel,
-    rate,
-    decay,
-    eps,
-    SPLIT: tl.constexpr,
-    FACTOR: tl.constexpr,
-    DECAY: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """Adagrad; `rate`: with the decay of the rate in it."""
-    at, there = _there(numel, factor, False, SIZE)
-    values = _master(master, remainder, at, there, SPLIT)
-    grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
-    if DECAY:
-        grad = grad + decay * values
-    added = tl.load(total + at, there) + grad * grad
-    tl.store(total + at, added, there)
-    _keep(values - rate * tl.div_rn(grad, tl.sqrt_rn(added) + eps), master, remainder, at, there, SPLIT)
