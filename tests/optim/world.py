@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import nn
 
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
+from zeroweave.optim.onepass import Kernels
 from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.states import describe, take
 from zeroweave.optim.step import ShardedOptimizer
@@ -76,7 +76,7 @@ class Rank:
         world: int,
         dtype: torch.dtype,
         offload: str = "",
-        kernels: ModuleType | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = make(self.model)
@@ -111,7 +111,7 @@ class World:
         world: int,
         dtype: torch.dtype = torch.float32,
         offload: str = "",
-        kernels: ModuleType | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         """`offload`: "" for none, "optimizer", or "params", which is both. `kernels`: masters are split with them."""
         self.ranks = [Rank(model, make, rank, world, dtype, offload, kernels) for rank in range(world)]

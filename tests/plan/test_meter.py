@@ -7,6 +7,7 @@ import torch
 
 from zeroweave._torch.fake import without_memory
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
+from zeroweave.plan.kernels import PlannedKernels
 from zeroweave.plan.meter import Lane, Meter, Passed, PlannedClock
 
 HARDWARE = Hardware(GPUS["h200"], Efficiency())
@@ -62,3 +63,16 @@ def test_each_lane_has_its_own_time() -> None:
     assert clock.now == 1.0 and not end.query()
     clock.lane.wait_event(end)
     assert clock.now == 5.0 and end.query()
+
+
+def test_an_update_takes_what_its_kernel_reads_and_writes() -> None:
+    clock, numel = PlannedClock(), 10**6
+    kernels = PlannedKernels(clock, HARDWARE)
+    master, gradient = (torch.empty(numel, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    remainder = torch.empty(numel, dtype=torch.int16, device="meta")
+    first, second = (torch.empty(numel, device="meta") for _ in range(2))
+    here = master, remainder, gradient, first, second, second, gradient, gradient, gradient, numel, 0.9
+    kernels.adam[kernels.programs(numel)](*here, SPLIT=True)
+    assert clock.now == HARDWARE.compute(0, 26 * numel, 2)
+    kernels.sgd[kernels.programs(numel)](first, first, gradient, gradient, gradient, gradient, gradient, numel)
+    assert clock.now == HARDWARE.compute(0, 26 * numel, 2) + HARDWARE.compute(0, 10 * numel, 2)

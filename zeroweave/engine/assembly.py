@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,7 @@ from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.check import in_no_group
 from zeroweave.optim.matrices import Whole
+from zeroweave.optim.onepass import Kernels
 from zeroweave.optim.rates import Rates, why_not_captured
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts
@@ -296,7 +297,7 @@ def _assemble(
         graphed = settings.compile.cuda_graphs and captures_on(device) and not asked.whole
         rates = Rates(optimizer, device) if graphed and why_not_captured(optimizer, looks) is None else None
         whole = Whole(asked.whole, transport, control) if asked.whole else None
-        fast = kernels("rules", device.type)
+        fast = cast(Kernels | None, kernels("rules", device.type))
         sharded = ShardedOptimizer(
             optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, whole, fast
         )

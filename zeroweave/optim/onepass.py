@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import groupby
-from types import ModuleType
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
@@ -57,6 +56,16 @@ class Launch(NamedTuple):
         return values if factor is None else factor, values if self.found is None else self.found
 
 
+class Kernels(Protocol):
+    """What `_triton.rules` has, or what stands in for it."""
+
+    BLOCK: int
+    adam: Any
+    sgd: Any
+
+    def programs(self, numel: int) -> tuple[int]: ...
+
+
 class Rule(Protocol):
     """How one class of optimizers updates."""
 
@@ -71,7 +80,7 @@ class Rule(Protocol):
 
     def launch(
         self,
-        kernels: ModuleType,
+        kernels: Kernels,
         launch: Launch,
         moments: Sequence[torch.Tensor],
         group: Mapping[str, Any],
@@ -115,7 +124,7 @@ class AdamRule:
 
     def launch(
         self,
-        kernels: ModuleType,
+        kernels: Kernels,
         launch: Launch,
         moments: Sequence[torch.Tensor],
         group: Mapping[str, Any],
@@ -161,7 +170,7 @@ class SGDRule:
 
     def launch(
         self,
-        kernels: ModuleType,
+        kernels: Kernels,
         launch: Launch,
         moments: Sequence[torch.Tensor],
         group: Mapping[str, Any],
@@ -234,7 +243,7 @@ class OnePass:
         buckets: Mapping[int, Bucket],
         fragments: Mapping[int, Fragments],
         groups: Mapping[tuple[int, int], int],
-        kernels: ModuleType,
+        kernels: Kernels,
         rates: Rates | None,
     ) -> None:
         self._optimizer, self._buckets, self._fragments = optimizer, buckets, fragments
@@ -328,17 +337,18 @@ class OnePass:
             group, state = self._optimizer.param_groups[slot.group], self._optimizer.state[slot.fragment]
             keys = self._rule.moments(group)
             first = any(state.get(key) is None for key in keys)
-            if self._rule.counts and "step" not in state:
-                state["step"] = torch.zeros((), device=slot.fragment.device if _on_device(group) else "cpu")
-            step = self._step(bucket, slot, state) if self._rule.counts else 0
+            step = self._step(bucket, slot, group, state) if self._rule.counts else 0
             kinds.append((slot, None if slot.slot in absent else (slot.group, step, first)))
         for kind, together in groupby(kinds, key=lambda each: each[1]):
             slots = [slot for slot, _ in together]
             if kind is not None:
                 yield self._range(bucket, slots, kind[1], kind[2])
 
-    def _step(self, bucket: int, slot: _Slot, state: State) -> int:
+    def _step(self, bucket: int, slot: _Slot, group: Mapping[str, Any], state: State) -> int:
         """How many steps a slot has behind it. Waits for the device where only that knows."""
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=slot.fragment.device if _on_device(group) else "cpu")
+            return 0
         counter, step = self._behind.get((bucket, slot.slot), (None, 0))
         return step if counter is state["step"] else int(state["step"])
 

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -23,7 +22,7 @@ from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.matrices import Matrices, Whole
-from zeroweave.optim.onepass import Masters, OnePass
+from zeroweave.optim.onepass import Kernels, Masters, OnePass
 from zeroweave.optim.rates import Rates
 from zeroweave.optim.room import Room
 from zeroweave.optim.scaler import Scaled
@@ -60,7 +59,7 @@ class ShardedOptimizer:
         moments_off: bool = False,
         rates: Rates | None = None,
         whole: Whole | None = None,
-        kernels: ModuleType | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.optimizer, self.rates, self._device = optimizer, rates, transfers.device
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]

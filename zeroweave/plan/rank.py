@@ -34,6 +34,7 @@ from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.places import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.plan.hardware import Hardware
+from zeroweave.plan.kernels import PlannedKernels
 from zeroweave.plan.meter import Meter, PlannedClock
 from zeroweave.plan.transport import PlannedCopies, PlannedTransport
 from zeroweave.plan.work import Program
@@ -183,8 +184,9 @@ class PlannedRank:
             del named
             at = rest(model, StubStatus(), lambda name, _: runtime.buckets[place[name][0]].real[place[name][1]])
             buckets = list(runtime.buckets.values())
+            fast = PlannedKernels(clock, hardware)
             self._optimizer = ShardedOptimizer(
-                made, buckets, slot_of, runtime.transfers, States(), moments_off, rates=None
+                made, buckets, slot_of, runtime.transfers, States(), moments_off, rates=None, kernels=fast
             )
             self._scaler = Scaler(runtime.gradients, None, False, wire, cpu)
             self._facts = facts_of(config, layouts, policy, self._optimizer)
