@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
-from zeroweave.optim.onepass import Kernels
+from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.states import describe, take
 from zeroweave.optim.step import ShardedOptimizer

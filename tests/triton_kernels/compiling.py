@@ -22,6 +22,10 @@ SGD = {
     "found": "*fp32", "scalars": "*fp32", "numel": "i32",
     **dict.fromkeys(("rate", "decay", "momentum", "undamped"), "fp32"),
 }  # fmt: skip
+ADAGRAD = {
+    "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "total": "*fp32", "factor": "*fp32",
+    "found": "*fp32", "scalars": "*fp32", "numel": "i32", **dict.fromkeys(("rate", "decay", "eps"), "fp32"),
+}  # fmt: skip
 CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
     "adam, split, in a graph": (
         "rules", "adam", ADAM,
@@ -35,6 +39,10 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         "rules", "sgd", SGD,
         {"SPLIT": True, "FACTOR": 0, "FOUND": False, "DEVICE": False, "DECAY": True, "MOMENTUM": True,
          "FIRST": False, "NESTEROV": True},
+    ),
+    "adagrad": (
+        "rules", "adagrad", ADAGRAD,
+        {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True, "DECAY": True},
     ),
     "cast": ("masters", "_cast", {"target": "*bf16", "values": "*fp32", "numel": "i32"}, {}),
     "split": ("masters", "_split", {"masters": "*fp32", "shard": "*bf16", "remainder": "*i16", "numel": "i32"}, {}),

@@ -10,6 +10,7 @@ import torch
 from tests.optim.test_state_offload import KINDS, STEPS, states
 from tests.optim.world import World, build_net, random_gradients
 from tests.triton_kernels.kernels import HERE, rules
+from zeroweave.errors import ParameterError
 
 pytestmark = pytest.mark.skipif(HERE.type != "cpu", reason="worlds without processes live on the CPU")
 WITHOUT = ({"tiny"}, {"tiny"}, {"layers.1.weight", "scalar"})
@@ -74,3 +75,12 @@ def test_steps_that_others_have_written_count() -> None:
 
 def test_nothing_of_the_device_is_kept_of_what_lives_in_host_memory() -> None:
     assert not passes(trained("adamw", "optimizer", torch.bfloat16, True))
+
+
+def test_a_state_that_should_be_there_from_the_start_is_missed() -> None:
+    world = World(build_net(), KINDS["state from the start"], 1, torch.bfloat16, "", rules)
+    for state in world.ranks[0].optimizer.state.values():
+        state.pop("sum")
+    for _ in range(2):
+        with pytest.raises(ParameterError, match="lacks sum"):
+            world.step(random_gradients(world.ranks[0].model, 0))

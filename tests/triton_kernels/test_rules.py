@@ -56,6 +56,15 @@ def sgd(momentum: float, nesterov: bool, dampening: float) -> Kernel:
     return update
 
 
+def adagrad(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
+    rules.adagrad[masters.programs(NUMEL)](
+        master, rest, gradient, state["sum"], factor(), factor(), factor(), NUMEL,
+        RATE / (1 + (step - 1) * 0.1), DECAY, 1e-10,
+        SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=False, DECAY=True, MAXIMIZE=False,
+        SIZE=masters.BLOCK,
+    )  # fmt: skip
+
+
 CASES: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Kernel]] = {
     "adamw": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY), adam(False, False, False)),
     "adamw, scalars on the device": (
@@ -73,6 +82,7 @@ CASES: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Ke
         lambda p: torch.optim.SGD(p, RATE, weight_decay=DECAY, momentum=0.9, nesterov=True),
         sgd(0.9, True, 0.0),
     ),
+    "adagrad": (lambda p: torch.optim.Adagrad(p, RATE, lr_decay=0.1, weight_decay=DECAY), adagrad),
 }
 
 

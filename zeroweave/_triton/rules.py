@@ -12,7 +12,7 @@ import triton.language as tl
 
 from zeroweave._triton.masters import BLOCK, bits_of, joined, programs, shard_of
 
-__all__ = ["BLOCK", "adam", "programs", "sgd"]
+__all__ = ["BLOCK", "adagrad", "adam", "programs", "sgd"]
 
 
 @triton.jit
@@ -147,3 +147,37 @@ def sgd(
         tl.store(buffer + at, moved, there)
         grad = grad + momentum * moved if NESTEROV else moved
     _keep(values - rate * grad, master, remainder, at, there, SPLIT)
+
+
+@triton.jit
+def adagrad(
+    master,
+    remainder,
+    gradient,
+    total,
+    factor,
+    found,
+    scalars,
+    numel,
+    rate,
+    decay,
+    eps,
+    SPLIT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FOUND: tl.constexpr,
+    DEVICE: tl.constexpr,
+    DECAY: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Adagrad; `rate`: as it has fallen. DEVICE: it is the first of `scalars`."""
+    at, there = _there(numel, found, FOUND, SIZE)
+    if DEVICE:
+        rate = tl.load(scalars)
+    values = _master(master, remainder, at, there, SPLIT)
+    grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
+    if DECAY:
+        grad = grad + decay * values
+    added = tl.load(total + at, there) + grad * grad
+    tl.store(total + at, added, there)
+    _keep(values - rate * tl.div_rn(grad, tl.sqrt_rn(added) + eps), master, remainder, at, there, SPLIT)

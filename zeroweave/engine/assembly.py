@@ -58,8 +58,8 @@ from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.check import in_no_group
 from zeroweave.optim.matrices import Whole
-from zeroweave.optim.onepass import Kernels
 from zeroweave.optim.rates import Rates, why_not_captured
+from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts
 from zeroweave.optim.states import States, agree, take

@@ -22,9 +22,10 @@ from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.matrices import Matrices, Whole
-from zeroweave.optim.onepass import Kernels, Masters, OnePass
+from zeroweave.optim.onepass import OnePass
 from zeroweave.optim.rates import Rates
 from zeroweave.optim.room import Room
+from zeroweave.optim.rules import Kernels, Masters
 from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.several import WHOLE_MATRIX, members_of
 from zeroweave.optim.state_offload import StateOffload
