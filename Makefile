@@ -20,6 +20,8 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Several ranks share the cores: more threads each would only get in each other's way.
 test matrix test-oldest: export OMP_NUM_THREADS := 1
+# Of the many processes of a run each would compile what it imports, where bytecode is not kept.
+test matrix test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test matrix test-oldest gpu lint format site clean
 
