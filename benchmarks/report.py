@@ -41,6 +41,8 @@ class Row:
     peak_gib: float
     steady_gib: float
     peak_reserved_gib: float
+    reserved: float
+    """in the steps behind the warm-up, against what tensors took at most"""
     peak_setup_gib: float
     device_gib: float
     setup_s: float
@@ -73,6 +75,7 @@ def row(spec: Spec, records: Sequence[Record]) -> Row:
         peak_gib=max(r.peak_gib for r in records),
         steady_gib=max(r.steady_gib for r in records),
         peak_reserved_gib=max(r.peak_reserved_gib for r in records),
+        reserved=max(r.reserved_gib / r.steady_gib if r.steady_gib else 0.0 for r in records),
         peak_setup_gib=max(r.peak_setup_gib for r in records),
         device_gib=max(r.device_gib for r in records),
         setup_s=max(r.setup_s for r in records),
@@ -110,6 +113,7 @@ COLUMNS = (
     "steady GiB",
     "× peer",
     "reserved GiB",
+    "÷ steady",
     "GPU GiB",
     "× peer",
     "first step s",
@@ -143,6 +147,7 @@ def cells(rows: Sequence[Row]) -> list[list[str]]:
             f"{r.steady_gib:.2f}",
             ratio(r, "steady_gib"),
             f"{r.peak_reserved_gib:.2f}",
+            f"{r.reserved:.3f}",
             f"{r.device_gib:.2f}",
             ratio(r, "device_gib"),
             f"{r.first_step_s:.1f}",

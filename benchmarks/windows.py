@@ -164,7 +164,7 @@ def start(spec: Spec, device: torch.device) -> Any:
             # as DeepSpeed keeps them: a window of stages 1 and 2 then begins with the parameters at hand in both
             "gather_after_step": spec.stage < 3 and not spec.graphs,
             "precision": {"params": "bfloat16", "accumulate": spec.accumulate},
-            "compile": compiled | {"cuda_graphs": spec.graphs},
+            "compile": compiled | {"cuda_graphs": spec.graphs, "memory_budget": "none"},
         },
     )
 

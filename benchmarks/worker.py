@@ -62,8 +62,8 @@ class Record:
 
     The peaks are those of all steps but the first, captures of CUDA graphs and what is done once for them included.
     `steady_gib` is that of the steps behind the warm-up, and with it what graphs hold: replays allocate nothing, so
-    that counts as used all the time. `peak_setup_gib` is that of the set-up and the first step, `device_gib` the most
-    of the GPU that was in use after a step.
+    that counts as used all the time. `reserved_gib` is what the allocator had in these. `peak_setup_gib` is that of the
+    set-up and the first step, `device_gib` the most of the GPU that was in use after a step.
     """
 
     impl: str
@@ -78,6 +78,7 @@ class Record:
     peak_gib: float
     steady_gib: float
     peak_reserved_gib: float
+    reserved_gib: float
     peak_setup_gib: float
     device_gib: float
     losses: list[float]
@@ -169,6 +170,7 @@ def measure(spec: Spec, device: torch.device) -> Record:
         peak_gib=max(allocated for allocated, _ in later),
         steady_gib=later[-1][0] + trainer.graphs() / GIB,
         peak_reserved_gib=max(reserved for _, reserved in later),
+        reserved_gib=later[-1][1],
         peak_setup_gib=setup_peak[0],
         device_gib=used,
         losses=losses,

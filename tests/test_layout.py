@@ -167,6 +167,16 @@ def test_a_block_above_the_cap_becomes_several_buckets() -> None:
     }
 
 
+def test_more_ranks_move_parameters_only_where_a_cap_closes_buckets() -> None:
+    """Noise and blocks of codes go by places in the flat: see `optim.codes`."""
+    specs = [spec(name, 64, dtype="bfloat16") for name in "abc"]
+    layouts = {(world, cap): build_layout(specs, world, cap) for world in (1, 4) for cap in (256, LARGE)}
+    places = {key: [(b.id, slot.name, slot.offset) for b in made for slot in b.slots] for key, made in layouts.items()}
+    assert places[1, LARGE] == places[4, LARGE] == [(0, "a", 0), (0, "b", 64), (0, "c", 128)]
+    assert places[1, 256] == [(0, "a", 0), (0, "b", 64), (1, "c", 0)]
+    assert places[4, 256] == [(0, "a", 0), (1, "b", 0), (2, "c", 0)]
+
+
 def test_a_run_above_the_cap_takes_each_name_from_its_first_parameter() -> None:
     specs = [spec(f"net.{i}.weight", 64) for i in range(5)] + [spec("net.4.bias", 64)]
     assert contents(build_layout(specs, world=2, max_bytes=512)) == {

@@ -33,7 +33,8 @@ def program(document: Path) -> str:
     """All of its snippets."""
     code = "\n".join(snippets(document, "python"))
     # Lowering to Inductor is tested elsewhere and takes long.
-    return code.replace('config={"stage": 3})', 'config={"stage": 3, "compile": {"lower": "aot_eager"}})')
+    code = code.replace('config={"stage": 3})', 'config={"stage": 3, "compile": {"lower": "aot_eager"}})')
+    return code.replace("normal_(std=0.02))", 'normal_(std=0.02), config={"compile": {"lower": "aot_eager"}})')
 
 
 @pytest.mark.parametrize("document", WITH_CODE, ids=named)

@@ -281,7 +281,11 @@ def _alike(specs: Iterable[ParameterSpec], key: Callable[[ParameterSpec], object
 
 
 def _split_by_size(alike: Sequence[ParameterSpec], world: int, max_bytes: int) -> list[list[ParameterSpec]]:
-    """Fill greedily in order: a bucket is closed when the next parameter would lift its flat over the cap."""
+    """Fill greedily in order: a bucket is closed when the next parameter would lift its flat over the cap.
+
+    The padding counts, of which more ranks need more: they may close it earlier. Then parameters have other places in
+    their flats. Buckets that no cap closes have the same members at the same offsets on any number of ranks.
+    """
     parts: list[list[ParameterSpec]] = []
     filled = 0
     for spec in alike:

@@ -13,7 +13,10 @@ from benchmarks.models import Shape
 from benchmarks.peers.common import Options, Trainer, adamw, mean
 from benchmarks.peers.subject import Subject
 
-BUILT_IN: Mapping[str, Mapping[str, Any]] = {"graphs": {"compile": {"cuda_graphs": True}}}
+BUILT_IN: Mapping[str, Mapping[str, Any]] = {
+    "graphs": {"compile": {"cuda_graphs": True}},
+    "keeps": {"compile": {"memory_budget": "auto"}},
+}
 """The variants that need no words on the command line."""
 
 
@@ -29,6 +32,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def configuration(stage: int, variants: Sequence[str], options: Options) -> dict[str, Any]:
     """The config of one setting: zeroweave's own for this comparison, the command line's, then each variant's."""
     lowering: dict[str, Any] = {"enabled": False} if options.lower == "none" else {"lower": options.lower}
+    lowering["memory_budget"] = "none"  # memory is compared with that of peers, which fill none that is free
     config: dict[str, Any] = {
         "stage": stage,
         "gradient_accumulation_steps": options.gas,

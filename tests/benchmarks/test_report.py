@@ -26,6 +26,7 @@ def record(impl: str, rank: int, step: float, peak: float = 10.0, first: float =
         peak_gib=peak + 1.0,
         steady_gib=peak,
         peak_reserved_gib=peak,
+        reserved_gib=1.05 * peak,
         peak_setup_gib=peak,
         device_gib=peak,
         losses=[loss, loss],

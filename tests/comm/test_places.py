@@ -124,3 +124,21 @@ def test_everybody_can_be_asked_to_leave() -> None:
     places.vacate()
     flat.reshard()
     assert not flat.resident
+
+
+def test_places_that_are_too_many_go_with_whoever_lies_there() -> None:
+    make, gauge = Maker(), Gauge()
+    places = Places(make, gauge)
+    first, second, third = places.fit((256, 256, 256))
+    assert first is not None and second is not None and third is not None
+    one, other = flats(2, Gauge())
+    for flat, place in ((one, first), (other, third)):
+        flat.assign(place)
+        flat.unshard()
+        flat.wait()
+    places.trim(1)
+    assert make.closed == 2 and gauge.now == first.memory.nbytes
+    assert is_in(one, first) and not is_in(other, third) and other.storage.nbytes()
+    assert places.fit((256, 256))[0] is first and len(make.sizes) == 4
+    places.trim(5)
+    assert make.closed == 2

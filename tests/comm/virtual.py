@@ -33,8 +33,8 @@ class VirtualClock:
     def finish(self) -> None:
         return None
 
-    def allocated(self) -> int:
-        return 0
+    def take_used(self) -> tuple[int, int]:
+        return 0, 0
 
     def restart_peak(self) -> None:
         return None

@@ -69,6 +69,7 @@ class FakeHost:
         self.log: list[str] = []
         self.ran = 0
         self.pending: list[Tensor] = []
+        self.lent: list[Tensor] = []
         self.seen_by_hooks: list[Tensor] = []
         self.activations: list[Tensor] = []
         self._split(model)
@@ -169,6 +170,14 @@ class FakeHost:
 
     def saved(self, tensors: list[tuple[Tensor, Place]], read: bool) -> None:
         self.pending = [tensor for tensor, _ in tensors]
+
+    def destinations(self, parts: list[Place]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for b, slot in parts:
+            real = self.flats[b].real[slot]
+            found.append(torch.full(real.shape, torch.nan, dtype=real.dtype) if (b + slot) % 2 else None)
+        self.lent += [tensor for tensor in found if tensor is not None]
+        return found
 
     def deliver(self, announced: list[Place], parts: list[Part]) -> None:
         self.expected.subtract(announced)

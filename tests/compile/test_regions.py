@@ -153,3 +153,22 @@ def test_region_keys_tell_apart_what_cannot_share_a_template() -> None:
     frozen = Block()
     frozen.first.weight.requires_grad_(False)
     assert len({region_key(m) for m in (Block(), Block(8), frozen, Stage(), Block().bfloat16())}) == 5
+
+
+def test_regions_with_other_hooks_share_no_template() -> None:
+    def hook(*args: object) -> None: ...
+
+    blocks = [Block() for _ in range(8)]
+    for block in blocks[:2]:
+        next(block.children()).register_forward_hook(hook)
+    next(blocks[2].children()).register_forward_pre_hook(hook)
+    blocks[3].register_forward_hook(hook)
+    next(blocks[4].children()).register_forward_hook(hook, with_kwargs=True)
+    next(blocks[5].children()).register_forward_hook(lambda *args: None)
+    next(blocks[6].children()).register_full_backward_hook(hook)
+    keys = [region_key(block) for block in blocks]
+    assert keys[0] == keys[1] and len(set(keys)) == 7
+    methods = [Block(), Block()]
+    for block in methods:
+        block.register_forward_hook(str.upper.__get__("a"))
+    assert region_key(methods[0]) != region_key(Block())

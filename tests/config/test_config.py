@@ -24,6 +24,28 @@ DEBUG = (
 OF_THE_ENGINE = (*DEBUG, "keep_gradient_targets")
 
 
+ROUND_TRIPS: list[dict[str, Any]] = [
+    {},
+    {"precision": {"params": "bfloat16", "optimizer": "compact"}},
+    {"precision": {"params": "bfloat16", "optimizer": "compact", "master": "split"}},
+    {"precision": {"params": "bfloat16", "master": "float32"}},
+    {"precision": {"params": "float16", "initial_loss_scale": 256.0}},
+    {"stage": 1, "gradient_clipping": 0.5, "offload": {"optimizer": "all"}},
+]
+
+
+@pytest.mark.parametrize("given", ROUND_TRIPS)
+def test_what_a_config_writes_it_reads(given: dict[str, Any]) -> None:
+    config = Config.model_validate(given)
+    assert Config.model_validate(config.model_dump()) == config
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_compact_states_have_masters_of_their_own() -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"precision\.master 'float32' is for"):
+        Config.model_validate({"precision": {"params": "bfloat16", "optimizer": "compact", "master": "float32"}})
+
+
 def test_defaults() -> None:
     config = Config()
     assert (config.stage, config.gradient_accumulation_steps, config.gradient_clipping) == (3, 1, None)
@@ -31,6 +53,7 @@ def test_defaults() -> None:
     assert config.precision.model_dump() == {
         "params": None,
         "master": "split",
+        "optimizer": "full",
         "autocast": None,
         "reduce": None,
         "accumulate": "float32",
@@ -52,8 +75,9 @@ def test_defaults() -> None:
         "activation_budget": 1.0,
         "prefetch": "auto",
         "keep": "auto",
-        "memory_budget": None,
+        "memory_budget": "auto",
         "fuse": True,
+        "regather": False,
         "record_steps": 3,
         "passes": (),
         "dynamic": None,
@@ -83,6 +107,7 @@ EVERYTHING: dict[str, Any] = {
     "precision": {
         "params": "bfloat16",
         "master": "float32",
+        "optimizer": "full",
         "autocast": "float16",
         "reduce": "float32",
         "accumulate": "bfloat16",
@@ -105,6 +130,7 @@ EVERYTHING: dict[str, Any] = {
         "keep": ["layers.0"],
         "memory_budget": 1 << 30,
         "fuse": False,
+        "regather": True,
         "record_steps": 0,
         "passes": ["json:loads"],
         "dynamic": False,
@@ -168,6 +194,7 @@ prefetch = 0
 keep = ["layers.0"]
 memory_budget = 1073741824
 fuse = false
+regather = true
 record_steps = 0
 passes = ["json:loads"]
 dynamic = false

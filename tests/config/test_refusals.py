@@ -130,7 +130,10 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
             {"compile": {"keep": "some"}},
             "compile.keep must be 'auto', 'none' or 'all' or a valid tuple, not 'some'",
         ),
-        ({"compile": {"memory_budget": -1}}, "compile.memory_budget must be greater than or equal to 0, not -1"),
+        (
+            {"compile": {"memory_budget": -1}},
+            "compile.memory_budget must be 'auto' or 'none' or greater than or equal to 0, not -1",
+        ),
         ({"offload": {"optimizer": "some"}}, "offload.optimizer must be 'none', 'all' or 'adaptive', not 'some'"),
         ({"offload": {"params": 1}}, "offload.params must be a valid boolean, not 1"),
         (

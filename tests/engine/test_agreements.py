@@ -42,7 +42,7 @@ class Others:
 def agreements() -> tuple[Agreements, Others, Wire, Ledger]:
     others, ledger, device = Others(), Ledger(2, 0), torch.device("cpu")
     transport = Wire(LocalTransport(device), device)
-    made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4), Signals())
+    made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4), Signals().notes)
     return made, others, transport, ledger
 
 

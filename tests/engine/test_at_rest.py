@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -265,6 +266,25 @@ def test_writes_in_full_parameters_are_kept(sharded: Sharded) -> None:
     sharded.backward()
     sharded.engine.step()
     assert not torch.equal(sharded.engine.state_dict()[NAME], state[NAME])
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_in_full_parameters_is_told_to_end_there(sharded: Sharded, method: str) -> None:
+    called: list[Tensor] = []
+    with (
+        pytest.warns(UserWarning, match=re.escape(f"hooks on {NAME} end here")),
+        sharded.engine.full_parameters() as full,
+    ):
+        getattr(full[NAME], method)(called.append)
+    sharded.backward()
+    assert not called
+    sharded.engine.step()
+    with warnings.catch_warnings(), sharded.engine.full_parameters() as full:  # one for a term that is computed here
+        warnings.simplefilter("error")
+        handle = getattr(full[NAME], method)(called.append)
+        sharded.engine.backward(full[NAME].square().sum())
+        handle.remove()
+    assert len(called) == 1
 
 
 def test_a_penalty_between_forward_and_backward_is_refused(sharded: Sharded) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from benchmarks import trace
-from tests.gpu import jobs
+from tests.gpu.communication_jobs import kind_of, tally
 from tests.gpu.graph_jobs import Case, batch_of, started
 from tests.gpu.jobs import SMALL, WIDE, adamw, config, deterministic, join, start, step, tokens
 from tests.gpu.schedule_jobs import Net, equal, rows
@@ -129,7 +129,8 @@ def strayed(way: str, stage: int, prefetch: int) -> tuple[list[float], str, int,
     device, draw = join(), random.Random(5)
     torch.manual_seed(0)
     model = Straying().to(device)
-    settings = {"stage": stage, "compile": {"enabled": False, "prefetch": prefetch}, "deadline_seconds": 60.0}
+    compiling = {"enabled": False, "prefetch": prefetch, "memory_budget": "none"}
+    settings = {"stage": stage, "compile": compiling, "deadline_seconds": 60.0}
     right, losses = True, []
     with deterministic(), zw.initialize(model, adamw(model.parameters()), by(way, settings)) as engine:
         for index in range(24):
@@ -207,9 +208,9 @@ def kernels(stage: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             trace.capture(lambda: step(engine, tokens(SMALL, device)), path)
-            names = [kind for event in trace.gpu_events(path) if (kind := jobs.kind(event["name"])) is not None]
+            names = [kind for event in trace.gpu_events(path) if (kind := kind_of(event["name"])) is not None]
         issued = {kind: traffic.calls for kind, traffic in engine.stats.last_step.items() if traffic.calls}
-        return jobs.tally(names), jobs.tally([kind for kind, _ in engine.schedule.collectives()]), issued
+        return tally(names), tally([kind for kind, _ in engine.schedule.collectives()]), issued
 
 
 def automatic() -> tuple[str, int | None, list[tuple[str, ...]], float, list[float]]:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.gpu.jobs import join
+from tests.support.replays import HEADS
 
 VOCABULARY, WIDTH = 512, 256
 
@@ -129,6 +130,8 @@ class Case:
     loop: str = "train_step"
     """or "plain", or "clipped", by hand; "coalesced" or "no_sync", whose backwards defer; "busy": with other things in
     between; "cast", "cast around": under autocast; "relieved": by a model that cannot be captured at first"""
+    heads: bool = False
+    """are buckets gathered anew at the end of a step?"""
     more: dict[str, Any] = field(default_factory=dict)
     """config"""
 
@@ -161,7 +164,7 @@ def config(case: Case, graphs: bool) -> dict[str, Any]:
         "stage": case.stage,
         "gradient_accumulation_steps": case.gas,
         "precision": {"params": case.dtype},
-        "compile": {**lowering, "cuda_graphs": graphs},
+        "compile": {**lowering, "cuda_graphs": graphs, **(HEADS if case.heads else {})},
         "deadline_seconds": 120.0,
     }
     if case.clipping is not None:
@@ -355,7 +358,7 @@ def equal(one: Run, other: Run) -> str:
 
 
 def compared(case: Case) -> tuple[str, Run]:
-    """With graphs and without: what differs, and the run with graphs."""
+    """With graphs and without, where nothing is gathered anew either: what differs, and the run with graphs."""
     graphed = train(case, graphs=True)
-    plain = train(case, graphs=False)
+    plain = train(replace(case, heads=False), graphs=False)
     return equal(graphed, plain), graphed

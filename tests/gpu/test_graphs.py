@@ -10,6 +10,7 @@ import torch
 
 from tests.gpu import graph_jobs
 from tests.gpu.graph_jobs import Case
+from zeroweave.engine.graphs.away import Away, put_back
 
 Ranks = Callable[..., list[Any]]
 
@@ -24,6 +25,15 @@ EXACT = [
     Case(2, optimizer="capturable", schedule=True),
     Case(3, lengths=(64, 48)),
     Case(2, more={"precision": {"reduce": "float32"}}),
+    Case(2, 4, schedule=True, more={"precision": {"optimizer": "compact"}}),
+    Case(3, mode="inductor", clipping=0.5, more={"precision": {"optimizer": "compact"}}),
+    *(
+        Case(stage, gas, heads=True, delays=True, clipping=0.5 if gas > 1 else None)
+        for stage in (2, 3)
+        for gas in (1, 2)
+    ),
+    Case(3, mode="inductor", loop="plain", heads=True),
+    Case(3, dtype="float16", overflow=30, heads=True, schedule=True),
     *(Case(stage, gas, loop="plain", delays=True) for stage in (1, 2, 3) for gas in (1, 4)),
     *(Case(stage, 2, loop="clipped", model="Rich", schedule=True) for stage in (2, 3)),
     Case(3, 4, loop="plain", dtype="float16", clipping=1.0, overflow=30, dropout=0.1, schedule=True),
@@ -46,8 +56,9 @@ def test_captured_steps_are_exact(ranks: Ranks, case: Case) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_whatever_else_a_program_does_between_captured_steps_is_exact(ranks: Ranks, stage: int) -> None:
-    for differs, run in ranks(graph_jobs.compared, Case(stage, loop="busy", steps=70)):
+@pytest.mark.parametrize("heads", [False, True])
+def test_whatever_else_a_program_does_between_captured_steps_is_exact(ranks: Ranks, stage: int, heads: bool) -> None:
+    for differs, run in ranks(graph_jobs.compared, Case(stage, loop="busy", steps=70, heads=heads)):
         assert not differs
         assert run.captured >= 2 and run.replayed >= 25, run.uncaptured
 
@@ -79,3 +90,14 @@ def test_what_cannot_be_captured_trains_as_ever_and_is_told_once(ranks: Ranks, c
         assert run.replayed == 0 and any(why in reason for reason in run.uncaptured), run.uncaptured
         assert case.model == "Counting" or not differs  # its capture is one call more
         assert len(run.told) == (rank == 0) and (rank or why in run.told[0]), run.told
+
+
+def test_copies_that_wait_in_host_memory_are_pinned() -> None:
+    now = [torch.randn(80_000_000, device="cuda"), torch.arange(5, device="cuda"), torch.ones(3, 4, device="cuda").t()]
+    before, away = [tensor.clone() for tensor in now], Away(now[0].device)
+    copies = [away.copy(tensor) for tensor in now]
+    assert [[piece.is_pinned() for piece in pieces] for pieces in copies] == [[True, True], [True], [False]]
+    for tensor, pieces in zip(now, copies, strict=True):
+        tensor.zero_()
+        put_back(tensor, pieces)
+    assert all(map(torch.equal, now, before))

@@ -11,8 +11,8 @@ from tests.optim.test_step import one_group, two_groups
 from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
 from zeroweave.comm.rounding import cast
 from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.moments import moments_of
 from zeroweave.optim.scaler import Scaled
-from zeroweave.optim.state_offload import moments_of
 from zeroweave.runtime.transfers import Download, Transfers, Upload
 
 STEPS = 4

@@ -11,6 +11,7 @@ from torch import nn
 
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
+from zeroweave.optim.rates import Rates
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.states import describe, take
@@ -77,6 +78,8 @@ class Rank:
         dtype: torch.dtype,
         offload: str = "",
         kernels: Kernels | None = None,
+        graphs: bool = False,
+        compact: bool = False,
     ) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = make(self.model)
@@ -85,10 +88,11 @@ class Rank:
         slot_of: dict[int, tuple[int, int]] = {}
         transfers, transport = Transfers(torch.device("cpu")), LocalTransport(torch.device("cpu"))
         off = bool(offload), offload == "params"
+        remainder = torch.int8 if compact else None if kernels is None else torch.int16
         for layout in layouts_of(model, world, dtype):
             full = flat_of(layout, {name: p.detach() for name, p in named.items()})
             start, stop = layout.shard_range(rank)
-            home = Shard(layout, dtype, transport, transfers, *off, splits=kernels is not None)
+            home = Shard(layout, dtype, transport, transfers, *off, remainder=remainder)
             home.put(full[start:stop].clone())
             self.views[layout.id] = View(layout, rank, home)
             slot_of.update({id(named[slot.name]): (layout.id, i) for i, slot in enumerate(layout.slots)})
@@ -96,8 +100,17 @@ class Rank:
         states = take(
             self.optimizer.state, views, named, [describe(self.optimizer, named)], transport, device, lambda _: device
         )
+        self.rates = Rates(self.optimizer, device) if graphs else None
         self.sharded = ShardedOptimizer(
-            self.optimizer, views, slot_of, transfers, states, bool(offload), kernels=kernels
+            self.optimizer,
+            views,
+            slot_of,
+            transfers,
+            states,
+            bool(offload),
+            self.rates,
+            kernels=kernels,
+            compact=compact,
         )
 
 
@@ -112,9 +125,14 @@ class World:
         dtype: torch.dtype = torch.float32,
         offload: str = "",
         kernels: Kernels | None = None,
+        graphs: bool = False,
+        compact: bool = False,
     ) -> None:
-        """`offload`: "" for none, "optimizer", or "params", which is both. `kernels`: masters are split with them."""
-        self.ranks = [Rank(model, make, rank, world, dtype, offload, kernels) for rank in range(world)]
+        """`offload`: "" for none, "optimizer", or "params", which is both. `kernels`: masters are split with them.
+
+        `graphs`: learning rates are where graphs would read them. `compact`: states have few bits.
+        """
+        self.ranks = [Rank(model, make, rank, world, dtype, offload, kernels, graphs, compact) for rank in range(world)]
         self.layouts = layouts_of(model, world, dtype)
 
     def shards(self, gradients: Mapping[str, torch.Tensor], rank: int) -> dict[int, torch.Tensor]:

@@ -99,6 +99,20 @@ def test_what_is_offloaded_is_not_on_the_device_and_takes_time_on_the_way() -> N
 
 
 @pytest.mark.matrix
+def test_compact_states_take_less_memory_and_less_time() -> None:
+    def row(optimizer: str) -> Row:
+        precision = {"params": "bfloat16", "optimizer": optimizer}
+        settings = {"precision": precision, "compile": {"enabled": False}}
+        return make(source_of("tests.plan.models:llama", 1, 8), (3,), (2,), settings, HARDWARE).rows[0]
+
+    full, compact = row("full"), row("compact")
+    assert compact.parameters == full.parameters * 3 / 4
+    numel = full.parameters / 4
+    assert 0 <= compact.optimizer - numel * (2 + 8 / 64) <= 4 * 100, "codes, scales and step counters"
+    assert compact.peak < full.peak and compact.seconds < full.seconds
+
+
+@pytest.mark.matrix
 def test_collectives_that_nobody_waits_for_take_time_from_what_is_computed_beside_them() -> None:
     found = {}
     for beside in (0.0, 0.5):
@@ -210,6 +224,8 @@ def test_the_command_plans_as_it_is_asked(tmp_path: Path) -> None:
         (["--offload", "all"], "write optimizer, params"),
         (["--offload", "adaptive"], "measured on the GPU"),
         (["--offload", "params", "--stage", "2"], "offload.params"),
+        (["--offload", "optimizer", "--compact"], "precision.optimizer 'compact' keeps states on the device"),
+        (["--precision", "float32", "--compact"], "is for bfloat16 parameters"),
         (["--calibrate", "a.json", "--calibration", __file__], "--calibrate"),
         (["--calibration", __file__], "is no calibration"),
     ],

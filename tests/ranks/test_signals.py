@@ -33,12 +33,12 @@ def send(number: int) -> None:
 
 def test_a_signal_is_noted_until_the_ranks_know_of_it(heard: list[int]) -> None:
     signals = Signals()
-    assert signals.flags == b"\0"
+    assert signals.notes.flags == b"\0"
     signals.listen()
     send(USR1)
-    assert signals.flags == b"\2" and not signals.take()
-    signals.agree(b"\3")  # another rank has had the other one
-    assert signals.flags == b"\0"
+    assert signals.notes.flags == b"\2" and not signals.take()
+    signals.notes.agree(b"\3")  # another rank has had the other one
+    assert signals.notes.flags == b"\0"
     assert signals.take() == {TERM, USR1} and not signals.take()
     assert heard == [USR1], "what handled it before hears of it"
     signals.close()
@@ -48,9 +48,9 @@ def test_a_signal_that_comes_after_the_agreement_is_another_one(heard: list[int]
     signals = Signals()
     signals.listen()
     send(TERM)
-    signals.agree(signals.flags)
+    signals.notes.agree(signals.notes.flags)
     send(TERM)
-    assert signals.take() == {TERM} and signals.flags == b"\1"
+    assert signals.take() == {TERM} and signals.notes.flags == b"\1"
     signals.close()
 
 
@@ -63,7 +63,7 @@ def test_what_was_there_before_comes_back(heard: list[int]) -> None:
     signals.close()
     assert [signal.getsignal(number) for number in NUMBERS] == before
     send(TERM)
-    assert signals.flags == b"\0" and heard == [TERM]
+    assert signals.notes.flags == b"\0" and heard == [TERM]
 
 
 def test_two_engines_both_note_a_signal(heard: list[int]) -> None:
@@ -71,10 +71,10 @@ def test_two_engines_both_note_a_signal(heard: list[int]) -> None:
     first.listen()
     second.listen()
     send(USR1)
-    assert first.flags == second.flags == b"\2" and heard == [USR1]
+    assert first.notes.flags == second.notes.flags == b"\2" and heard == [USR1]
     first.close()  # the second one's handler was put there later, and stays
     send(TERM)
-    assert (first.flags, second.flags) == (b"\2", b"\3") and heard == [USR1, TERM]
+    assert (first.notes.flags, second.notes.flags) == (b"\2", b"\3") and heard == [USR1, TERM]
     second.close()
     send(TERM)
     assert heard == [USR1, TERM, TERM]

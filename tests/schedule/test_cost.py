@@ -120,6 +120,16 @@ def test_a_step_whose_gathers_are_early() -> None:
     assert prediction.memory[:8] == (10, 30, 30, 31, 21, 21, 22, 2)
 
 
+def test_what_reductions_hold_beside_their_flats_goes_with_their_settling() -> None:
+    """Gradients that were copied into the flat are there from the reduction to its settling, wherever that is."""
+    costs = replace(COSTS, held=(0, 0, 7, 2))
+    assert simulate(of(LATE), costs).memory[8:] == (20, 43, 26, 26, 4, 4)
+    instructions = (*LATE[:9], Settle(0), Reduce(1), Settle(1), Update(0), Update(1))
+    early = of(instructions)
+    assert simulate(early, COSTS).memory[8:] == (13, 3, 24, 4, 4, 4)
+    assert simulate(early, costs).memory[8:] == (20, 3, 26, 4, 4, 4)
+
+
 def test_gathers_in_one_launch_start_up_once() -> None:
     prediction = simulate(of(FUSED), COSTS)
     assert [(s.start, s.stop) for s in prediction.spans if s.lane == "all_gather"] == [(0.0, 1.0), (1.0, 4.5)]
@@ -131,6 +141,8 @@ def test_costs_of_another_record_are_refused() -> None:
     short = Costs((1.0,), {}, {}, {}, Line(), Line(), (0,))
     with pytest.raises(ScheduleError, match="1 events, the schedule has 4"):
         simulate(of(LATE), short)
+    with pytest.raises(ScheduleError, match="the schedule has 4"):
+        simulate(of(LATE), replace(COSTS, held=(1,)))
     with pytest.raises(ScheduleError, match="different records"):
         Costs.merge([COSTS, short])
 
@@ -161,6 +173,7 @@ def test_all_ranks_decide_by_the_worst_of_each() -> None:
         )
     )
     assert Costs.merge([COSTS]) == COSTS
+    assert Costs.merge([replace(COSTS, held=(0, 0, 7, 2)), replace(other, held=(0, 0, 1, 3))]).held == (0, 0, 7, 3)
 
 
 def measured(schedule: Schedule) -> Step:
@@ -184,6 +197,21 @@ def measured(schedule: Schedule) -> Step:
     ]
     moments = [Moment(i, *mark) for i, mark in zip(schedule.instructions, marks, strict=True)]
     return Step.of(schedule, moments, collectives)
+
+
+@pytest.mark.parametrize("instructions", [LATE, EARLY])
+def test_the_memory_of_a_measured_step_is_told_apart(instructions: tuple[Instruction, ...]) -> None:
+    costs = replace(COSTS, held=(0, 0, 7, -2))  # the second had no flat of its own, or a smaller one
+    schedule = of(instructions)
+    allocated = [100 + nbytes for nbytes in simulate(schedule, costs).memory]
+    moments = [
+        Moment(i, 0.0, 0.0, after, before=before if isinstance(i, Settle) else 0)
+        for i, before, after in zip(instructions, [100, *allocated], allocated, strict=False)
+    ]
+    found = costs_of([Step.of(schedule, moments, [])])
+    assert (found.held, found.activations) == (costs.held, costs.activations)
+    uncounted = costs_of([Step.of(schedule, [Moment(i, 0.0, 0.0) for i in instructions], [])])
+    assert (uncounted.held, uncounted.activations) == ((0,) * 4, (0,) * 4)
 
 
 @pytest.mark.parametrize("instructions", [LATE, EARLY])

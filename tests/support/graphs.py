@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zeroweave._torch.storages import lent
 from zeroweave.engine.graphs.contents import Copies, contents
 from zeroweave.runtime.bucket import Bucket
 
@@ -47,6 +48,10 @@ class InFlat:
 
     def tensor(self) -> torch.Tensor:
         return torch.empty(0, dtype=self._dtype).set_(self._bucket.flat.untyped_storage(), *self._place)
+
+    def lent(self) -> torch.Tensor:
+        """As backends have it: their threads may refer to it for a moment longer than anybody waits."""
+        return lent(self.tensor()).view(self._place[1])
 
 
 class Unjoined:
@@ -172,7 +177,8 @@ class Tape(TorchDispatchMode):
         self._pool.poison(but=self._before)
         with self._device.flats_of_graphs(self._flats_after):
             for func, args, kwargs, out in self._calls:
-                given = [tree_map_only(InFlat, InFlat.tensor, each) for each in (args, kwargs)]
+                take = InFlat.lent if func.namespace == "c10d" else InFlat.tensor
+                given = [tree_map_only(InFlat, take, each) for each in (args, kwargs)]
                 result = func(*given[0], **given[1])
                 for work in tree_leaves(result):
                     if isinstance(work, torch.ScriptObject) and func.namespace == "c10d":
@@ -280,7 +286,7 @@ class Device:
     def resume_random(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def home(self, nbytes: int) -> None:
+    def home(self, nbytes: int, peak: int) -> None:
         return None
 
     def finish(self) -> None:

@@ -296,11 +296,11 @@ def _serve(
     jobs.send({"value": "ready"})
     try:
         while (job := jobs.recv()) is not None:
+            gc.freeze()  # each of the many collections to come would walk all that imported modules hold
             jobs.send({**_answer(*job), "running": _engine_runs()})
             if fresh_dynamo:
                 torch._dynamo.reset()
             gc.collect()
-            gc.freeze()  # each of the many collections to come would walk all that imported modules hold
     except (EOFError, BrokenPipeError):
         pass  # the test process has gone
     finally:

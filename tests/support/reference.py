@@ -17,6 +17,7 @@ No bound is ever loosened. What must be equal in every bit (stages, schedules, o
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -274,7 +275,18 @@ class Masters:
         with torch.no_grad():
             for _, parameter, master in self.pairs:
                 if master is not parameter:
-                    parameter.copy_(master)
+                    parameter.copy_(rounded(master, parameter.dtype))
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """As masters are: bfloat16 is the nearest one, and of two equally near the one farther from zero."""
+    nearest = values.to(dtype)
+    if dtype != torch.bfloat16:
+        return nearest
+    farther = torch.nextafter(nearest, torch.full_like(nearest, math.inf).copysign(nearest))
+    exact = values.double()
+    tie = (farther.double() - exact).abs() == (exact - nearest.double()).abs()
+    return torch.where(tie, farther, nearest)
 
 
 def train_reference(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,8 @@ class Case:
     """are the blocks' layers?"""
     reads: bool = False
     """does the first block read a number on the host, so that no capture comes to its end?"""
+    heads: bool = False
+    """are buckets gathered anew at the end of a step?"""
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -87,7 +89,11 @@ def start(case: Case, graphs: bool) -> Any:
     config: dict[str, Any] = {
         "stage": case.stage,
         "gradient_accumulation_steps": case.gas,
-        "compile": {"enabled": False, "cuda_graphs": graphs},
+        "compile": {
+            "enabled": False,
+            "cuda_graphs": graphs,
+            **(HEADS if case.heads else {}),
+        },
         **case.config,
     }
     if case.clipping is not None:
@@ -322,6 +328,7 @@ def train(case: Case, graphs: bool) -> dict[str, Any]:
             "replayed": stats.replayed_steps,
             "captured": stats.captured_windows,
             "graphs": device.captured,
+            "regathers": 0 if engine.schedule is None else len(engine.schedule.regathers),
             "uncaptured": stats.uncaptured_steps,
             "told": [str(each.message) for each in caught if "cuda_graphs" in str(each.message)],
         }
@@ -329,11 +336,15 @@ def train(case: Case, graphs: bool) -> dict[str, Any]:
     return result
 
 
+HEADS = {"regather": True, "passes": ["tests.support.heads:forced"], "fuse": False}
 SAME = ("losses", "norms", "applied", "values", "steps", "rate", "random")
 
 
 def compared(case: Case) -> tuple[list[str], dict[str, Any]]:
-    """What differs between the program with graphs and without, and what came of it with graphs."""
-    graphed, plain = train(case, graphs=True), train(case, graphs=False)
+    """What differs between the program with graphs and without, and what came of it with graphs.
+
+    The latter gathers nothing anew at the end of a step.
+    """
+    graphed, plain = train(case, graphs=True), train(replace(case, heads=False), graphs=False)
     differs = [what for what in SAME if repr(graphed[what]) != repr(plain[what])]
     return differs, {key: value for key, value in graphed.items() if key not in SAME}

@@ -11,8 +11,20 @@ from torch import Tensor, nn
 
 from tests.support.marks import slow
 from tests.support.models import entry
-from tests.support.reference import ULP, Exactly, Expected, Plain, build, judge, judge_numbers
+from tests.support.reference import ULP, Exactly, Expected, Plain, build, judge, judge_numbers, rounded
 from tests.support.zoo import WIDTH, rows
+
+NEAR = {1.0: 1.0, 1.00390625: 1.0078125, -1.00390625: -1.0078125, 1.01171875: 1.015625, 1.0039: 1.0, 0.0: 0.0}
+"""Numbers, and the bfloat16 that masters become: 1 + 2^-8 and 1 + 3 * 2^-8 lie halfway between two."""
+
+
+def test_low_precision_is_the_nearest_and_away_from_zero_halfway() -> None:
+    values = torch.tensor(list(NEAR))
+    assert torch.equal(rounded(values, torch.bfloat16).float(), torch.tensor(list(NEAR.values())))
+    many = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(rounded(many, torch.bfloat16), many.bfloat16())
+    assert torch.equal(rounded(many, torch.float16), many.half())
+
 
 EXACT: dict[str, Tensor | None] = {
     "a": torch.ones(100, dtype=torch.float64),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.support.marks import slow
@@ -212,6 +214,31 @@ def test_budgets_leave_the_process_as_it_was(lower: str, budget: float) -> None:
     torch.compile(lambda x: (torch.sin(x) @ torch.cos(x)).exp(), backend=backend)(x).backward()
     assert seen and x.grad is not None
     assert options() == before
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability(), reason="no second kind of vectors")
+def test_what_inductor_made_for_other_vectors_is_not_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = torch.linspace(-3, 3, 1000)
+
+    def hits() -> int:
+        """How often the graph of a new wrapper has been found in the cache, whose numbers are right."""
+        before = inductor_cache_hits()
+        graph = make_fx(lambda x: (torch.tanh(x) * x,), tracing_mode="fake")(x)
+        fake = next(iter(graph.graph.nodes)).meta["val"]
+        code = inductor_compile(graph, [fake], is_backward=False, is_inference=True)
+        torch.testing.assert_close(code([x])[0], torch.tanh(x) * x)
+        return inductor_cache_hits() - before
+
+    assert [hits(), hits()] == [0, 1]
+    for capability in ("default", "avx2", "avx512"):
+        if capability.upper() == torch.backends.cpu.get_cpu_capability():
+            continue
+        monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+        assert [hits(), hits()] == [0, 1], capability
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    assert hits() == 1
 
 
 def test_inductor_tells_of_its_cache() -> None:

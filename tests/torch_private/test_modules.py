@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_backward_hook,
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+    register_module_full_backward_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from zeroweave._torch.modules import (
+    Hooks,
     child_modules,
     is_compiled_function,
     parameter_entries,
@@ -26,6 +37,59 @@ def test_compiled_functions_and_children_are_known() -> None:
     assert isinstance(child_modules(model)["0"], nn.Tanh)
     assert is_compiled_function(torch.compile(model.forward))
     assert not is_compiled_function(model.forward) and not is_compiled_function(None)
+
+
+def test_hooks_that_calls_run_are_seen_as_they_come_and_go() -> None:
+    module = nn.Linear(2, 2)
+    model = nn.Sequential(module, nn.Sequential(nn.ReLU()))
+    seen = Hooks(model)
+    registers: tuple[Callable[..., RemovableHandle], ...] = (
+        module.register_forward_pre_hook,
+        module.register_forward_hook,
+        module.register_full_backward_pre_hook,
+        module.register_full_backward_hook,
+        register_module_forward_pre_hook,
+        register_module_forward_hook,
+        register_module_full_backward_pre_hook,
+        register_module_full_backward_hook,
+    )
+    numbers = []
+    for register in registers:
+        handle = register(lambda *_: None)
+        (number,) = seen.now()
+        numbers.append(number)
+        handle.remove()
+        assert not seen.now()
+    assert len(set(numbers)) == len(registers), "numbers that were never given before"
+    assert not seen.exchanges
+
+
+def test_hooks_are_seen_in_what_has_been_exchanged() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+    seen = Hooks(model)
+    model[0]._forward_hooks = OrderedDict()
+    model[0].register_forward_hook(lambda *_: None)
+    assert len(seen.now()) == 1 and not seen.exchanges
+    model[1][0] = nn.ReLU()
+    model[1][0].register_forward_hook(lambda *_: None)
+    assert len(seen.now()) == 2 and seen.exchanges == 1
+    model[1].append(nn.ReLU())
+    assert len(seen.now()) == 2 and seen.exchanges == 2
+
+
+def test_backward_hooks_of_the_old_kind_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    seen = Hooks(model)
+    model[0].register_full_backward_hook(lambda *_: None)
+    assert not seen.partly()
+    model[1].register_backward_hook(lambda *_: None)
+    assert seen.partly()
+    # A process has global hooks of one kind only, that of the first.
+    monkeypatch.setattr("torch.nn.modules.module._global_is_full_backward_hook", None)
+    model, handle = nn.Sequential(nn.Linear(2, 2)), register_module_backward_hook(lambda *_: None)
+    assert Hooks(model).partly()
+    handle.remove()
+    assert not Hooks(model).partly()
 
 
 def test_recurrent_modules_follow_their_entries() -> None:

@@ -14,10 +14,10 @@ from zeroweave._torch.modules import forward_pre_hooks, is_compiled_in_place
 from zeroweave._torch.storages import lent, owners, storage_use_count, use_count
 from zeroweave._torch.tensors import (
     exchange,
-    has_post_accumulate_hooks,
-    has_tensor_hooks,
     mark_as_parameter,
     metadata_getters,
+    post_accumulate_hooks,
+    tensor_hooks,
     wrapper_like,
 )
 
@@ -110,10 +110,13 @@ def test_lent_memory_has_no_part_in_the_storage() -> None:
 
 def test_hooks_on_tensors_and_modules_are_seen() -> None:
     layer = nn.Linear(2, 2)
-    assert not has_tensor_hooks(layer.weight) and not has_post_accumulate_hooks(layer.weight)
+    assert not tensor_hooks(layer.weight) and not post_accumulate_hooks(layer.weight)
     layer.weight.register_hook(lambda gradient: gradient)
     layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert has_tensor_hooks(layer.weight) and has_post_accumulate_hooks(layer.weight)
+    assert len(tensor_hooks(layer.weight)) == len(post_accumulate_hooks(layer.weight)) == 1
+    before = tensor_hooks(layer.weight)
+    layer.weight.register_hook(lambda gradient: gradient)
+    assert tensor_hooks(layer.weight)[:1] == before and len({*tensor_hooks(layer.weight)}) == 2
 
     def hook(*_: object) -> None: ...
 

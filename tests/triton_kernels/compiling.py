@@ -26,6 +26,11 @@ ADAGRAD = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "total": "*fp32", "factor": "*fp32",
     "found": "*fp32", "scalars": "*fp32", "numel": "i32", **dict.fromkeys(("rate", "decay", "eps"), "fp32"),
 }  # fmt: skip
+COMPACT = {
+    **{name: kind for name, kind in ADAM.items() if name != "largest"}, "remainder": "*i8", "average": "*i8",
+    "square": "*u8", "averages": "*fp32", "squares": "*fp32", "position": "i32", "step": "i32",
+}  # fmt: skip
+SPLIT = {"masters": "*fp32", "shard": "*bf16", "remainder": "*i16", "random": "*i32", "numel": "i32"}
 CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
     "adam, split, in a graph": (
         "rules", "adam", ADAM,
@@ -34,6 +39,14 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
     "adam, whole": (
         "rules", "adam", {**ADAM, "master": "*fp32", "gradient": "*fp32", "numel": "i64", "factor": "fp32"},
         {"SPLIT": False, "FACTOR": 1, "FOUND": False, "DEVICE": False, "COUPLED": True, "AMSGRAD": False},
+    ),
+    "compact adam, in a graph": (
+        "rules", "compact_adam", COMPACT,
+        {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True, "COUPLED": False},
+    ),
+    "compact adam": (
+        "rules", "compact_adam", {**COMPACT, "factor": "fp32", "position": "i64"},
+        {"SPLIT": True, "FACTOR": 1, "FOUND": False, "DEVICE": False, "COUPLED": True},
     ),
     "sgd": (
         "rules", "sgd", SGD,
@@ -45,8 +58,9 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
         {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True, "DECAY": True},
     ),
     "cast": ("masters", "_cast", {"target": "*bf16", "values": "*fp32", "numel": "i32"}, {}),
-    "split": ("masters", "_split", {"masters": "*fp32", "shard": "*bf16", "remainder": "*i16", "numel": "i32"}, {}),
-    "join": ("masters", "_join", {"masters": "*fp32", "shard": "*bf16", "remainder": "*i16", "numel": "i32"}, {}),
+    "split": ("masters", "_split", SPLIT, {"MISSING": 0, "RANDOM": False}),
+    "split to 24 bits": ("masters", "_split", {**SPLIT, "remainder": "*i8"}, {"MISSING": 8, "RANDOM": True}),
+    "join": ("masters", "_join", {key: SPLIT[key] for key in SPLIT if key != "random"}, {"MISSING": 0}),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.optim.test_state_offload import KINDS, STEPS, states
 from tests.optim.world import World, build_net, random_gradients
@@ -61,6 +62,30 @@ def test_what_lies_side_by_side_is_one_launch() -> None:
     assert sorted(map(len, steps))[-1] == 2, "a parameter that missed a step has its own"
 
 
+class Between(nn.Module):
+    """One of three parameters in a row is in no group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.left_out, self.last = (nn.Parameter(torch.randn(100)) for _ in range(3))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_in_no_group_is_not_updated(world: int, compact: bool) -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([model.first, model.last], lr=0.1)
+
+    made = World(Between(), make, world, torch.bfloat16, "", rules, compact=compact)
+    before = made.parameters()
+    for step in range(3):
+        made.step(random_gradients(made.ranks[0].model, step))
+    changed = {name for name, value in made.parameters().items() if not torch.equal(value, before[name])}
+    assert changed == {"first", "last"}
+    assert all(len(rank.optimizer.state) <= 2 for rank in made.ranks)
+
+
 def test_steps_that_others_have_written_count() -> None:
     parameters = []
     for in_one_pass in (True, False):
@@ -71,6 +96,22 @@ def test_steps_that_others_have_written_count() -> None:
         world.step(random_gradients(world.ranks[0].model, STEPS))
         parameters.append(world.parameters())
     assert [name for name in parameters[1] if not close(parameters[0][name], parameters[1][name])] == []
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_the_optimizer_can_step_itself_behind_kernels(compact: bool) -> None:
+    """A parameter without a gradient until then has no state that would lack something."""
+    parameters = []
+    for in_one_pass in (True, False):
+        kernels = rules if in_one_pass else None
+        world = World(build_net(), KINDS["adamw"], 2, torch.bfloat16, "", kernels, compact=compact)
+        for step in range(3):
+            for rank in world.ranks if step == 2 else ():
+                rank.optimizer.param_groups[0]["eps"] = 0.0  # for which there is no kernel
+            world.step(random_gradients(world.ranks[0].model, step, {"tiny"} if step < 2 else set()))
+        parameters.append(world.parameters())
+    rtol = 2**-15 if compact else 2e-6
+    assert all(torch.allclose(parameters[0][name], value, rtol, 1e-5) for name, value in parameters[1].items())
 
 
 def test_nothing_of_the_device_is_kept_of_what_lives_in_host_memory() -> None:
@@ -84,3 +125,37 @@ def test_a_state_that_should_be_there_from_the_start_is_missed() -> None:
     for _ in range(2):
         with pytest.raises(ParameterError, match="lacks sum"):
             world.step(random_gradients(world.ranks[0].model, 0))
+
+
+def everything(world: World) -> list[torch.Tensor]:
+    """Values, moments and step counters."""
+    held = [state for rank in world.ranks for state in states(rank)]
+    tensors = [torch.as_tensor(value) for state in held for value in state.values()]
+    return [t.clone() for t in (*world.parameters().values(), *tensors)]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+def test_numbers_on_the_device_are_those_of_the_host(kind: str) -> None:
+    here, there = (World(build_net(), KINDS[kind], 2, torch.bfloat16, "", rules, graphs) for graphs in (True, False))
+    for step in range(STEPS):
+        for world in (here, there):
+            world.step(random_gradients(world.ranks[0].model, step))
+    assert all(close(one, other) for one, other in zip(everything(here), everything(there), strict=True))
+    assert all(len(ranges) <= 2 for _, ranges in passes(here))
+
+
+def test_a_step_that_the_device_skips_changes_nothing() -> None:
+    world = World(build_net(), KINDS["adamw"], 1, torch.bfloat16, "", rules, graphs=True)
+    gradients = [random_gradients(world.ranks[0].model, step) for step in range(4)]
+    world.step(gradients[0])
+    before, rates = everything(world), world.ranks[0].rates
+    assert rates is not None
+    for found, same in ((1.0, True), (0.0, False)):
+        with rates.holding(torch.tensor(found)):
+            world.step(gradients[1])
+        assert all(torch.equal(one, other) for one, other in zip(before, everything(world), strict=True)) == same
+    plain = World(build_net(), KINDS["adamw"], 1, torch.bfloat16, "", rules)
+    for gradient in (gradients[0], gradients[1], gradients[2]):
+        plain.step(gradient)
+    world.step(gradients[2])
+    assert all(close(one, other) for one, other in zip(everything(world), everything(plain), strict=True))

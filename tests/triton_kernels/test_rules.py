@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.triton_kernels.kernels import HERE, masters, rules
-from zeroweave.comm.rounding import join_, split_
+from zeroweave.comm.rounding import cast_, join_, noise_, split_
 
 NUMEL = 5000
 Kernel = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], int], None]
@@ -136,18 +136,22 @@ def test_a_skipped_step_writes_nothing(found: float) -> None:
     assert bool(state[0].any()) == (not found)
 
 
-def test_masters_are_split_cast_and_joined_as_on_the_host() -> None:
+@pytest.mark.parametrize("kind", [torch.int16, torch.int8])
+@pytest.mark.parametrize("by_chance", [False, True])
+def test_masters_are_split_cast_and_joined_as_on_the_host(kind: torch.dtype, by_chance: bool) -> None:
     high = torch.arange(1 << 16, dtype=torch.int32) << 16
-    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
+    low = torch.tensor([0, 1, 0x7F, 0x80, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
     values = (high.unsqueeze(1) | low).flatten().view(torch.float32)
-    wanted = [torch.empty(values.shape, dtype=dtype) for dtype in (torch.bfloat16, torch.int16, torch.float32)]
-    split_(values, *wanted[:2])
+    random = noise_(torch.empty(values.shape, dtype=torch.int32), 0, 3) if by_chance else None
+    wanted = [torch.empty(values.shape, dtype=dtype) for dtype in (torch.bfloat16, kind, torch.float32)]
+    split_(values, *wanted[:2], random)
     join_(wanted[2], *wanted[:2])
     found = [torch.empty_like(each, device=HERE) for each in wanted]
-    masters.split_(values.to(HERE), *found[:2])
+    masters.split_(values.to(HERE), *found[:2], None if random is None else random.to(HERE))
     masters.join_(found[2], *found[:2])
-    cast = torch.empty_like(found[0])
+    cast, rounded = torch.empty_like(found[0]), torch.empty_like(wanted[0])
     masters.cast_(cast, values.to(HERE))
-    bits = {torch.bfloat16: torch.int16, torch.int16: torch.int16, torch.float32: torch.int32}
-    for mine, theirs in zip([*found, cast], [*wanted, wanted[0]], strict=True):
+    cast_(rounded, values)
+    bits = {torch.bfloat16: torch.int16, kind: kind, torch.float32: torch.int32}
+    for mine, theirs in zip([*found, cast], [*wanted, rounded], strict=True):
         assert torch.equal(mine.cpu().view(bits[mine.dtype]), theirs.view(bits[theirs.dtype]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,44 @@ def inductor_compile(
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
     from torch._inductor.virtualized import V
 
-    fake_mode = _fake_mode(graph)
-    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)), V.set_fake_mode(fake_mode):
+    fake_mode, devices = _fake_mode(graph), list(get_inputs_devices(inputs, graph))
+    with (
+        torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
+        V.set_fake_mode(fake_mode),
+        _told_apart_by_processor(devices),
+    ):
         if is_inference:
-            devices = list(get_inputs_devices(inputs, graph))
             graph = _recursive_joint_graph_passes(graph, input_device=devices[0] if devices else None)
         pin_output_strides(graph)
         return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference)
+
+
+def _told_apart_by_processor(devices: Sequence[torch.device | None]) -> AbstractContextManager[None]:
+    """Inside, Inductor finds in its cache what was made for this processor's vectors only.
+
+    Why: its code for CPUs counts on a number of lanes, which its keys leave out. A cache that comes to a processor
+    with other vectors (a folder that hosts share, a moved home) gave numbers that were wrong, without an error.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+    from torch.compiler import config
+
+    if not any(device is not None and device.type == "cpu" for device in devices):
+        return nullcontext()
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} {pick_vec_isa()}")  # type: ignore[attr-defined]
+
+
+def inductor_calls(operator: Any) -> None:
+    """Lets Inductor call an operator that is in a graph as it is, for good.
+
+    Why: without being told it would do so, too, but it copies arguments of operators that it does not know where they
+    are not contiguous in a backward, as in each matmul for a weight's gradient. And with CI in the environment it
+    refuses those that could be decomposed.
+    """
+    from torch._inductor.lowering import add_needs_realized_inputs, fallback_handler, lowerings, register_lowering
+
+    if operator not in lowerings:
+        add_needs_realized_inputs(operator)
+        register_lowering(operator, type_promotion_kind=None)(fallback_handler(operator))
 
 
 def inductor_reads_first(operators: Sequence[Any]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from torch import nn
+from torch.nn.modules import module as all_modules
+
+_HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def parameter_entries(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -22,6 +25,69 @@ def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 def forward_pre_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:
     """The forward pre-hooks of `module`. Why: the old weight_norm is one, and keeps a graph alive."""
     return tuple(module._forward_pre_hooks.values())
+
+
+class Hooks:
+    """The hooks that calls of a module, of those inside of it, and their backwards run, those for all modules first.
+
+    Why: nothing public tells that they come and go. A program may exchange a module's dictionaries, and modules without
+    parameters, so that both are looked at in place.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._insides: list[dict[str, Any]] = []
+        self._children: list[tuple[nn.Module | None, ...]] = []
+        self.exchanges = 0
+        """how often other modules were found inside"""
+        self._walk()
+
+    def now(self) -> tuple[int, ...]:
+        """Their numbers, which are never given twice, in their order."""
+        if [tuple(inside["_modules"].values()) for inside in self._insides] != self._children:
+            self.exchanges += 1
+            self._walk()
+        numbers = [
+            *all_modules._global_forward_pre_hooks,
+            *all_modules._global_forward_hooks,
+            *all_modules._global_backward_pre_hooks,
+            *all_modules._global_backward_hooks,
+        ]
+        for inside in self._insides:
+            for kind in _HOOKS:
+                if hooks := inside[kind]:
+                    numbers += hooks
+        return tuple(numbers)
+
+    def partly(self) -> bool:
+        """Are there backward hooks of the old kind, which see the backward of a module's last operator alone?"""
+        old = all_modules._global_backward_hooks and not all_modules._global_is_full_backward_hook
+        return bool(old) or any(
+            inside["_backward_hooks"] and inside["_is_full_backward_hook"] is False for inside in self._insides
+        )
+
+    def _walk(self) -> None:
+        self._insides = [vars(module) for module in self._module.modules()]
+        self._children = [tuple(inside["_modules"].values()) for inside in self._insides]
+
+
+def hooks_as_called(module: nn.Module) -> tuple[tuple[str, Callable[..., Any], bool, bool], ...]:
+    """The hooks of one module: their kind, what is called, whether with keyword arguments, and whether always.
+
+    Why: nothing public lists them.
+    """
+    none: Mapping[int, bool] = {}
+    kinds = (
+        ("before forward", module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, none),
+        ("forward", module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        ("before backward", module._backward_pre_hooks, none, none),
+        ("backward", module._backward_hooks, none, none),
+    )
+    return tuple(
+        (kind, hook, number in with_kwargs, number in always)
+        for kind, hooks, with_kwargs, always in kinds
+        for number, hook in hooks.items()
+    )
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -34,14 +34,14 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
     tensor._is_param = True
 
 
-def has_tensor_hooks(tensor: torch.Tensor) -> bool:
-    """Whether `register_hook` was used on `tensor`. Why: its hooks would never run on a sharded parameter."""
-    return bool(tensor._backward_hooks)
+def tensor_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
+    """What `register_hook` has put on `tensor`, by number, in order. Why: it would never run on a sharded parameter."""
+    return tuple(tensor._backward_hooks or ())
 
 
-def has_post_accumulate_hooks(tensor: torch.Tensor) -> bool:
-    """Whether `register_post_accumulate_grad_hook` was used on `tensor`. Why: as for tensor hooks."""
-    return bool(tensor._post_accumulate_grad_hooks)
+def post_accumulate_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The same of `register_post_accumulate_grad_hook`. Why: as for tensor hooks."""
+    return tuple(tensor._post_accumulate_grad_hooks or ())
 
 
 def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -13,9 +13,24 @@ BLOCK: Final = 1024
 
 
 @triton.jit
-def joined(shard, remainder):
-    """The master of a bfloat16 and an int16."""
-    low = remainder.to(tl.int32)
+def noise(position, step):
+    """Random bits, int32, for elements at positions, int64, at a step, int32: see `comm.rounding.noise_`."""
+    bits = position.to(tl.int32) * 0x1E35A7BD + step * 0x5BD1E995
+    bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
+    bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * 0x46CA68B5
+    return bits ^ ((bits >> 16) & 0xFFFF)
+
+
+@triton.jit
+def of_24_bits(bits, up):
+    """The bits of a master without the low 8, which are rounded by `up`, 0 to 255."""
+    return (bits + up) & ~0xFF
+
+
+@triton.jit
+def joined(shard, remainder, MISSING: tl.constexpr):
+    """The master of a bfloat16 and a remainder that has no room for so many of its 16 bits."""
+    low = remainder.to(tl.int32) << MISSING
     high = shard.to(tl.int16, bitcast=True).to(tl.int32)
     return (((high + (low >> 15)) << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
 
@@ -41,19 +56,22 @@ def _cast(target, values, numel, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _split(masters, shard, remainder, numel, SIZE: tl.constexpr):
+def _split(masters, shard, remainder, random, numel, MISSING: tl.constexpr, RANDOM: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = at < numel
     bits = bits_of(tl.load(masters + at, there))
+    if MISSING:
+        bits = of_24_bits(bits, tl.load(random + at, there) & 0xFF if RANDOM else 0x80)
     tl.store(shard + at, shard_of(bits), there)
-    tl.store(remainder + at, bits.to(tl.int16), there)
+    low = bits >> MISSING
+    tl.store(remainder + at, low.to(tl.int8) if MISSING else low.to(tl.int16), there)
 
 
 @triton.jit
-def _join(masters, shard, remainder, numel, SIZE: tl.constexpr):
+def _join(masters, shard, remainder, numel, MISSING: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = at < numel
-    tl.store(masters + at, joined(tl.load(shard + at, there), tl.load(remainder + at, there)), there)
+    tl.store(masters + at, joined(tl.load(shard + at, there), tl.load(remainder + at, there), MISSING), there)
 
 
 def cast_(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -61,14 +79,21 @@ def cast_(target: torch.Tensor, values: torch.Tensor) -> None:
     _cast[programs(values.numel())](target, values, values.numel(), SIZE=BLOCK)
 
 
-def split_(masters: torch.Tensor, shard: torch.Tensor, remainder: torch.Tensor) -> None:
+def split_(
+    masters: torch.Tensor, shard: torch.Tensor, remainder: torch.Tensor, random: torch.Tensor | None = None
+) -> None:
     """See `comm.rounding.split_`."""
-    _split[programs(masters.numel())](masters, shard, remainder, masters.numel(), SIZE=BLOCK)
+    by_chance, missing = random is not None, 16 - 8 * remainder.itemsize
+    _split[programs(masters.numel())](
+        masters, shard, remainder, random if by_chance else shard, masters.numel(), MISSING=missing, RANDOM=by_chance,
+        SIZE=BLOCK,
+    )  # fmt: skip
 
 
 def join_(masters: torch.Tensor, shard: torch.Tensor, remainder: torch.Tensor) -> None:
     """See `comm.rounding.join_`."""
-    _join[programs(masters.numel())](masters, shard, remainder, masters.numel(), SIZE=BLOCK)
+    missing = 16 - 8 * remainder.itemsize
+    _join[programs(masters.numel())](masters, shard, remainder, masters.numel(), MISSING=missing, SIZE=BLOCK)
 
 
 def try_out() -> None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from zeroweave._triton.masters import BLOCK, bits_of, joined, programs, shard_of
+from zeroweave._triton.codes import PER_SCALE, first_codes, first_of, scales_of, second_codes, second_of
+from zeroweave._triton.masters import BLOCK, bits_of, joined, noise, of_24_bits, programs, shard_of
 
-__all__ = ["BLOCK", "adagrad", "adam", "programs", "sgd"]
+__all__ = ["BLOCK", "adagrad", "adam", "compact_adam", "programs", "sgd"]
 
 
 @triton.jit
 def _master(master, remainder, at, there, SPLIT: tl.constexpr):
     if SPLIT:
-        values = joined(tl.load(master + at, there), tl.load(remainder + at, there))
+        values = joined(tl.load(master + at, there), tl.load(remainder + at, there), 0)
     else:
         values = tl.load(master + at, there)
     return values
@@ -107,6 +108,73 @@ def adam(
         tl.store(largest + at, second, there)
     width = tl.div_rn(tl.sqrt_rn(second), root) + eps
     _keep(values - size * tl.div_rn(first, width), master, remainder, at, there, SPLIT)
+
+
+@triton.jit(do_not_specialize=["step"])
+def compact_adam(
+    master,
+    remainder,
+    gradient,
+    average,
+    square,
+    averages,
+    squares,
+    factor,
+    found,
+    scalars,
+    numel,
+    keep,
+    size,
+    root,
+    decay,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    position,
+    step,
+    SPLIT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FOUND: tl.constexpr,
+    DEVICE: tl.constexpr,
+    COUPLED: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """`adam` with codes for moments, whose scales are `averages` and `squares`, and masters of 24 bits.
+
+    The range begins with a block, at `position` of the flat. DEVICE: `step` is the fourth of `scalars`.
+    """
+    tl.static_assert(SPLIT)
+    if FOUND:
+        numel = tl.where(tl.load(found) == 0, numel, 0)
+    if DEVICE:
+        keep, size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+        step = tl.load(scalars + 3).to(tl.int32)
+    block = tl.program_id(0).to(tl.int64) * (SIZE // PER_SCALE) + tl.arange(0, SIZE // PER_SCALE)
+    at = block[:, None] * PER_SCALE + tl.arange(0, PER_SCALE)[None, :]
+    some, there = block * PER_SCALE < numel, at < numel
+    random = noise(position + at, step)
+    values = joined(tl.load(master + at, there), tl.load(remainder + at, there), 8)
+    grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
+    if COUPLED:
+        grad = grad + decay * values
+    else:
+        values = values * keep
+    first = first_of(tl.load(average + at, there), tl.load(averages + block, some))
+    second = second_of(tl.load(square + at, there), tl.load(squares + block, some))
+    first = first + rest1 * (grad - first)
+    second = second * beta2 + rest2 * (grad * grad)
+    scales = scales_of(first, there)
+    tl.store(average + at, first_codes(first, scales), there)
+    tl.store(averages + block, scales, some)
+    scales = scales_of(second, there)
+    tl.store(square + at, second_codes(second, scales, random), there)
+    tl.store(squares + block, scales, some)
+    width = tl.div_rn(tl.sqrt_rn(second), root) + eps
+    bits = of_24_bits(bits_of(values - size * tl.div_rn(first, width)), random & 0xFF)
+    tl.store(master + at, shard_of(bits), there)
+    tl.store(remainder + at, (bits >> 8).to(tl.int8), there)
 
 
 @triton.jit

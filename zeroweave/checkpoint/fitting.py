@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
 import torch
@@ -88,7 +88,8 @@ class Wanted:
     """What an engine has: the shapes of its parameters and of its buffers, by NAME, and its optimizer, if any.
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
-    `trained`: the NAMEs of what is not frozen. `micro_steps`: of a window.
+    `trained`: the NAMEs of what is not frozen. `micro_steps`: of a window. `refused`: options of groups that have to be
+    off, and why.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -97,6 +98,7 @@ class Wanted:
     lr_scheduler: str | None = None
     trained: Set[str] = frozenset()
     micro_steps: int = 1
+    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 class Fitting:
@@ -180,7 +182,7 @@ class Fitting:
         problems = [f"of another shape: {_some(wrong)}"] if wrong else []
         if control.world != self._manifest.world:
             problems += self._of_ranks()
-        return problems if self._wanted.optimizer is None else [*problems, *self._window()]
+        return problems if self._wanted.optimizer is None else [*problems, *self._refused(), *self._window()]
 
     def _of_ranks(self) -> Iterator[str]:
         found = self._manifest.tensors
@@ -220,6 +222,13 @@ class Fitting:
         for index, (a, b) in enumerate(zip(theirs, ours, strict=True)):
             if other := sorted(a ^ b if self._strict else (a ^ b) & shared):
                 yield f"group {index} of its optimizer differs in {_some(other)}"
+
+    def _refused(self) -> Iterator[str]:
+        saved = self.facts.optimizer
+        for index, group in enumerate(() if saved is None else saved.groups):
+            for key, why in self._wanted.refused.items():
+                if group.options.get(key):
+                    yield f"group {index} of its optimizer has {key}: {why}"
 
     def _scheduler(self) -> Iterator[str]:
         saved, wanted = self.facts.lr_scheduler, self._wanted.lr_scheduler

@@ -60,16 +60,62 @@ class Clock:
     def hold(self, seconds: float) -> None:
         """The device waits for so long before it goes on, so that the host gets ahead of it; a CPU does not."""
 
-    def allocated(self) -> int:
-        """Bytes of device memory in use now; 0 where nobody counts."""
-        return 0
+    def take_used(self) -> tuple[int, int]:
+        """Bytes of device memory in use now, and at most since this was last taken; 0 where nobody counts."""
+        return 0, 0
 
     def peak(self) -> int:
         """Bytes of device memory in use at most so far; 0 where nobody counts."""
         return 0
 
+    def strain(self) -> tuple[int, int]:
+        """Bytes of device memory in use at most since this was last asked, 0 where it was no more than before that.
+
+        And how often so far the device had no memory left, and the allocator gave back what it did not use, to try
+        again. 0 as well where nobody counts. Nobody else's count begins anew.
+        """
+        return 0, 0
+
+    def reserved(self) -> int:
+        """Bytes of device memory that the allocator has held at most so far; 0 where nobody counts."""
+        return 0
+
     def restart_peak(self) -> None:
         """The peak counts from now on, for everybody in this process."""
+
+    def room(self, sharing: int = 1) -> int:
+        """Bytes that may be in use at most: what the allocator holds, and this rank's share of what is free.
+
+        `sharing`: so many ranks compute on the device. 0 where nobody counts.
+        """
+        return 0
+
+    def give_back(self) -> None:
+        """What the allocator holds and nobody uses goes back to the device."""
+
+
+class Rises:
+    """What a counter of a peak shows of the time since it was last asked, whoever starts it anew.
+
+    One that stands where it stood tells nothing: what it counts was no more than it had been before.
+    """
+
+    def __init__(self) -> None:
+        self._stood = self._most = 0
+
+    def read(self, stands: int) -> None:
+        """The counter was read. One that stands lower was started anew meanwhile."""
+        if stands != self._stood:
+            self._stood, self._most = stands, max(self._most, stands)
+
+    def restarted(self) -> None:
+        """The counter begins anew: whatever it stands at from now on has been since."""
+        self._stood = 0
+
+    def take(self) -> int:
+        """What it has shown since this was last asked; 0 for nothing."""
+        most, self._most = self._most, 0
+        return most
 
 
 class DeviceClock(Clock):
@@ -78,6 +124,9 @@ class DeviceClock(Clock):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._peak = self._reserved = 0
+        """bytes, as far as they were looked at since the last restart"""
+        self._rises = Rises()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -98,15 +147,49 @@ class DeviceClock(Clock):
     def hold(self, seconds: float) -> None:
         busy_wait(seconds, self._device)
 
-    def allocated(self) -> int:
+    def take_used(self) -> tuple[int, int]:
         # as memory_allocated, which flattens all statistics first: ten times the price, for every instruction
-        return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"])
+        bytes_ = self._counted()["allocated_bytes"]["all"]
+        self._restart_counters()
+        return int(bytes_["current"]), int(bytes_["peak"])
 
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        self._counted()
+        return self._peak
+
+    def strain(self) -> tuple[int, int]:
+        refusals = int(self._counted()["num_alloc_retries"])
+        return self._rises.take(), refusals
+
+    def reserved(self) -> int:
+        self._counted()
+        return self._reserved
 
     def restart_peak(self) -> None:
+        self._restart_counters()
+        self._peak = self._reserved = 0
+
+    def room(self, sharing: int = 1) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self._device))
+        return min(reserved + free // sharing, allowed)
+
+    def give_back(self) -> None:
+        torch.cuda.empty_cache()
+
+    def _counted(self) -> dict[str, Any]:
+        """What the allocator counts. Its peaks begin anew when somebody says so: they are remembered here."""
+        counted = torch.cuda.memory_stats_as_nested_dict(self._device)
+        peak = int(counted["allocated_bytes"]["all"]["peak"])
+        self._rises.read(peak)
+        self._peak = max(self._peak, peak)
+        self._reserved = max(self._reserved, int(counted["reserved_bytes"]["all"]["peak"]))
+        return counted
+
+    def _restart_counters(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
+        self._rises.restarted()
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -91,6 +91,14 @@ class Places:
         place = self._places[number] = Place(memory)
         return place
 
+    def trim(self, count: int) -> None:
+        """The places from number `count` on go, and whoever lies there leaves. Equally on all ranks."""
+        for place in self._places[count:]:
+            if place is not None:
+                place.vacate()
+                self._close(place)
+        del self._places[count:]
+
     def _close(self, place: Place) -> None:
         self._gauge.add(-place.memory.nbytes)
         place.memory.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
@@ -135,8 +135,11 @@ class _Launch:
             self._work.wait()
 
 
-def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
-    """Copies `parts` into their places in `flat` [numel], with zeros wherever no part lies."""
+def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread, there: Set[int] = frozenset()) -> None:
+    """Copies `parts` into their places in `flat` [numel], with zeros wherever no part lies.
+
+    The slots of `there` are in their places already.
+    """
     if isinstance(parts, torch.Tensor):
         flat.copy_(parts)
         return
@@ -144,6 +147,8 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread) -> None:
     tensors: list[torch.Tensor] = []
     pieces = layout.pieces
     for piece, view in zip(pieces, flat.split_with_sizes([piece.numel for piece in pieces]), strict=True):
+        if piece.slot in there:
+            continue
         if (part := parts.get(piece.slot)) is None:
             view.zero_()
         elif part.numel() == piece.numel:

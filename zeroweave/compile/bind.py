@@ -7,7 +7,7 @@ every region with the same code, so that the parameters seen while compiling say
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard
@@ -47,6 +47,12 @@ class TemplateHost(Protocol):
 
         Autograd saves them right after this call, in this order and each exactly once, before anything else
         is saved on this thread, through whatever saved-tensors hooks are then innermost.
+        """
+
+    def destinations(self, parts: list[Place]) -> list[Tensor | None]:
+        """Where the backward that was entered may write these gradients, before it leaves and delivers them.
+
+        Each is contiguous, of its parameter's shape and dtype; None: anywhere.
         """
 
     def deliver(self, announced: list[Place], parts: list[Part]) -> None:
@@ -152,11 +158,17 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
     return lambda run: mark_boxed(partial(forward, run))
 
 
-def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles) -> Callable[[Boxed], Boxed]:
-    """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them."""
+def backward_binder(
+    caller: Caller, graph: fx.Graph, split: Split, roles: Roles, written: Sequence[int] = ()
+) -> Callable[[Boxed], Boxed]:
+    """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them.
+
+    `written`: the outputs that the code will write into further arguments, see `compile.destinations`.
+    """
     arguments = {roles.position(node): i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     shared = tuple(i for position, i in arguments.items() if position is not None)
     gradients = tuple((output, arguments[position]) for output, position, _ in gradients_of(graph, roles))
+    targets = tuple((output, dict(gradients)[output]) for output in written)
     reads = tuple(i for i in tensor_arguments(graph, with_users=True) if i not in split.fresh)
     bound = tuple(dict.fromkeys(shared + reads))
 
@@ -165,9 +177,20 @@ def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles)
         find = host.find
         places = {i: find(args[i]) for i in bound}
         uses = {place[0] for i in reads if (place := places[i]) is not None}
+
+        def run_into(args: list[Any]) -> list[Any]:
+            slots = {i: place for _, i in targets if _is_slot(place := places[i])}
+            lent = dict(zip(slots, host.destinations(list(slots.values())), strict=True))
+            into = [(output, _made_like(args[i]) if (t := lent.get(i)) is None else t) for output, i in targets]
+            args.extend(tensor for _, tensor in into)
+            outputs = list(run(args))
+            for output, tensor in into:
+                outputs[output] = tensor
+            return outputs
+
         if shared or uses:
             region = split.regions.get(tuple(places[i] for i in shared), "")
-            outputs = list(_hold(host, region, "backward", uses, run, args))
+            outputs = list(_hold(host, region, "backward", uses, run_into if targets else run, args))
         else:
             outputs = list(run(args))
         parts: list[Part] = []
@@ -181,6 +204,11 @@ def backward_binder(caller: Caller, graph: fx.Graph, split: Split, roles: Roles)
         return outputs
 
     return lambda run: mark_boxed(partial(backward, run))
+
+
+def _made_like(parameter: Tensor) -> Tensor:
+    """Memory for a gradient."""
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _hold(host: TemplateHost, region: str, phase: Phase, uses: set[int], run: Boxed, args: list[Any]) -> Any:

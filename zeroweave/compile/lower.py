@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zeroweave._torch.aot import aot_partition, aot_saved
 from zeroweave._torch.fx import boxed, operator_schema
 from zeroweave._torch.inductor import (
+    inductor_calls,
     inductor_compile,
     inductor_decompositions,
     inductor_lock_folder,
@@ -31,6 +32,7 @@ from zeroweave._torch.inductor import (
     inductor_settings,
 )
 from zeroweave.compile.bind import Boxed, Roles, Split, gradients_of, graph_outputs
+from zeroweave.compile.destinations import INTO
 from zeroweave.compile.lock import compile_lock, graph_key
 from zeroweave.compile.phases import Phases
 from zeroweave.errors import ParameterError
@@ -53,6 +55,7 @@ def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], ki
     with phases("lower"):
         if lower == "aot_eager":
             return boxed(graph)
+        inductor_calls(INTO)
         folder = inductor_lock_folder()
         key = graph_key(graph, inputs, f"{kind} {inductor_settings()}")
         with compile_lock(folder, key, phases) if folder else nullcontext():

@@ -1,7 +1,8 @@
 """What is compiled as one: the blocks and regions of a model.
 
 Everything here looks at the module tree only: classes, names and shapes, never at values, so that it works
-on models at rest, on `meta` and before any process group exists, and gives the same answer on all ranks.
+on models at rest, on `meta` and before any process group exists, and gives the same answer on all ranks. But for
+`region_key`, which also looks at hooks, and tells apart what is on one rank.
 
 A **list** is an `nn.ModuleList` or `nn.Sequential`. It *repeats a class* if two of its entries are of one
 class that holds parameters. Only outermost repeating lists count: what they contain belongs to their blocks.
@@ -12,11 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import cast
+from types import MethodType
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from zeroweave._torch.modules import hooks_as_called
 from zeroweave.errors import ConfigError
 
 
@@ -127,7 +130,7 @@ def call_modules(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -> 
 
 
 def region_key(module: nn.Module) -> Hashable:
-    """What two regions have in common if they can share a template: classes, names, shapes and dtypes.
+    """What two regions have in common if they can share a template: classes, names, shapes, dtypes and hooks.
 
     Regions with different keys get wrappers of their own in `Templates`, so that Dynamo's recompile limit
     counts only real variants and sizes that differ between regions are not taken for dynamic ones.
@@ -136,7 +139,19 @@ def region_key(module: nn.Module) -> Hashable:
     parameters = tuple(
         (name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters(remove_duplicate=False)
     )
-    return modules, parameters
+    hooks = tuple(
+        (name, kind, _identity(hook), *how)
+        for name, child in module.named_modules(remove_duplicate=False)
+        for kind, hook, *how in hooks_as_called(child)
+    )
+    return modules, parameters, hooks
+
+
+def _identity(hook: Callable[..., Any]) -> tuple[int, ...]:
+    """The same for hooks that are one; a method is made anew each time that somebody asks for it."""
+    if isinstance(hook, MethodType):
+        return id(hook.__self__), id(hook.__func__)
+    return (id(hook),)
 
 
 def has_parameters(module: nn.Module) -> bool:

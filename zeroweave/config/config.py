@@ -96,6 +96,12 @@ class Config(_Explained):
                 f"offload.params works with stage 3 only, not {self.stage}: stages 1 and 2 keep parameters gathered; "
                 "set stage to 3, or use offload.optimizer"
             )
+        if self.precision.optimizer == "compact" and (self.offload.optimizer != "none" or self.offload.params):
+            key = "params" if self.offload.params else "optimizer"
+            raise ValueError(
+                f"precision.optimizer 'compact' keeps states on the device, and offload.{key} in host memory, in "
+                "float32: set precision.optimizer to 'full', or leave offload out"
+            )
         if "tensorboard" in self.log.to and self.log_dir is None:
             raise ValueError("log.to 'tensorboard' writes to log_dir: set that to a folder")
         return self

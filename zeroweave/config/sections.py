@@ -34,6 +34,10 @@ class PrecisionConfig(Section):
     """How the masters of bfloat16 parameters are kept: "split" into the bfloat16 that is gathered and the 16 bits that
     it lacks, or in float32. Equal bit for bit; masters in host memory and those of float16 are float32 always."""
 
+    optimizer: Literal["full", "compact"] = "full"
+    """"compact": Adam and AdamW of bfloat16 parameters keep 5.125 bytes an element instead of 12, the upper 24 bits of
+    masters and 8 of moments; close to "full", but not equal bit for bit."""
+
     reduce: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype in which gradients travel and are summed over ranks; None: that of the parameters."""
 
@@ -60,6 +64,16 @@ class PrecisionConfig(Section):
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale"):
             if isinstance(value := getattr(self, name), float) and not 2.0**-126 <= value <= 2.0**127:
                 raise ValueError(f"precision.{name} must be from 2**-126 to 2**127, as float32 has it, not {value:g}")
+        if self.optimizer == "compact" and self.params not in (None, "bfloat16"):
+            raise ValueError(
+                f"precision.optimizer 'compact' is for bfloat16 parameters, not {self.params}: set precision.params to "
+                "'bfloat16', or precision.optimizer to 'full'"
+            )
+        if self.optimizer == "compact" and self.master == "float32":
+            raise ValueError(
+                "precision.master 'float32' is for precision.optimizer 'full': 'compact' keeps masters in a way of its "
+                "own; leave precision.master out"
+            )
         given = sorted(self.model_fields_set & _DYNAMIC)
         if isinstance(self.loss_scale, float) and given:
             names = ", ".join(f"precision.{name}" for name in given)
@@ -130,11 +144,15 @@ class CompileConfig(Section):
     keep: Literal["auto", "none", "all"] | Annotated[tuple[str, ...], Field(strict=False)] = "auto"
     """Stage 3: buckets that stay gathered from one use to the next; "auto": as many as `memory_budget` has room for."""
 
-    memory_budget: Annotated[int, Field(ge=0)] | None = None
-    """Bytes of device memory that "auto" may fill; none: gathers one bucket more ahead, keeps none."""
+    memory_budget: Literal["auto", "none"] | Annotated[int, Field(ge=0)] = "auto"
+    """Bytes of device memory that "auto" may fill; "auto": what is free once steps were measured, less a reserve;
+    "none": gathers one bucket more ahead, keeps none. On a CPU "auto" is "none"."""
 
     fuse: bool = True
     """Issue the gathers, or the reductions, of neighbouring small buckets in one launch."""
+
+    regather: bool = False
+    """With `keep` "auto": update what the next step needs first before the rest, and gather it under that."""
 
     record_steps: Annotated[int, Field(ge=0)] = 3
     """How many steps are timed before "auto" decides; 0: it never does."""
@@ -147,6 +165,11 @@ class CompileConfig(Section):
 
     dynamic: bool | None = None
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
+
+    @field_validator("memory_budget", mode="before")
+    @classmethod
+    def _no_budget(cls, budget: object) -> object:
+        return "none" if budget is None else budget
 
 
 class TransportConfig(Section):

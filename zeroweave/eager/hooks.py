@@ -17,9 +17,11 @@ from torch import nn
 
 from zeroweave._torch.autograd import recomputing
 from zeroweave._torch.fx import map_tensors
+from zeroweave._torch.tensors import post_accumulate_hooks, tensor_hooks
 from zeroweave.eager.access import Access
 from zeroweave.errors import EngineError
 from zeroweave.runtime.runtime import Runtime
+from zeroweave.runtime.tape import Frame
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,7 @@ class ModuleCall:
                 return self(*args, **kwargs)
         frame = runtime.enter(self.name, "forward", self.uses, self._trains)
         try:
-            # a recomputation inside a backward runs as its forward ran
-            if self._compiled is not None and not runtime.in_backward:
-                self._runs_compiled = self._compiled.wanted()
-            if self._compiled is not None and self._runs_compiled:
+            if self._compiled is not None and self._runs(self._compiled, frame):
                 result = self._run_compiled(self._compiled, *args, **kwargs)
             else:
                 runtime.ran_eagerly()
@@ -86,6 +85,13 @@ class ModuleCall:
             if torch.is_grad_enabled() and not recomputing():
                 runtime.gradients.expect(s for s in self._trainable if s not in frame.announced)
             runtime.leave(frame)
+
+    def _runs(self, compiled: Compiled, frame: Frame) -> bool:
+        """Does this call run compiled? A recomputation inside a backward does as its forward did."""
+        if not self._runtime.in_backward:
+            self._runs_compiled = compiled.wanted()
+            frame.runs(self._runs_compiled)
+        return self._runs_compiled if frame.compiled is None else frame.compiled
 
     def _run_compiled(self, compiled: Compiled, *args: Any, **kwargs: Any) -> Any:
         before = self._runtime.compiled_calls
@@ -147,3 +153,9 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
         alive.deliver_eager(bucket, slot, gradient)
 
     parameter.register_post_accumulate_grad_hook(hand_over)
+
+
+def hooks_beside(parameter: torch.Tensor) -> tuple[int, ...]:
+    """What is registered on a parameter beside the hook of `hook_gradient`, which is its first: by number."""
+    own = 1 if parameter.requires_grad else 0
+    return *tensor_hooks(parameter), *post_accumulate_hooks(parameter)[own:]

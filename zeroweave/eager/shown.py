@@ -11,8 +11,9 @@ from torch import nn
 
 from zeroweave._torch.storages import use_count
 from zeroweave.eager.access import Access
-from zeroweave.eager.hooks import hook_gradient
+from zeroweave.eager.hooks import hook_gradient, hooks_beside
 from zeroweave.errors import EngineError
+from zeroweave.notices import warn
 from zeroweave.parameters.places import Places
 from zeroweave.runtime.runtime import Runtime
 
@@ -72,10 +73,17 @@ class Shown:
         """
         if not self.is_open:
             return
+        hooked = [name for name, view in self.views.items() if hooks_beside(view)]
         self._withdraw()
         with ExitStack() as each:  # a parameter that was written raises, but the others go as well
             for bucket in self._access.buckets:
                 each.callback(self._runtime.replay.lingering.reshard, bucket.id)
+        if hooked:
+            warn(
+                f"hooks on {', '.join(hooked)} end here: they were registered where full parameters are shown, and "
+                "those do not train; hook the module, or look at engine.gradients()",
+                self._runtime.transport.rank,
+            )
 
     def _withdraw(self) -> None:
         views, self._views = self.views, None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import reduce
 from operator import or_
-from typing import Final
+from typing import Any, Final
 from zlib import crc32
 
 from zeroweave.comm.wire import Wire
@@ -18,7 +18,7 @@ from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.compare import compare, first_difference
 from zeroweave.ranks.control import Agreement, Control, Decision, Diverged, decide
 from zeroweave.ranks.differ import MODULES
-from zeroweave.ranks.signals import Signals
+from zeroweave.ranks.notes import Notes
 from zeroweave.schedule import Costs, Schedule
 
 SCHEDULE_SECONDS: Final = 30.0
@@ -26,7 +26,7 @@ SCHEDULE_SECONDS: Final = 30.0
 
 
 _COURSE: Final = struct.Struct("<BIQQQ")
-"""Course, checksum of the call, hash of the schedule, count and hash of the collectives issued; the signals follow."""
+"""Course, checksum of the call, hash of the schedule, count and hash of the collectives issued; the notes follow."""
 
 
 class Course(IntEnum):
@@ -58,12 +58,12 @@ class Agreements:
     """What the ranks of one engine compare, and decide together.
 
     While steps are only tried out (`Wire.tries`), each decides as if the others had said what it says. Each step
-    they tell each other which `signals` have come.
+    they tell each other what was noted.
     """
 
-    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress, signals: Signals) -> None:
+    def __init__(self, control: Control, transport: Wire, alarm: Alarm, progress: Progress, notes: Notes[Any]) -> None:
         self._control, self._transport = control, transport
-        self._alarm, self._progress, self._signals = alarm, progress, signals
+        self._alarm, self._progress, self.notes = alarm, progress, notes
         self._backwards = self._changes = self._agreed = 0
 
     def step(
@@ -86,7 +86,7 @@ class Agreements:
         digest, found = self._progress.ledger.hash, nonfinite()
         flags = had_gradient + late + viewed
         if not self._transport.tries:
-            flags += self._signals.flags
+            flags += self.notes.flags
         mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
         decision = decide([mine]) if self._transport.tries else self._agree(mine, "agreement")
         if decision.differ:
@@ -95,7 +95,7 @@ class Agreements:
         third = second + len(viewed)
         flags = decision.flags
         if not self._transport.tries:
-            self._signals.agree(flags[third:])
+            self.notes.agree(flags[third:])
         return Found(decision, flags[:first], flags[first:second], flags[second:third])
 
     def course(self, wish: Course, schedule: Schedule | None, ends: bool, call: str) -> Course:
@@ -106,8 +106,7 @@ class Agreements:
         step, count = self._progress()
         fingerprint = 0 if schedule is None else schedule.fingerprint
         mine = (
-            _COURSE.pack(wish, crc32(call.encode()), fingerprint, count, self._progress.ledger.hash)
-            + self._signals.flags
+            _COURSE.pack(wish, crc32(call.encode()), fingerprint, count, self._progress.ledger.hash) + self.notes.flags
         )
         ranks = self._control.all_gather_bytes(mine, f"the graph of step {step}")
         told = [_COURSE.unpack_from(theirs) for theirs in ranks]
@@ -116,7 +115,7 @@ class Agreements:
         agreed = Course(min(each[0] for each in told))
         if ends and agreed is Course.REPLAY:
             noted = zip(*(theirs[_COURSE.size :] for theirs in ranks), strict=True)
-            self._signals.agree(bytes(reduce(or_, each) for each in noted))
+            self.notes.agree(bytes(reduce(or_, each) for each in noted))
             self._agreed = count
         return agreed
 
@@ -174,6 +173,12 @@ class Agreements:
         ranks = self._control.all_gather_object((here, mine), f"the costs at step {step}")
         costs = [theirs for shape, theirs in ranks if theirs is not None and shape == here]
         return Costs.merge(costs) if len(costs) == len(ranks) else None
+
+    def memory(self, peak: int, room: int) -> tuple[int, int]:
+        """Bytes: the most that were in use on any rank, and the least room of any. Collective."""
+        step, _ = self._progress()
+        peaks, rooms = zip(*self._control.all_gather_object((peak, room), f"the memory at step {step}"), strict=True)
+        return max(peaks), min(rooms)
 
     def schedule(self, schedule: Schedule) -> None:
         """Raises `AgreementError` on all ranks unless all would follow this schedule. Collective."""

@@ -39,6 +39,7 @@ from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.graphs.limits import captures_on, never_captured
 from zeroweave.engine.graphs.loop import Loop
 from zeroweave.engine.guard import Guard, Progress
+from zeroweave.engine.headroom import SHORT, Headroom, ranks_beside
 from zeroweave.engine.logs.asked import is_asked_for, sinks_of
 from zeroweave.engine.logs.log import Log
 from zeroweave.engine.logs.sinks import Sink
@@ -46,7 +47,7 @@ from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.settings import settings_of
+from zeroweave.engine.settings import facts_of, policy_of, settings_of
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
@@ -57,6 +58,7 @@ from zeroweave.layout import WORLD, BucketLayout, build_layout
 from zeroweave.notices import Journal, warn
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.check import in_no_group
+from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.matrices import Whole
 from zeroweave.optim.rates import Rates, why_not_captured
 from zeroweave.optim.rules import Kernels
@@ -70,11 +72,11 @@ from zeroweave.parameters.weights import WeightsLike
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.faults import Faults
-from zeroweave.ranks.signals import Signals
+from zeroweave.ranks.notes import Notes
+from zeroweave.ranks.signals import NUMBERS, Signals
 from zeroweave.ranks.start import at_end, backstop, start_process_group
-from zeroweave.runtime.policy import Policy
 from zeroweave.runtime.runtime import Runtime
-from zeroweave.schedule import BucketFacts, Facts
+from zeroweave.schedule import Facts
 
 SchedulerLike = LRScheduler | Sequence[LRScheduler]
 
@@ -135,51 +137,6 @@ def initialize(
     except BaseException:
         ends.close()
         raise
-
-
-def policy_of(settings: Config, layouts: Iterable[BucketLayout]) -> Policy:
-    """What of a config the runtime follows."""
-    precision = settings.precision
-    kept = () if settings.stage == 3 else tuple(layouts)
-    return Policy(
-        kept_by_stage=frozenset(b.id for b in kept),
-        stays=frozenset(b.id for b in kept if not b.trainable),
-        op=settings.reduce.op,
-        reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
-        accumulate_dtype=getattr(torch, precision.accumulate),
-        masters_off=settings.offload.optimizer != "none" or settings.offload.params,
-        params_off=settings.offload.params,
-        splits_masters=precision.master == "split",
-        keep_gradient_targets=settings.debug.keep_gradient_targets,
-        free_threshold=settings.activations.free_threshold_bytes,
-        offload_threshold=settings.offload.activations_threshold_bytes if settings.offload.activations else None,
-    )
-
-
-def facts_of(
-    settings: Config,
-    layouts: Iterable[BucketLayout],
-    policy: Policy,
-    optimizer: ShardedOptimizer | None,
-    least: int | None = None,
-) -> Facts:
-    """What schedules are made from, before the settings are put in.
-
-    `least`: bytes from which on a bucket has a place; None: none has.
-    """
-    layouts = tuple(layouts)
-    whole = settings.gradient_clipping is not None or checks(settings, layouts)
-    by_bucket = optimizer is not None and optimizer.by_bucket and not whole
-    return Facts(
-        tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
-        kept_by_stage=policy.kept_by_stage,
-        depth=settings.reduce.depth,
-        prefetch=1,
-        update_by_bucket=by_bucket,
-        free=policy.free_threshold is not None,
-        offload=policy.offload_threshold is not None,
-        placed=frozenset(b.id for b in layouts if least is not None and b.world > 1 and b.nbytes >= least),
-    )
 
 
 def _transports(
@@ -259,6 +216,8 @@ def _assemble(
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     policy = policy_of(settings, layouts)
+    if (compact := settings.precision.optimizer == "compact") and optimizer is not None:
+        refuse_compact(optimizer, layouts)
     _refuse_experts(layouts, {name for name, parameter in named.items() if id(parameter) in asked.whole})
     try:
         settings_of(settings).facts(facts_of(settings, layouts, policy, None), None, None)
@@ -289,7 +248,7 @@ def _assemble(
     original = {name: p.dtype for name, p in named.items()}
     slot_of = {id(p): place[name] for name, p in named.items()}
     del named
-    stubs, signals = StubStatus(), Signals()
+    stubs, signals = StubStatus(), Signals(Notes((*NUMBERS, SHORT)))
     places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
@@ -299,7 +258,7 @@ def _assemble(
         whole = Whole(asked.whole, transport, control) if asked.whole else None
         fast = cast(Kernels | None, kernels("rules", device.type))
         sharded = ShardedOptimizer(
-            optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, whole, fast
+            optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, whole, fast, compact
         )
         states.clear()
     parts = EngineParts(
@@ -311,7 +270,7 @@ def _assemble(
         progress=guard.progress,
         guard=guard,
         journal=Journal(control.rank),
-        agreements=Agreements(control, transport, guard.alarm, guard.progress, signals),
+        agreements=Agreements(control, transport, guard.alarm, guard.progress, signals.notes),
         places=places,
         stubs=stubs,
         optimizer=sharded,
@@ -339,7 +298,8 @@ def _compose(
 ) -> Engine:
     """The engine, of objects that each know those before them."""
     settings, runtime = parts.config, parts.runtime
-    scheduler = Scheduler(parts, facts)
+    sharing = ranks_beside(parts.control, parts.device)
+    scheduler = Scheduler(parts, facts, Headroom(parts.transport, parts.agreements, sharing))
     access = Access(parts.model, runtime)
     hook_gradients(runtime)
     shown = Shown(runtime, parts.places, access)
@@ -377,7 +337,7 @@ def _compose(
         parts.ends.callback(signals.close)
 
     def stats() -> Stats:
-        return Stats.read(parts, calls, graphs, step.traffic, scheduler.seconds)
+        return Stats.read(parts, calls, graphs, step.traffic, scheduler)
 
     samples = Samples.asked_for(parts, scheduler, step, stats)
     log = Log(parts, scheduler, step, sinks) if is_asked_for(settings) and parts.optimizer is not None else None

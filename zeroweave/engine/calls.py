@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from zeroweave._torch.autograd import recomputing
 from zeroweave._torch.fx import map_tensors
+from zeroweave._torch.modules import Hooks
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.lower import Code, compile_graph
 from zeroweave.compile.regions import call_modules, find_regions, region_key
@@ -23,6 +24,15 @@ from zeroweave.eager.hooks import Compiled, ModuleCall
 from zeroweave.eager.shown import Shown
 from zeroweave.notices import Journal, warn
 from zeroweave.runtime.runtime import Runtime
+
+_HOOKED: Final = (
+    "hooks of its modules have come or gone since zeroweave.initialize, and compiled code has those that were there "
+    "then: register what stays before it, and remove what has come to train compiled again"
+)
+_PARTLY: Final = (
+    "a hook of register_backward_hook sees what a module's last operator gives it, which compiled code has no more: "
+    "register_full_backward_hook does in compiled code what it does elsewhere"
+)
 
 
 class Calls:
@@ -51,7 +61,8 @@ class Calls:
         self._autocast = None if wanted is None else getattr(torch, wanted)
         self._device_type = device_type
         self.eager_regions: dict[str, str] = {}
-        """the regions that Dynamo gave up on, by name, with its reason"""
+        """the regions that Dynamo gave up on, or whose hooks it does not know, by name, with the reason"""
+        self._told_eager: set[str] = set()
         self._compiling = False
         """do regions that are called now run compiled?"""
         self._told_cache = False
@@ -88,14 +99,32 @@ class Calls:
 
         def fell_back() -> None:
             if name not in self.eager_regions:
-                reason = templates.fallback_reason(key, module)
-                if reason not in self.eager_regions.values():
-                    self._journal.warn("fallback", f"{name or 'the model'} trains eagerly, exact but slower: {reason}")
-                self.eager_regions[name] = reason
+                self._tell_eager(name, templates.fallback_reason(key, module))
+
+        hooks = Hooks(module)
+        compiled_with = None if hooks.partly() else hooks.now()
+
+        def wanted() -> bool:
+            if not self._compiling:
+                return False
+            if hooks.now() == compiled_with:
+                if self.eager_regions.get(name) == _HOOKED:
+                    del self.eager_regions[name]
+                return True
+            if name not in self.eager_regions:
+                self._tell_eager(name, _PARTLY if compiled_with is None else _HOOKED)
+            return False
 
         run = templates.compile(key, dynamic)
         templates.announcer.expect(key, name)
-        return Compiled(run, lambda: self._compiling, fell_back)
+        return Compiled(run, wanted, fell_back)
+
+    def _tell_eager(self, name: str, reason: str) -> None:
+        """A region trains eagerly; told once for each reason."""
+        if reason not in self._told_eager:
+            self._told_eager.add(reason)
+            self._journal.warn("fallback", f"{name or 'the model'} trains eagerly, exact but slower: {reason}")
+        self.eager_regions[name] = reason
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 
 from zeroweave.comm.ledger import Ledger
@@ -74,22 +73,20 @@ class Guard:
             if clean and self.dirty:
                 raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
         except (RankFailure, EngineError) as error:
-            instead = self.leave(place, error)
-            assert instead is not None
-            raise instead from None
+            self.leave(place, error)
+            raise
 
     def begin(self) -> None:
         """What `attach` was given."""
         self._begins()
 
-    def leave(self, place: str, error: BaseException | None) -> BaseException | None:
-        """It ends; `error` leaves it, or what is returned instead."""
+    def leave(self, place: str, error: BaseException | None) -> None:
+        """It ends; `error` leaves it."""
         try:
             if isinstance(error, RankFailure | AgreementError):
-                error = copy(error)  # without frames: where in here it was noticed says nothing about the cause
+                error.__traceback__, error.__cause__ = None, None  # where in here it was noticed says nothing
             if error is not None:
                 self._tell(place, error)
-            return error
         finally:
             self._active = False
             self.progress.ledger.at(f"after {place}")
@@ -154,6 +151,4 @@ class _Block:
             raise
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        instead = self._guard.leave(self._place, error)
-        if instead is not None and instead is not error:
-            raise instead from None
+        self._guard.leave(self._place, error)

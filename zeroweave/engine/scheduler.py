@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from zeroweave.engine.guard import Guard
+from zeroweave.engine.headroom import Headroom
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
 from zeroweave.errors import EngineError, ScheduleError
@@ -37,6 +38,7 @@ from zeroweave.schedule import (
     WindowKinds,
     compile_schedule,
     costs_of,
+    foreseen,
     simulate,
 )
 
@@ -67,11 +69,11 @@ class Recording:
         """The dependencies between the instructions of the recorded schedule."""
         return self.operations.graph
 
-    def finish(self, peak: int, agree: Callable[[Schedule | None, Costs | None], Costs | None]) -> None:
+    def finish(self, room: int, agree: Callable[[Schedule | None, Costs | None], Costs | None]) -> None:
         """Called at the end of the block, on all ranks; the costs are those that `agree` finds for all of them."""
         schedule = self.steps[-1].schedule if self.steps else None
         steps = tuple(step for step in self.steps if step.schedule is schedule)
-        mine = costs_of(steps, peak) if steps else None
+        mine = costs_of(steps, room) if steps else None
         agreed = agree(schedule, mine)
         if mine is not None:
             self._operations = Operations(steps, mine if agreed is None else agreed)
@@ -80,7 +82,8 @@ class Recording:
 class Scheduler:
     """The schedules of one engine. `base`: what they are made from, before the settings are put in."""
 
-    def __init__(self, parts: EngineParts, base: Facts) -> None:
+    def __init__(self, parts: EngineParts, base: Facts, headroom: Headroom) -> None:
+        self._headroom = headroom
         self._parts, self._runtime, self._transport = parts, parts.runtime, parts.transport
         self._agreements, self._guard, self._base = parts.agreements, parts.guard, base
         self._journal = parts.journal
@@ -94,6 +97,8 @@ class Scheduler:
         """did the last window follow its schedule?"""
         self._recorded = True
         """is the record of the open window whole? What graphs have done of it is not in it"""
+        self._counts = True
+        """does the open window tell how much memory steps take?"""
         self._recordings: list[Recording] = []
         """those that are open"""
         self._timeline: Timeline | None = None
@@ -115,6 +120,14 @@ class Scheduler:
         return self._as_expected and self._kind is not None and self._kind.followed >= enough
 
     @property
+    def foreseen(self) -> int:
+        """Bytes of the device that the next window is expected to need at most; 0 where nobody knows."""
+        kind = self._kind
+        if kind is None or kind.costs is None or kind.measured is None or not kind.costs.peak:
+            return 0
+        return foreseen(kind.costs, kind.measured, kind.schedule)
+
+    @property
     def is_timed(self) -> bool:
         """Are the instructions of the open window timed?"""
         return self._timeline is not None
@@ -131,6 +144,7 @@ class Scheduler:
 
     def candidate(self, followed: bool) -> Schedule:
         """What this rank would follow after the step that ends now."""
+        self._headroom.look()
         replay = self._runtime.replay
         if followed or not self._recorded:
             assert replay.schedule is not None
@@ -143,6 +157,14 @@ class Scheduler:
     def unrecorded(self) -> None:
         """Graphs have done a part of the open window, which tells nothing about what to follow. On all ranks."""
         self._recorded = False
+
+    def window_began(self) -> None:
+        """With its first call."""
+        self._headroom.begin(self._counts)
+
+    def uncounted(self) -> None:
+        """The window that begins takes memory that others do not."""
+        self._counts = False
 
     def register_pass(self, new: Pass, after: str | None) -> None:
         """Adds a pass behind the one called `after`, or at the end; takes effect with the next schedule."""
@@ -161,7 +183,8 @@ class Scheduler:
         if self._transport.tries:  # nothing that is tried out decides anything
             self.abort()
             return self.schedule
-        self._recorded = True
+        self._recorded = self._counts = True
+        short = self._headroom.is_short()
         now = time.perf_counter()
         self._ended, self._took = now, now - self._ended
         step = self._take_step() if applied else None
@@ -184,6 +207,8 @@ class Scheduler:
             if kind.followed == enough:
                 self._improve(kind)
         self._kind = self._kinds.upcoming
+        if short:
+            self._fill_less(kind)
         wanted = self._automatic and _WARM_STEPS <= self._kind.followed < enough
         self._time(wanted or bool(self._recordings))
         return self._kind.schedule
@@ -197,10 +222,11 @@ class Scheduler:
         schedule = kind.schedule
         steps = [step for step in kind.steps if step.schedule is schedule]
         kind.forget_steps()
-        mine = costs_of(steps, self._transport.clock.peak()) if steps else None
-        agreed = self._agreements.costs(schedule, mine)
-        if agreed is None:  # the ranks compute different things, each in its own time
+        mine = costs_of(steps, self._headroom.room()) if steps else None
+        found = self._agreements.costs(schedule, mine)
+        if found is None:  # the ranks compute different things, each in its own time
             return
+        agreed = self._headroom.foresee(found, schedule)
         kind.measure(agreed)
         better = self._compile(schedule.record, self.settings, agreed, schedule)
         if better.instructions != schedule.instructions:
@@ -211,6 +237,41 @@ class Scheduler:
                 "schedule", f"by what steps have cost: {after:.1f} ms a step predicted, {before:.1f} ms as before"
             )
         kind.follow(better)
+        self._transport.clock.give_back()  # blocks are of the sizes that the steps before have needed at once
+        self._watch(kind)
+
+    def _watch(self, kind: WindowKind) -> None:
+        """Memory is looked at as long as schedules are followed that fill what is free."""
+        self._headroom.watch(kind.costs if self._fills(kind) else None)
+
+    def _fills(self, kind: WindowKind) -> bool:
+        """By what is known now, do its schedules fill what is free? Else they are as without a budget."""
+        auto = self.settings.memory_budget == "auto"
+        return auto and self.settings.facts(self._base, kind.costs, kind.measured).memory is not None
+
+    def _fill_less(self, kind: WindowKind) -> None:
+        """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks."""
+        if kind.costs is None or kind.measured is None or not self._fills(kind):
+            return
+        before, costs = kind.schedule, self._headroom.agree(kind.costs, kind.measured, kind.schedule)
+        smaller = self._compile(before.record, self.settings, costs, kind.measured)
+        if smaller.instructions == before.instructions:
+            kind.revise(costs)
+            if self._fills(kind):  # else nothing can be spared, and others of its kind are not asked again
+                self._watch(kind)
+            return
+        self._agreements.schedule(smaller)
+        least, most = foreseen(costs, kind.measured, smaller), foreseen(costs, kind.measured, before)
+        self._journal.tell(
+            "schedule",
+            f"memory is short, with {most / 2**20:.0f} MiB in use at most: the next steps are expected to take "
+            f"{least / 2**20:.0f} MiB",
+        )
+        self._kind = WindowKind(smaller, None, costs, kind.measured, _WARM_STEPS + self._record_steps)
+        self._kinds.restart(self._kind)  # the others were made with more room
+        self._runtime.places.trim(len(smaller.place_sizes))
+        self._runtime.restart_peaks()
+        self._watch(self._kind)
 
     # ------------------------------------------------------------------ recording
     def _time(self, on: bool) -> None:
@@ -222,7 +283,7 @@ class Scheduler:
 
     def abort(self) -> None:
         """What was recorded and timed of the open window is no step."""
-        self._recorded = True
+        self._recorded = self._counts = True
         self._time(self._timeline is not None)
 
     def _take_step(self) -> Step | None:
@@ -250,7 +311,7 @@ class Scheduler:
             yield recording
         finally:
             self._recordings.remove(recording)
-        recording.finish(self._transport.clock.peak(), self._agreements.costs)
+        recording.finish(self._headroom.room(), self._agreements.costs)
 
     # ------------------------------------------------------------------ changes that are asked for
     def present(self) -> tuple[Schedule, ScheduleSettings, Schedule | None] | None:
@@ -281,6 +342,7 @@ class Scheduler:
         followed = 0 if measured is None else _WARM_STEPS + self._record_steps
         self._kind, self._as_expected = WindowKind(schedule, None, costs, measured, followed), True
         self._kinds.restart(self._kind)  # the others were made with other settings
+        self._watch(self._kind)
         self._runtime.next_window(schedule)
         self._runtime.restart_peaks()
         self._time(bool(self._recordings))

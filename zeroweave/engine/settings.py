@@ -1,48 +1,107 @@
-"""What decides schedules: the settings of the config, and changes that are asked for later."""
+"""What the config decides: for the runtime, and for schedules, with the changes that are asked for later."""
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Final, Literal, TypedDict, Unpack
+
+import torch
 
 from zeroweave.config import Config
 from zeroweave.errors import ConfigError, EngineError
-from zeroweave.schedule import Costs, Facts, Pass, Schedule, simulate
+from zeroweave.layout import BucketLayout
+from zeroweave.optim.scaler import checks
+from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.runtime.policy import Policy
+from zeroweave.schedule import BucketFacts, Costs, Facts, Pass, Schedule, beside, budget
 
 Prefetch = int | Literal["auto"]
 Keep = Literal["auto", "none", "all"] | Iterable[str]
+
+
+_REMAINDERS: Final = {"split": torch.int16, "compact": torch.int8, "float32": None}
+
+
+def policy_of(config: Config, layouts: Iterable[BucketLayout]) -> Policy:
+    """What of a config the runtime follows."""
+    precision = config.precision
+    kept = () if config.stage == 3 else tuple(layouts)
+    return Policy(
+        kept_by_stage=frozenset(b.id for b in kept),
+        stays=frozenset(b.id for b in kept if not b.trainable),
+        op=config.reduce.op,
+        reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),
+        accumulate_dtype=getattr(torch, precision.accumulate),
+        masters_off=config.offload.optimizer != "none" or config.offload.params,
+        params_off=config.offload.params,
+        remainder=_REMAINDERS["compact" if precision.optimizer == "compact" else precision.master],
+        keep_gradient_targets=config.debug.keep_gradient_targets,
+        free_threshold=config.activations.free_threshold_bytes,
+        offload_threshold=config.offload.activations_threshold_bytes if config.offload.activations else None,
+    )
+
+
+def facts_of(
+    config: Config,
+    layouts: Iterable[BucketLayout],
+    policy: Policy,
+    optimizer: ShardedOptimizer | None,
+    least: int | None = None,
+) -> Facts:
+    """What schedules are made from, before the settings are put in.
+
+    `least`: bytes from which on a bucket has a place; None: none has.
+    """
+    layouts = tuple(layouts)
+    whole = config.gradient_clipping is not None or checks(config, layouts)
+    in_turn = optimizer is not None and optimizer.by_bucket
+    on_device = not (policy.masters_off or policy.params_off)
+    # Where `step()` gathers all of the model, nothing is left to gather under its updates.
+    regather = in_turn and on_device and not config.gather_after_step
+    return Facts(
+        tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
+        kept_by_stage=policy.kept_by_stage,
+        depth=config.reduce.depth,
+        prefetch=1,
+        update_by_bucket=in_turn and not whole,
+        regather=regather,
+        free=policy.free_threshold is not None,
+        offload=policy.offload_threshold is not None,
+        placed=frozenset(b.id for b in layouts if least is not None and b.world > 1 and b.nbytes >= least),
+    )
 
 
 @dataclass(frozen=True)
 class ScheduleSettings:
     """What of the config decides schedules; see docs/schedule.md.
 
-    `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, None for no limit
-    of its own. `stage`: has anybody asked for asynchronous saves?
+    `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, "auto" as
+    `schedule.budget` has it, "none" for no limit of its own. `graphs`: do steps run as CUDA graphs? `regather`: may
+    the pass `heads` do something? `stage`: has anybody asked for asynchronous saves?
     """
 
     prefetch: int | Literal["auto"]
     keep: Literal["auto", "none", "all"] | tuple[str, ...]
-    memory_budget: int | None
+    memory_budget: int | Literal["auto", "none"]
     fuse: bool
     depth: int
+    graphs: bool = False
+    regather: bool = False
     stage: bool = False
 
     def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
         """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
-        memory = self.memory_budget
-        if memory is not None and costs is not None and measured is not None and costs.peak:
-            # What is allocated beside flats and activations does not change with the schedule.
-            memory -= costs.peak - simulate(replace(measured, facts=replace(measured.facts, costs=costs)), costs).peak
+        memory = self._memory(costs, measured)
         return replace(
             base,
             prefetch=self.prefetch,
-            keep=self._kept(base),
+            keep=self._kept(base, memory),
             fuse=self.fuse,
             depth=self.depth,
             stage=self.stage,
+            regather=base.regather and self.regather,
             memory=memory,
             costs=costs,
         )
@@ -52,10 +111,22 @@ class ScheduleSettings:
         ours, theirs = asdict(self), asdict(before)
         return ", ".join(f"{name} {value}" for name, value in ours.items() if value != theirs[name])
 
-    def _kept(self, base: Facts) -> frozenset[int] | Literal["auto"]:
+    def _memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
+        """See `Facts.memory`."""
+        asked = self.memory_budget
+        if costs is None or measured is None:
+            return asked if isinstance(asked, int) else None
+        match asked:
+            case "auto":
+                return budget(costs, measured, self.graphs)
+            case int(most):
+                return most - beside(costs, measured) if costs.peak else most
+        return None
+
+    def _kept(self, base: Facts, memory: int | None) -> frozenset[int] | Literal["auto"]:
         match self.keep:
             case "auto":
-                return "auto" if self.memory_budget is not None else frozenset()
+                return "auto" if memory is not None else frozenset()
             case "none":
                 return frozenset()
             case "all":
@@ -70,18 +141,20 @@ class PlanChanges(TypedDict, total=False):
     """What of the settings a user changes beside the prefetch; None is no change."""
 
     keep: Keep | None
-    memory_budget: int | None
+    memory_budget: int | Literal["auto", "none"] | None
     fuse: bool | None
     depth: int | None
+    regather: bool | None
 
 
 def changes_of(prefetch: Prefetch | None = None, **others: Unpack[PlanChanges]) -> dict[str, Any]:
     """What a user asks for, as `replace` of ScheduleSettings takes it. EngineError where it is no such setting."""
     asked = {"prefetch": prefetch, **others}
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    words = {"prefetch": ("auto",), "memory_budget": ("auto", "none")}
     for name, least in (("prefetch", 0), ("memory_budget", 0), ("depth", 1)):
         value = changes.get(name, "auto")
-        if value != "auto" and (not isinstance(value, int) or value < least):
+        if value not in words.get(name, ("auto",)) and (not isinstance(value, int) or value < least):
             raise EngineError(f"{name} must be a whole number of at least {least}, not {value!r}")
     keep = changes.get("keep", "auto")
     if not isinstance(keep, str):
@@ -93,8 +166,11 @@ def changes_of(prefetch: Prefetch | None = None, **others: Unpack[PlanChanges]) 
 
 def settings_of(config: Config) -> ScheduleSettings:
     """The settings that an engine begins with."""
-    wanted = config.compile
-    return ScheduleSettings(wanted.prefetch, wanted.keep, wanted.memory_budget, wanted.fuse, config.reduce.depth)
+    wanted, depth = config.compile, config.reduce.depth
+    # The optimizer's states take what room there is: both would take the same.
+    shared = wanted.memory_budget == "auto" and config.offload.optimizer == "adaptive"
+    most = "none" if shared else wanted.memory_budget
+    return ScheduleSettings(wanted.prefetch, wanted.keep, most, wanted.fuse, depth, wanted.cuda_graphs, wanted.regather)
 
 
 def passes_of(config: Config) -> list[Pass]:

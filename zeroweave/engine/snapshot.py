@@ -53,6 +53,9 @@ class Snapshot:
             self._keep(module._buffers)
         if parts.optimizer is not None:
             self._keep(parts.optimizer.optimizer)
+            for moments in parts.optimizer.offload.compact.values():
+                self._keep(moments.coded)
+                self._keep(moments.slots)
             self._back.append(parts.optimizer.states_changed)
         if hasattr(step.lr_scheduler, "__dict__"):
             self._keep(vars(step.lr_scheduler))
@@ -92,8 +95,9 @@ class Snapshot:
             bring_back()
         for bucket in self._trained:
             bucket.put(bucket.values())  # what is gathered may be another tensor
-            bucket.renew()
-        standing = [bucket for bucket in self._runtime.buckets.values() if bucket.standing]
+            # Without contents these are what they are, and so is what was gathered of them.
+            bucket.renew(regathered=not self._contents and bucket.id in self._gathers)
+        standing = [b for b in self._runtime.buckets.values() if b.standing and not b.layout.trainable]
         since = [bucket.id for bucket in standing if self._gathers.get(bucket.id) != bucket.gathers]
         self._runtime.replay.lingering.expire(since)  # it may not be their values that were gathered
         self._runtime.next_window(self._schedule)

@@ -9,6 +9,7 @@ from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.scheduler import Scheduler
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.runtime import Runtime
 
@@ -17,8 +18,8 @@ from zeroweave.runtime.runtime import Runtime
 class Memory:
     """Bytes of this rank's model state, measured on the tensors themselves.
 
-    `shards`: in the dtype of the computation. `masters`: float32, of trained parameters that are computed with in
-    a narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. At most at
+    `shards`: in the dtype of the computation. `masters`: of trained parameters that are computed with in a
+    narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. At most at
     once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
     ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
     `gradient_flats_peak`, the gradient flats of reductions in flight. `symmetric`: the places in which copy engines
@@ -57,7 +58,7 @@ class Memory:
         sources = [home for home in homes if not home.wider or home.on_host]
         return cls(
             shards=sum(home.source.nbytes for home in sources),
-            masters=sum(home.master.nbytes for home in masters),
+            masters=sum(tensor.nbytes for home in masters for tensor in home.at_rest),
             optimizer=0 if optimizer is None else optimizer.memory(),
             gradients=runtime.gradients.settled.peak,
             local_sums=runtime.gradients.local_peak,
@@ -72,20 +73,36 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of everything that PyTorch has on the device of this rank; 0 where nobody counts.
+
+    At most so far: `allocated`, for tensors, and `reserved`, of the device. `foreseen`: allocated at most in a step
+    that follows the present schedule, by what was measured; 0 before that. `budget`: what of it flats, reductions
+    in flight and activations may fill; None: as much as without a budget.
+    """
+
+    allocated: int = 0
+    reserved: int = 0
+    foreseen: int = 0
+    budget: int | None = None
+
+
+@dataclass(frozen=True)
 class Stats:
     """A snapshot. Counters run from the start of the engine.
 
     `on_demand_unshards`: gathers that a schedule should have ordered and did not. `departures`: steps that
     left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `found_templates`: those of them that
     Inductor's cache had, from an earlier run or another rank. `compile_seconds`: by phase, see `compile.phases`,
-    and what making schedules took. `eager_regions`: regions that Dynamo gave up on, with its reason.
+    and what making schedules took. `eager_regions`: regions that are not compiled, with the reason.
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
     micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
     storages among them that a backward asked for before its schedule had brought them back. `gathers`: by kernel or by
-    copy engine, and why. `last_step`, `total`: traffic by kind of collective.
+    copy engine, and why. `last_step`, `total`: traffic by kind of collective. `memory`: of the model state; `device`:
+    of everything.
     """
 
     compiled_calls: int
@@ -110,10 +127,11 @@ class Stats:
     last_step: dict[str, Traffic]
     total: dict[str, Traffic]
     memory: Memory
+    device: DeviceMemory = DeviceMemory()
 
     @classmethod
     def read(
-        cls, parts: EngineParts, calls: Calls, graphs: Graphs, last_step: Mapping[str, Traffic], schedule_seconds: float
+        cls, parts: EngineParts, calls: Calls, graphs: Graphs, last_step: Mapping[str, Traffic], scheduler: Scheduler
     ) -> Stats:
         runtime, templates = parts.runtime, calls.templates
         offloading = runtime.activations.offloading
@@ -127,7 +145,7 @@ class Stats:
             graphs=0 if templates is None else templates.graphs,
             templates=0 if templates is None else templates.templates,
             found_templates=0 if templates is None else templates.found,
-            compile_seconds={**compiled, "schedule": schedule_seconds},
+            compile_seconds={**compiled, "schedule": scheduler.seconds},
             eager_regions=dict(calls.eager_regions),
             eager_modules=calls.eager_modules,
             captured_windows=graphs.known.captured,
@@ -141,4 +159,10 @@ class Stats:
             last_step=dict(last_step),
             total=dict(parts.progress.ledger.totals()),
             memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),
+            device=DeviceMemory(
+                allocated=parts.transport.clock.peak(),
+                reserved=parts.transport.clock.reserved(),
+                foreseen=scheduler.foreseen,
+                budget=None if scheduler.schedule is None else scheduler.schedule.facts.memory,
+            ),
         )

@@ -121,7 +121,7 @@ class OptimizerStep:
         if applies:
             for bucket in self._runtime.buckets.values():
                 if bucket.layout.trainable:
-                    bucket.renew()
+                    bucket.renew(bucket.id in schedule.regathers)
         self.executed = executed
         alike = Decision(b"", adopt=True, record=schedule.shape)
         self._begin_next(schedule, Found(alike, b"", b"", bytes(len(self._runtime.buckets))), applies)
@@ -166,9 +166,13 @@ class OptimizerStep:
         replay, updates = self._runtime.replay, frozenset(absent)
         if self._config.gradient_clipping is not None:
             self._scaler.clip(self._config.gradient_clipping)
-        replay.finish(optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates)), updates)
-        for bucket in absent:
-            self._runtime.buckets[bucket].renew()
+        update = optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates))
+        regathered = frozenset[int]()
+        try:
+            regathered = replay.finish(update, updates, optimizer.by_bucket)
+        finally:
+            for bucket in absent:
+                self._runtime.buckets[bucket].renew(bucket in regathered)
 
     def _give_up(self, buckets: Sequence[int]) -> None:
         """Nothing is done with the gradients of these buckets."""

@@ -243,7 +243,7 @@ class Values:
         self._guard.meet()
         self._window.abort()
         self.shown.close()
-        self._runtime.replay.lingering.expire()
+        self._runtime.replay.lingering.let_go()
         values = state.full_values(self._runtime, self._parts.original_dtypes)
         if self._optimizer is None or not optimizer_state:
             return values, Gathered({})

@@ -104,6 +104,9 @@ class Window(Observer):
         self._steps, self.said, self._coalesced = steps, boundary, coalesced
         self._parts.stubs.gradients_wait()
 
+    def window_began(self) -> None:
+        self._scheduler.window_began()
+
     # ------------------------------------------------------------------ backwards
     def scale(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps unless told not to."""
@@ -243,7 +246,7 @@ class Window(Observer):
             self._runtime.abort()
             self._runtime.next_window(schedule)
             if broken:  # nobody knows what is in memory now
-                self._runtime.replay.lingering.expire()
+                self._runtime.replay.lingering.let_go()
             self._scheduler.abort()
             self._shown.reset()
             self._scaler.next_window()

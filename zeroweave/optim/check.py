@@ -120,7 +120,7 @@ def _class_reasons(optimizer: object, whole: bool) -> Iterator[str]:
     if _QUANTIZED.search(type(optimizer).__name__):
         yield (
             "it is not element-wise: it keeps its state in blocks of few bits, one scale for the elements of each; "
-            "use AdamW, Adam or SGD (offload.optimizer keeps their state in host memory)"
+            "use AdamW or Adam, with precision.optimizer 'compact', or with offload.optimizer for states in host memory"
         )
         return
     for base in type(optimizer).__mro__:

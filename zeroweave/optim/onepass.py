@@ -7,7 +7,7 @@ if they had made the step. A range is what lies side by side in a shard of one g
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +16,10 @@ from torch import nn
 from zeroweave._torch.foreach import foreach_increase_
 from zeroweave._torch.storages import storage_key
 from zeroweave.errors import ParameterError
+from zeroweave.optim.compact import CompactMoments
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.rates import Rates
-from zeroweave.optim.rules import RULES, Kernels, Launch, Masters
+from zeroweave.optim.rules import COMPACT_RULES, RULES, Kernels, Launch, Masters
 from zeroweave.optim.scaler import Scaled
 from zeroweave.runtime.bucket import Bucket
 
@@ -30,6 +31,7 @@ class _Slot(NamedTuple):
     start: int
     stop: int
     group: int
+    """-1: it is in none, and never updated"""
     fragment: nn.Parameter
 
 
@@ -64,7 +66,10 @@ class Range(NamedTuple):
 
 
 class OnePass:
-    """The updates of one optimizer by kernels. `groups`: (bucket id, slot) -> index of its group of parameters."""
+    """The updates of one optimizer by kernels. `groups`: (bucket id, slot) -> index of its group of parameters.
+
+    `compact`: by bucket, where its moments have few bits; of all buckets or of none.
+    """
 
     def __init__(
         self,
@@ -74,23 +79,28 @@ class OnePass:
         groups: Mapping[tuple[int, int], int],
         kernels: Kernels,
         rates: Rates | None,
+        compact: Mapping[int, CompactMoments],
     ) -> None:
         self._optimizer, self._buckets, self._fragments = optimizer, buckets, fragments
-        self._kernels, self._rates = kernels, rates
+        self._kernels, self._rates, self._compact = kernels, rates, compact
         like = torch.empty(()) if rates is None else rates.of(0)
         self._one, self._zero = torch.ones_like(like), torch.zeros_like(like)
-        self._rule = RULES.get(type(optimizer))
+        self._rule = (COMPACT_RULES if compact else RULES).get(type(optimizer))
         self._slots = {
             bucket: [
-                _Slot(slot, place.start, place.start + place.numel, groups[bucket, slot], fragment)
+                _Slot(slot, place.start, place.start + place.numel, groups.get((bucket, slot), -1), fragment)
                 for slot, fragment in enumerate(fragments[bucket].parameters)
-                if (bucket, slot) in groups and (place := each.layout.fragment(slot, each.rank)).numel
+                if (place := each.layout.fragment(slot, each.rank)).numel
             ]
             for bucket, each in buckets.items()
         }
         self._known: dict[int, tuple[frozenset[int], list[Range]]] = {}
         self._behind: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
         """of those that were released: (bucket id, slot) -> its step counter, and the number there"""
+        self._at_hand: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """in a step: by the id of a range's first step counter, that and its scalars"""
+        self._more: torch.Tensor | float = 1.0
+        """by which step counters increase in it"""
         self.uneven: set[int] = set()
         """where a graph may hold updates, and slots of the bucket may be at different steps"""
 
@@ -98,11 +108,44 @@ class OnePass:
         """Whether the bucket can be updated here, as its options are now. Else the optimizer steps itself."""
         if self._rule is None or self._buckets[bucket].shard.dtype != torch.float32:
             return False
-        if self._rates is not None and any(slot.slot in absent for slot in self._slots[bucket]):
+        if self._rates is not None and any(slot.slot in absent and slot.group >= 0 for slot in self._slots[bucket]):
             self.uneven.add(bucket)
         groups = self._optimizer.param_groups
         fits = all(self._rule.fits(group) for group in groups)
         return fits and bucket not in self.uneven
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A step begins. What its updates have one value of each is computed for all together, if a graph may hold it.
+
+        That would be a dozen kernels for each range otherwise, which take longer than small buckets' updates.
+        """
+        self._at_hand, self._more = {}, 1.0
+        if self._rates is None or self._rule is None or not self._rule.counts:
+            return
+        self._more = 1.0 - (self._zero if self._rates.found is None else self._rates.found)
+        groups: dict[int, list[torch.Tensor]] = {}
+        for each in chain.from_iterable(ranges for _, ranges in self._known.values()):
+            if each.steps and each.steps[0].device == self._one.device:
+                groups.setdefault(each.group, []).append(each.steps[0])
+        for group, counters in groups.items():
+            options, rate = self._optimizer.param_groups[group], self._rates.of(group)
+            rows = self._rule.scalars(options, rate, torch.stack(counters) + self._more)
+            rows = nn.functional.pad(rows, (0, -rows.shape[-1] % 4))  # kernels are compiled for aligned pointers
+            self._at_hand |= {id(at): (at, row) for at, row in zip(counters, rows.unbind(), strict=True)}
+
+    def _scalars(self, each: Range, on: torch.device) -> torch.Tensor | None:
+        """Those of a range whose counters have increased; None where the host has them."""
+        assert self._rule is not None
+        group = self._optimizer.param_groups[each.group]
+        rate = group["lr"] if self._rates is None else self._rates.of(each.group)
+        if not isinstance(rate, torch.Tensor) or rate.device != on:
+            return None
+        counter = each.steps[0] if each.steps and each.steps[0].device == on else None
+        known, row = self._at_hand.get(id(counter), (None, None))
+        if row is not None and known is counter:
+            return row
+        return self._rule.scalars(group, rate, each.step + 1 if counter is None else counter)
 
     @torch.no_grad()
     def update(self, bucket: int, masters: Masters, gradient: Scaled, absent: Set[int]) -> None:
@@ -110,19 +153,18 @@ class OnePass:
         assert self._rule is not None
         groups = self._optimizer.param_groups
         gradient, found = self._on_device(gradient)
-        ranges = self._ranges(bucket, frozenset(absent))
+        ranges, view = self._ranges(bucket, frozenset(absent)), self._buckets[bucket]
+        first, _ = view.layout.shard_range(view.rank)
         for index, each in enumerate(ranges):
             group = groups[each.group]
             if each.steps:
-                foreach_increase_(each.steps, 1.0 if found is None else 1.0 - found)
-            scalars, rate = None, group["lr"] if self._rates is None else self._rates.of(each.group)
-            if isinstance(rate, torch.Tensor) and rate.device == gradient.values.device:
-                there = bool(each.steps) and each.steps[0].device == rate.device
-                scalars = self._rule.scalars(group, rate, each.steps[0] if there else each.step + 1)
+                foreach_increase_(each.steps, self._more)
+            scalars = self._scalars(each, gradient.values.device)
+            masters_of = masters.of(each.start, each.stop)
             part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
-            launch = Launch(masters.of(each.start, each.stop), part, found)
             step = each.step + 1
-            self._rule.launch(self._kernels, launch, each.moments, group, step, scalars, each.first)
+            launch = Launch(masters_of, part, found, each.moments, each.first, group, step, scalars, first + each.start)
+            self._rule.launch(self._kernels, launch)
             ranges[index] = each._replace(step=step, first=False)
 
     def _on_device(self, gradient: Scaled) -> tuple[Scaled, torch.Tensor | None]:
@@ -161,20 +203,23 @@ class OnePass:
     def _cut(self, bucket: int, absent: Set[int]) -> Iterator[Range]:
         """The ranges of a bucket, with states for those that had none."""
         assert self._rule is not None
-        kinds = []
+        kinds = list[tuple[_Slot, tuple[int, int, bool] | None]]()
         for slot in self._slots[bucket]:
+            if slot.group < 0 or slot.slot in absent:
+                kinds.append((slot, None))
+                continue
             group, state = self._optimizer.param_groups[slot.group], self._optimizer.state[slot.fragment]
-            keys = self._rule.moments(group)
+            keys = () if bucket in self._compact else self._rule.moments(group)
             if (first := any(state.get(key) is None for key in keys)) and self._rule.born:
                 raise ParameterError(
                     f"the optimizer's state of a parameter lacks {', '.join(keys)}: load one that has it"
                 )
             step = self._step(bucket, slot, group, state) if self._rule.counts else 0
-            kinds.append((slot, None if slot.slot in absent else (slot.group, step, first)))
+            kinds.append((slot, (slot.group, step, first)))
         for kind, together in groupby(kinds, key=lambda each: each[1]):
             slots = [slot for slot, _ in together]
             if kind is not None:
-                yield self._range(bucket, slots, kind[1], kind[2])
+                yield self._range(bucket, slots, *kind[1:])
 
     def _step(self, bucket: int, slot: _Slot, group: Mapping[str, Any], state: State) -> int:
         """How many steps a slot has behind it. Waits for the device where only that knows."""
@@ -188,11 +233,15 @@ class OnePass:
         assert self._rule is not None
         group = self._optimizer.param_groups[slots[0].group]
         states = tuple(self._optimizer.state[slot.fragment] for slot in slots)
-        moments = tuple(_side_by_side(slots, states, key) for key in self._rule.moments(group))
-        keys = (*self._rule.moments(group), *(("step",) if self._rule.counts else ()))
-        held = tuple((state, key, state[key]) for state in states for key in keys)
-        steps = tuple(state["step"] for state in states) if self._rule.counts else ()
-        return Range(tuple(slots), moments, held, steps, step, first)
+        keys, steps = self._rule.moments(group), ("step",) if self._rule.counts else ()
+        if (compact := self._compact.get(bucket)) is not None:
+            moments = compact.moments([slot.slot for slot in slots], keys, slots[0].start, slots[-1].stop)
+            keys = ()
+        else:
+            moments = tuple(_side_by_side(slots, states, key) for key in keys)
+        held = tuple((state, key, state[key]) for state in states for key in (*keys, *steps))
+        counters = tuple(state[key] for state in states for key in steps)
+        return Range(tuple(slots), moments, held, counters, step, first)
 
 
 def _on_device(group: Mapping[str, Any]) -> bool:

@@ -25,22 +25,49 @@ class Masters(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """What all rules hand to their kernels for one range."""
+    """The update of one range: what its kernel reads and writes."""
 
     masters: tuple[torch.Tensor, torch.Tensor, bool]
     gradient: Scaled
     found: torch.Tensor | None
     """1 where nothing is to be written; float32 on the device, 0-dim"""
+    moments: Sequence[torch.Tensor]
+    first: bool
+    """were they just made?"""
+    options: Mapping[str, Any]
+    """of the group"""
+    step: int
+    """which one this is, from 1"""
+    scalars: torch.Tensor | None
+    """see `Rule.scalars`; None: the host computes them from `options` and `step`"""
+    position: int
+    """of its first element, in the flat"""
 
-    def flags(self) -> dict[str, Any]:
-        factor = self.gradient.factor
-        kind = 0 if factor is None else 1 if isinstance(factor, float) else 2
-        return {"SPLIT": self.masters[2], "FACTOR": kind, "FOUND": self.found is not None}
+    def sources(self) -> tuple[torch.Tensor, ...]:
+        """Master, remainder and gradient."""
+        return *self.masters[:2], self.gradient.values
 
     def pointers(self) -> tuple[Any, ...]:
-        """`factor` and `found`, or what stands in for them."""
+        """`factor`, `found` and `scalars`, or what stands in for them, and the number of elements."""
         factor, values = self.gradient.factor, self.gradient.values
-        return values if factor is None else factor, values if self.found is None else self.found
+        found, scalars = (values if each is None else each for each in (self.found, self.scalars))
+        return values if factor is None else factor, found, scalars, values.numel()
+
+    def flags(self, kernels: Kernels) -> dict[str, Any]:
+        """What all kernels are compiled for."""
+        factor = self.gradient.factor
+        return {
+            "SPLIT": self.masters[2],
+            "FACTOR": 0 if factor is None else 1 if isinstance(factor, float) else 2,
+            "FOUND": self.found is not None,
+            "DEVICE": self.scalars is not None,
+            "MAXIMIZE": self.options["maximize"],
+            "SIZE": kernels.BLOCK,
+            "enable_fp_fusion": False,
+        }
+
+    def programs(self, kernels: Kernels) -> tuple[int]:
+        return kernels.programs(self.gradient.values.numel())
 
 
 class Kernels(Protocol):
@@ -49,6 +76,7 @@ class Kernels(Protocol):
     BLOCK: int
     adagrad: Any
     adam: Any
+    compact_adam: Any
     sgd: Any
 
     def programs(self, numel: int) -> tuple[int]: ...
@@ -68,20 +96,14 @@ class Rule(Protocol):
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of what it keeps of each element, in the order of torch."""
 
-    def launch(
-        self,
-        kernels: Kernels,
-        launch: Launch,
-        moments: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        step: int,
-        scalars: torch.Tensor | None,
-        first: bool,
-    ) -> None:
-        """Issues the update. `first`: moments were just made. `scalars`: see the function of that name; else `step`."""
+    def launch(self, kernels: Kernels, launch: Launch) -> None:
+        """Issues the update."""
 
     def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
-        """What depends on the learning rate and the step, float32 on the device, where the rate is there."""
+        """What depends on the learning rate and the step, float32 on the device, where the rate is there.
+
+        `step`: one [], or several [n]; a row for each, [some] or [n, some].
+        """
 
 
 def _number(value: Any) -> bool:
@@ -89,19 +111,20 @@ def _number(value: Any) -> bool:
 
 
 class AdamRule:
-    """Adam and AdamW."""
+    """Adam and AdamW. `compact`: of masters and moments of few bits, whose codes come first, and then their scales."""
 
     counts, born = True, False
 
-    def __init__(self, decoupled: bool) -> None:
-        self._decoupled = decoupled
+    def __init__(self, decoupled: bool, compact: bool = False) -> None:
+        self._decoupled, self._compact = decoupled, compact
 
     def _coupled(self, group: Mapping[str, Any]) -> bool:
         return not (self._decoupled or group.get("decoupled_weight_decay", False))
 
     def fits(self, group: Mapping[str, Any]) -> bool:
         numbers = all(map(_number, (*group["betas"], group["eps"], group["weight_decay"])))
-        return numbers and group["eps"] > 0 and not group["differentiable"]
+        plain = not group["differentiable"] and not (self._compact and group["amsgrad"])
+        return numbers and group["eps"] > 0 and plain
 
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
@@ -109,37 +132,31 @@ class AdamRule:
     def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
         (beta1, beta2), rate = group["betas"], rate.double().reshape(())
         step = step.double() if isinstance(step, torch.Tensor) else torch.full_like(rate, step)
-        keep = 1 - rate * group["weight_decay"]
-        return torch.stack([keep, rate / (1 - beta1**step), (1 - beta2**step).sqrt()]).float()
+        keep = (1 - rate * group["weight_decay"]).expand_as(step)
+        return torch.stack([keep, rate / (1 - beta1**step), (1 - beta2**step).sqrt(), step], dim=-1).float()
 
-    def launch(
-        self,
-        kernels: Kernels,
-        launch: Launch,
-        moments: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        step: int,
-        scalars: torch.Tensor | None,
-        first: bool,
-    ) -> None:
-        (master, remainder, _), gradient = launch.masters, launch.gradient.values
+    def launch(self, kernels: Kernels, launch: Launch) -> None:
+        group, moments = launch.options, launch.moments
         beta1, beta2 = group["betas"]
         numbers = (0.0, 0.0, 0.0)
-        if scalars is None:
+        if launch.scalars is None:
             rate = float(group["lr"])
             numbers = (
                 1 - rate * group["weight_decay"],
-                rate / (1 - beta1**step),
-                math.sqrt(1 - beta2**step),
+                rate / (1 - beta1**launch.step),
+                math.sqrt(1 - beta2**launch.step),
             )
+        more = (*numbers, float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, group["eps"])
+        flags = {"COUPLED": self._coupled(group) and group["weight_decay"] != 0, **launch.flags(kernels)}
+        if self._compact:
+            kernels.compact_adam[launch.programs(kernels)](
+                *launch.sources(), *moments, *launch.pointers(), *more, launch.position, launch.step, **flags
+            )
+            return
         largest = moments[2] if group["amsgrad"] else moments[1]
-        kernels.adam[kernels.programs(gradient.numel())](
-            master, remainder, gradient, moments[0], moments[1], largest, *launch.pointers(),
-            gradient if scalars is None else scalars, gradient.numel(), *numbers, float(group["weight_decay"]),
-            1 - beta1, beta2, 1 - beta2, group["eps"],
-            DEVICE=scalars is not None, COUPLED=self._coupled(group) and group["weight_decay"] != 0,
-            AMSGRAD=group["amsgrad"], MAXIMIZE=group["maximize"], SIZE=kernels.BLOCK, enable_fp_fusion=False,
-            **launch.flags(),
+        kernels.adam[launch.programs(kernels)](
+            *launch.sources(), moments[0], moments[1], largest, *launch.pointers(), *more,
+            AMSGRAD=group["amsgrad"], **flags,
         )  # fmt: skip
 
 
@@ -158,24 +175,13 @@ class SGDRule:
     def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
         return rate.float()
 
-    def launch(
-        self,
-        kernels: Kernels,
-        launch: Launch,
-        moments: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        step: int,
-        scalars: torch.Tensor | None,
-        first: bool,
-    ) -> None:
-        (master, remainder, _), gradient = launch.masters, launch.gradient.values
-        kernels.sgd[kernels.programs(gradient.numel())](
-            master, remainder, gradient, moments[0] if moments else gradient, *launch.pointers(),
-            gradient if scalars is None else scalars, gradient.numel(),
-            float(group["lr"]) if scalars is None else 0.0, float(group["weight_decay"]), float(group["momentum"]),
-            1.0 - group["dampening"], DEVICE=scalars is not None, DECAY=group["weight_decay"] != 0,
-            MOMENTUM=bool(moments), FIRST=first, NESTEROV=group["nesterov"], MAXIMIZE=group["maximize"],
-            SIZE=kernels.BLOCK, enable_fp_fusion=False, **launch.flags(),
+    def launch(self, kernels: Kernels, launch: Launch) -> None:
+        group = launch.options
+        kernels.sgd[launch.programs(kernels)](
+            *launch.sources(), launch.moments[0] if launch.moments else launch.gradient.values, *launch.pointers(),
+            float(group["lr"]) if launch.scalars is None else 0.0, float(group["weight_decay"]),
+            float(group["momentum"]), 1.0 - group["dampening"], DECAY=group["weight_decay"] != 0,
+            MOMENTUM=bool(launch.moments), FIRST=launch.first, NESTEROV=group["nesterov"], **launch.flags(kernels),
         )  # fmt: skip
 
 
@@ -193,25 +199,14 @@ class AdagradRule:
 
     def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
         step = step.double() if isinstance(step, torch.Tensor) else step
-        return (rate.double() / (1 + (step - 1) * group["lr_decay"])).float()
+        return (rate.double() / (1 + (step - 1) * group["lr_decay"])).float().unsqueeze(-1)
 
-    def launch(
-        self,
-        kernels: Kernels,
-        launch: Launch,
-        moments: Sequence[torch.Tensor],
-        group: Mapping[str, Any],
-        step: int,
-        scalars: torch.Tensor | None,
-        first: bool,
-    ) -> None:
-        (master, remainder, _), gradient = launch.masters, launch.gradient.values
-        rate = 0.0 if scalars is not None else float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
-        kernels.adagrad[kernels.programs(gradient.numel())](
-            master, remainder, gradient, moments[0], *launch.pointers(), gradient if scalars is None else scalars,
-            gradient.numel(), rate, float(group["weight_decay"]), group["eps"], DEVICE=scalars is not None,
-            DECAY=group["weight_decay"] != 0, MAXIMIZE=group["maximize"], SIZE=kernels.BLOCK, enable_fp_fusion=False,
-            **launch.flags(),
+    def launch(self, kernels: Kernels, launch: Launch) -> None:
+        group = launch.options
+        rate = 0.0 if launch.scalars is not None else float(group["lr"]) / (1 + (launch.step - 1) * group["lr_decay"])
+        kernels.adagrad[launch.programs(kernels)](
+            *launch.sources(), launch.moments[0], *launch.pointers(), rate, float(group["weight_decay"]), group["eps"],
+            DECAY=group["weight_decay"] != 0, **launch.flags(kernels),
         )  # fmt: skip
 
 
@@ -221,3 +216,9 @@ RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {
     torch.optim.SGD: SGDRule(),
     torch.optim.Adagrad: AdagradRule(),
 }
+
+COMPACT_RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {
+    torch.optim.Adam: AdamRule(decoupled=False, compact=True),
+    torch.optim.AdamW: AdamRule(decoupled=True, compact=True),
+}
+"""Of those whose states have few bits."""

@@ -78,14 +78,14 @@ class StateDicts:
 
     # ------------------------------------------------------------------ state_dict
     def _before_save(self, optimizer: torch.optim.Optimizer) -> None:
-        self._sharded.refuse_changed_groups()
+        self._sharded.groups.refuse_changed()
         with self._alone("optimizer.state_dict"):
             self._refuse_experts("state_dict()", "engine.save()")
             self._states = self._sharded.gather(self._transport, self._control, None).states
-        self._sharded.pack()
+        self._sharded.groups.pack()
 
     def _after_save(self, optimizer: torch.optim.Optimizer, packed: StateDict) -> StateDict:
-        self._sharded.packed()
+        self._sharded.groups.packed()
         states, self._states = self._states, {}
         whole = {id(user): states[place] for place, user in self._sharded.sharded.items() if place in states}
         state: dict[Any, Any] = {key: v for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)}
@@ -98,7 +98,7 @@ class StateDicts:
 
     # ------------------------------------------------------------------ load_state_dict
     def _before_load(self, optimizer: torch.optim.Optimizer, given: StateDict) -> StateDict:
-        self._sharded.refuse_changed_groups()
+        self._sharded.groups.refuse_changed()
         with self._alone("optimizer.load_state_dict"):
             self._refuse_experts("load_state_dict()", "engine.load()")
             mine, held = self._look(optimizer, given) if self._control.rank == 0 else (_Given(), {})
@@ -128,6 +128,8 @@ class StateDicts:
         sizes = [[len(group["params"]) for group in each] for each in (saved, groups)]
         if sizes[0] != sizes[1]:
             return _Given(f"its groups have {sizes[0]} parameters, those of the optimizer {sizes[1]}"), {}
+        if refused := self._sharded.offload.refused_in(saved):
+            return _Given(f"its {'; '.join(refused)}"), {}
         ids = dict(zip(chain.from_iterable(group["params"] for group in saved), _users(optimizer), strict=True))
         sharded = {id(user) for user in self._sharded.sharded.values()}
         held = {user: given["state"][key] for key, user in ids.items() if id(user) in sharded and key in given["state"]}

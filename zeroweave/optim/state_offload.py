@@ -6,57 +6,26 @@
 
 So the states of three buckets at most are on the device: those coming, those being updated, those going. Whatever an
 optimizer keeps of a fragment's shape is a moment here; other state, such as a step counter, stays where it is.
+
+Moments and masters of few bits come and go in the same way: what is lifted of them are float32 copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zeroweave._torch.storages import storage_key
+from zeroweave.optim.codes import Coded, decode
+from zeroweave.optim.compact import REFUSED, CompactMoments
 from zeroweave.optim.fragments import Fragments
+from zeroweave.optim.moments import FragmentMoment, Kind, moments_of
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
-
-State = MutableMapping[Any, dict[str, Any]]
-_Kind = tuple[str, torch.dtype]
-
-
-class FragmentMoment(NamedTuple):
-    """One moment of one fragment: `held[key]`, with its place at `start` of all of that kind of the bucket."""
-
-    slot: int
-    start: int
-    held: dict[str, Any]
-    key: str
-
-    @property
-    def value(self) -> torch.Tensor:
-        value: torch.Tensor = self.held[self.key]
-        return value
-
-    @property
-    def kind(self) -> _Kind:
-        return self.key, self.value.dtype
-
-    def view(self, all_of_the_kind: torch.Tensor) -> torch.Tensor:
-        return all_of_the_kind[self.start : self.start + self.value.numel()]
-
-
-def moments_of(fragments: Fragments, state: State) -> list[FragmentMoment]:
-    """What an optimizer keeps of the fragments of a bucket, of their shapes."""
-    return [
-        FragmentMoment(slot, start, held, key)
-        for slot, (parameter, start) in enumerate(zip(fragments.parameters, fragments.starts, strict=True))
-        for held in (state.get(parameter),)
-        if held and parameter.numel()
-        for key, value in held.items()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    ]
 
 
 class HostedMoments:
@@ -67,10 +36,10 @@ class HostedMoments:
 
     def __init__(self, transfers: Transfers, fragments: Fragments, optimizer: torch.optim.Optimizer) -> None:
         self._transfers, self._fragments, self._optimizer = transfers, fragments, optimizer
-        self._hosts: dict[_Kind, HostTensor] = {}
-        self._views: dict[tuple[int, _Kind], torch.Tensor] = {}
-        self._coming: tuple[list[_Kind], Upload] | None = None
-        self._device: dict[_Kind, torch.Tensor] = {}
+        self._hosts: dict[Kind, HostTensor] = {}
+        self._views: dict[tuple[int, Kind], torch.Tensor] = {}
+        self._coming: tuple[list[Kind], Upload] | None = None
+        self._device: dict[Kind, torch.Tensor] = {}
 
     def _moments(self) -> list[FragmentMoment]:
         return moments_of(self._fragments, self._optimizer.state)
@@ -122,7 +91,8 @@ class HostedMoments:
 class StateOffload:
     """Where the states of all buckets live, and their way to the device.
 
-    `hosted`: the buckets whose moments live in host memory; masters do where their bucket's home says so.
+    `hosted`: the buckets whose moments live in host memory; masters do where their bucket's home says so. `compact`:
+    those whose moments have few bits, on the device.
     """
 
     def __init__(
@@ -132,9 +102,11 @@ class StateOffload:
         fragments: Mapping[int, Fragments],
         optimizer: torch.optim.Optimizer,
         hosted: Iterable[int],
+        compact: Iterable[int] = (),
     ) -> None:
         self._transfers, self._buckets, self._fragments, self._optimizer = transfers, buckets, fragments, optimizer
         self._moments = {bucket: HostedMoments(transfers, fragments[bucket], optimizer) for bucket in hosted}
+        self.compact = {b: CompactMoments(buckets[b], fragments[b], optimizer) for b in compact}
         self._lifted: dict[int, Upload | None] = {}
         """bucket -> its master on the way, if that lives in host memory"""
         self._after: dict[int, int] = {}
@@ -180,34 +152,54 @@ class StateOffload:
     def on_device(self, buckets: Sequence[int], whole: bool = True) -> Iterator[Mapping[int, torch.Tensor]]:
         """Inside, the fragments and states of these buckets are on the device. The next one in order comes, too.
 
-        Not `whole`: masters that are split stay so. The value has those that were lifted, by bucket.
+        Not `whole`: masters that are split, and moments of few bits, stay so. The value has the masters that were
+        lifted, by bucket.
         """
         for bucket in buckets:
             self._lift(bucket)
         if buckets and buckets[-1] in self._after:
             self._lift(self._after[buckets[-1]])
-        landing = [bucket for bucket in buckets if bucket in self._moments or self._lifts(bucket, whole)]
-        masters = {bucket: self._land(bucket, whole) for bucket in landing}
-        try:
-            yield {bucket: master for bucket, master in masters.items() if master is not None}
-        finally:
-            for bucket, master in masters.items():
-                self._lower(bucket, master)
+        masters: dict[int, torch.Tensor] = {}
+        with ExitStack() as landed:
+            for bucket in buckets:
+                if self._lands(bucket, whole):
+                    master = self._land(bucket, whole)
+                    landed.callback(self._lower, bucket, master, whole)
+                    if master is not None:
+                        masters[bucket] = master
+            yield masters
+
+    def _lands(self, bucket: int, whole: bool) -> bool:
+        return bucket in self._moments or (whole and bucket in self.compact) or self._lifts(bucket, whole)
 
     def _land(self, bucket: int, whole: bool) -> torch.Tensor | None:
-        upload, home, master = self._lifted.pop(bucket, None), self._buckets[bucket].home, None
-        if self._lifts(bucket, whole):
-            (master,) = (upload or home.lift()).wait()
+        """The master, where it was lifted. What raises leaves the bucket as it was."""
+        home, master = self._buckets[bucket].home, None
+        compact = self.compact.get(bucket) if whole else None
+        if compact is not None:
+            compact.land()
+        try:
+            if self._lifts(bucket, whole):
+                (master,) = (self._lifted.get(bucket) or home.lift()).wait()
+            if bucket in self._moments:
+                self._moments[bucket].land()
+        except BaseException:
+            if compact is not None:
+                compact.drop()
+            raise
+        self._lifted.pop(bucket, None)
+        if master is not None:
             self._fragments[bucket].point(master)
-        if bucket in self._moments:
-            self._moments[bucket].land()
         return master
 
-    def _lower(self, bucket: int, master: torch.Tensor | None) -> None:
-        copies = []
+    def _lower(self, bucket: int, master: torch.Tensor | None, whole: bool) -> None:
+        compact, copies = self.compact.get(bucket), list[Download]()
+        random = None if compact is None else compact.noise()
         if master is not None:
             self._fragments[bucket].point_home()
-            copies = self._buckets[bucket].home.lower(master)
+            copies = self._buckets[bucket].home.lower(master, random)
+        if whole and compact is not None:
+            compact.lower(random)
         if bucket in self._moments:
             copies += self._moments[bucket].lower()
         self._transfers.download(copies)
@@ -243,10 +235,56 @@ class StateOffload:
             view.home.move(on_host)
             self._fragments[bucket].point_home()
 
-    def take_in(self, bucket: int) -> None:
-        """What somebody has put into the optimizer's state of a bucket goes where that bucket's moments live."""
-        if bucket in self._moments:
-            self._transfers.download(self._moments[bucket].lower())
+    # ------------------------------------------------------------------ what they are
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Options of the optimizer's groups that have to be off, and why."""
+        return REFUSED if self.compact else {}
+
+    def refused_in(self, groups: Iterable[Mapping[str, Any]]) -> list[str]:
+        """Those that groups have, in words."""
+        numbered = [(index, key) for index, group in enumerate(groups) for key in self.refused if group.get(key)]
+        return [f"group {index} has {key}: {self.refused[key]}" for index, key in numbered]
+
+    def state_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
+        """What the optimizer holds of a fragment, in float32 where that has few bits, by then as copies."""
+        held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+        coded = self.coded(bucket, slot)
+        return {**held, **{key: decode(each) for key, each in coded.items()}} if coded else held
+
+    def outline_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
+        """The same, but what has few bits is not decoded: tensors without memory have its shapes and dtypes."""
+        held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+        return {**held, **(self.compact[bucket].outline(slot) if bucket in self.compact else {})}
+
+    def coded(self, bucket: int, slot: int) -> Mapping[str, Coded]:
+        """What has few bits of that, by key."""
+        return self.compact[bucket].parts(slot) if bucket in self.compact else {}
+
+    @contextmanager
+    def writing(self, bucket: int, replaced: Iterable[int] = ()) -> Iterator[None]:
+        """Inside, the host may write into what the optimizer holds of a bucket, and put other tensors there.
+
+        It goes where that bucket's moments live then. Of the slots `replaced` nothing is left but what is put there.
+        """
+        self.finish()
+        if (compact := self.compact.get(bucket)) is not None:
+            compact.forget(replaced)
+            compact.land()
+        try:
+            yield
+        finally:
+            if compact is not None:
+                compact.lower()
+            if bucket in self._moments:
+                self._transfers.download(self._moments[bucket].lower())
+
+    def tensors(self, bucket: int) -> list[torch.Tensor]:
+        """The tensors of the state of a bucket's fragments, where they lie now."""
+        fragments = self._fragments.get(bucket)
+        held = [] if fragments is None else [self._optimizer.state.get(p, {}) for p in fragments.parameters]
+        coded = self.compact[bucket].tensors if bucket in self.compact else []
+        return [value for state in held for value in state.values() if isinstance(value, torch.Tensor)] + coded
 
     def finish(self) -> None:
         """The host may read and write states from here on; before, copies may be under way."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.fragments import Fragments
+from zeroweave.optim.groups import Groups
 from zeroweave.optim.matrices import Matrices, Whole
 from zeroweave.optim.onepass import OnePass
 from zeroweave.optim.rates import Rates
@@ -45,7 +46,8 @@ class ShardedOptimizer:
     `check_optimizer` must have passed. `states` replaces what the optimizer holds of trainable parameters: what it is
     to hold of this rank's fragments. What it holds of others (frozen ones, ones without elements) stays as it is.
     Trainable parameters in no group are never updated. Memory: the optimizer's own state, over the fragments; with
-    `moments_off` it lives in host memory, by way of `transfers`. `rates`: where learning rates live on the device.
+    `moments_off` it lives in host memory, by way of `transfers`, with `compact` in few bits, see `optim.compact`.
+    `rates`: where learning rates live on the device.
     `whole`: what is updated as wholes and not by fragments, see `optim.matrices`.
     `kernels`: those of `_triton.rules`, for updates in one pass; None: the optimizer steps itself.
     """
@@ -61,11 +63,12 @@ class ShardedOptimizer:
         rates: Rates | None = None,
         whole: Whole | None = None,
         kernels: Kernels | None = None,
+        compact: bool = False,
     ) -> None:
         self.optimizer, self.rates, self._device = optimizer, rates, transfers.device
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
         self._fragments = {b.layout.id: Fragments(b) for b in trainable}
-        self._users: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
+        in_groups: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
         self.sharded: dict[tuple[int, int], nn.Parameter] = {}
         """(bucket id, slot) -> the user's parameter whose state is that of fragments"""
         members = [(one, group) for one in members_of(optimizer) for group in one.param_groups]
@@ -75,7 +78,7 @@ class ShardedOptimizer:
         self._views = views = {bucket.layout.id: bucket for bucket in trainable if bucket.layout.id in touched}
         self._matrices: Matrices | None = None
         if whole is not None:
-            held = [user for users in self._users for user in users if id(user) in whole.parameters and user.numel()]
+            held = [user for users in in_groups for user in users if id(user) in whole.parameters and user.numel()]
             places = [slot_of[id(user)] for user in held if slot_of[id(user)][0] in views]
             self._matrices = Matrices(whole, places, views, self._fragments, self._member, self._device)
         self._all: list[list[nn.Parameter]] = []
@@ -84,7 +87,7 @@ class ShardedOptimizer:
         """and what a step sees: of matrices that are updated as wholes, this rank's own"""
         self._parts: dict[int, list[list[nn.Parameter]]] = {}
         """of that, what belongs to one bucket"""
-        for index, users in enumerate(self._users):
+        for index, users in enumerate(in_groups):
             self._all.append([])
             self._stepped.append([])
             for user in users:
@@ -95,7 +98,7 @@ class ShardedOptimizer:
                 if user.numel():
                     self.sharded[bucket, slot] = user
                     state.pop(user, None)
-                parts = self._parts.setdefault(bucket, [[] for _ in self._users])
+                parts = self._parts.setdefault(bucket, [[] for _ in in_groups])
                 self._all[index].append(fragment)
                 stepped = fragment if self._matrices is None else self._matrices.stepped(bucket, slot, fragment)
                 if stepped is not None:
@@ -103,15 +106,16 @@ class ShardedOptimizer:
                     self._stepped[index].append(stepped)
                 if (bucket, slot) in states:
                     state[fragment] = states[bucket, slot]
-        self.offload = StateOffload(transfers, views, self._fragments, optimizer, sorted(views) if moments_off else ())
+        few, hosted = (sorted(views) if on else () for on in (compact, moments_off))
+        self.offload = StateOffload(transfers, views, self._fragments, optimizer, hosted, few)
         self._at_once = max(_AT_ONCE, *(fragments.nbytes for fragments in self._fragments.values()))
         """bytes of masters that are updated in one call: their gradients, cast, are alive at once"""
-        group_of = {slot_of[id(user)]: index for index, users in enumerate(self._users) for user in users}
+        group_of = {slot_of[id(user)]: index for index, users in enumerate(in_groups) for user in users}
         self._one_pass = None
         if kernels is not None and whole is None:
-            self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, rates)
-        self._packing = False
-        """does PyTorch put a state dict together?"""
+            self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, rates, self.offload.compact)
+        self.groups = Groups(optimizer, in_groups, self._all)
+        """of the optimizer; at rest they hold the user's parameters"""
 
     @property
     def uneven(self) -> Set[int]:
@@ -146,17 +150,21 @@ class ShardedOptimizer:
 
         That is the gradient [shard_numel], any floating dtype, or None. `absent`: of each bucket, the slots without a
         gradient on any rank; the optimizer skips them, as it does for a `.grad` of None. `order`: that of the turns. An
-        optimizer that only steps as a whole updates all of them in the turn of the last. ParameterError from the
-        function if the optimizer's groups have changed.
+        optimizer that only steps as a whole updates all of them in the turn of the last. ParameterError if a group has
+        an option that its states cannot have, and from the function if the optimizer's groups have changed.
         """
+        if refused := self.offload.refused_in(self.optimizer.param_groups):
+            raise ParameterError(f"nothing was updated: the optimizer's {'; '.join(refused)}")
         by_bucket, apart = self.by_bucket, self._apart
         order = order if by_bucket else sorted(absent)
         if by_bucket and self._one_pass is not None:
-            with self._holding([[] for _ in self._users]), self._on_device():
+            with self.groups.holding([[] for _ in self._all]), self._on_device():
                 self.optimizer.step()  # learning rate schedulers want to see one
         self.offload.expect([bucket for bucket in order if bucket in self._parts])
         if self.rates is not None:
             self.rates.take()
+        if by_bucket and self._one_pass is not None:
+            self._one_pass.begin()
 
         def taken(buckets: Sequence[int]) -> dict[int, Scaled]:
             return {bucket: gradient for bucket in buckets if (gradient := take(bucket)) is not None}
@@ -211,20 +219,21 @@ class ShardedOptimizer:
         return parts[0] if len(parts) == 1 else [list(chain(*groups)) for groups in zip(*parts, strict=True)]
 
     def state_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
-        """What the optimizer holds for this rank's fragment of a slot; empty before its first step."""
+        """What the optimizer holds of this rank's fragment of a slot, to be read; empty before its first step."""
         self.offload.finish()
-        return self.optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+        return self.offload.state_of(bucket, slot)
 
     def set_state(self, bucket: int, slot: int, key: str, value: torch.Tensor) -> None:
         """Overwrites what `state_of` has under a key, of its shape; nothing where the optimizer holds nothing."""
-        state = self.state_of(bucket, slot)
-        match state.get(key):
-            case torch.Tensor() as tensor:
-                tensor.copy_(value.reshape(tensor.shape))
-            case None:
-                pass
-            case number:
-                self.optimizer.state[self._fragments[bucket].parameters[slot]][key] = type(number)(value.item())
+        with self.offload.writing(bucket):
+            state = self.optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+            match state.get(key):
+                case torch.Tensor() as tensor:
+                    tensor.copy_(value.reshape(tensor.shape))
+                case None:
+                    pass
+                case number:
+                    state[key] = type(number)(value.item())
         self.states_changed()
 
     def states_changed(self) -> None:
@@ -236,16 +245,15 @@ class ShardedOptimizer:
 
     def replace(self, bucket: int, states: Mapping[int, dict[str, Any]]) -> None:
         """What the optimizer holds of these slots' fragments is `states` from now on; that of others stays."""
-        self.offload.finish()
-        for slot, state in states.items():
-            fragment = self._fragments[bucket].parameters[slot]
-            if (member := self._member.get((bucket, slot))) is None:
-                continue  # in no group
-            member.state.pop(fragment, None)
-            if state and (bucket, slot) in self.sharded:
-                member.state[fragment] = state
+        with self.offload.writing(bucket, states):
+            for slot, state in states.items():
+                fragment = self._fragments[bucket].parameters[slot]
+                if (member := self._member.get((bucket, slot))) is None:
+                    continue  # in no group
+                member.state.pop(fragment, None)
+                if state and (bucket, slot) in self.sharded:
+                    member.state[fragment] = state
         self.states_changed()
-        self.offload.take_in(bucket)
 
     def load(self, states: States) -> None:
         """Goes on, inside `optimizer.load_state_dict`, with `states`, which the optimizer brings up to date."""
@@ -254,7 +262,7 @@ class ShardedOptimizer:
             buckets.setdefault(bucket, {})[slot] = states.get((bucket, slot), {})
         for bucket, mine in buckets.items():
             self.replace(bucket, mine)
-        with self._holding(self._all):
+        with self.groups.holding(self._all):
             self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
 
     def home_of_moments(self, bucket: int) -> torch.device:
@@ -272,9 +280,7 @@ class ShardedOptimizer:
 
     def tensors(self, bucket: int) -> list[torch.Tensor]:
         """The tensors of the optimizer's state of a bucket's fragments, where they lie now."""
-        fragments = self._fragments.get(bucket)
-        held = [] if fragments is None else [self.optimizer.state.get(p, {}) for p in fragments.parameters]
-        return [value for state in held for value in state.values() if isinstance(value, torch.Tensor)]
+        return self.offload.tensors(bucket)
 
     def states(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
         """Fragments, and what the optimizer holds of them."""
@@ -283,12 +289,9 @@ class ShardedOptimizer:
 
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
-        return sum(
-            tensor.nbytes
-            for state in self.optimizer.state.values()
-            for tensor in state.values()
-            if isinstance(tensor, torch.Tensor)
-        )
+        held = chain.from_iterable(state.values() for state in self.optimizer.state.values())
+        coded = sum(moments.nbytes for moments in self.offload.compact.values())
+        return coded + sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
 
     def gather(self, transport: Transport, control: Control, room: Room | None) -> Gathered:
         """The state of whole parameters, where all ranks have `room` for it; None: on rank 0 alone. Collective.
@@ -296,7 +299,7 @@ class ShardedOptimizer:
         `destroy` needs it, and so do state dicts.
         """
         self.offload.finish()
-        return gather(self.optimizer, self._views, self._fragments, transport, control, self._device, room)
+        return gather(self.state_of, self._views, self._fragments, transport, control, self._device, room)
 
     def take(
         self, held: Held, named: Mapping[str, nn.Parameter], told: Described, transport: Transport, world: int
@@ -310,30 +313,6 @@ class ShardedOptimizer:
         """How many ranks have parameters of their own under one name; 1 where all have the same."""
         return max((bucket.layout.groups for bucket in self._views.values()), default=1)
 
-    def pack(self) -> None:
-        """PyTorch is about to put a state dict together, and wants all that has a state to be in some group."""
-        self._packing = True
-        for group, users, fragments in zip(self.optimizer.param_groups, self._users, self._all, strict=True):
-            group["params"] = [*users, *fragments]
-
-    def packed(self) -> None:
-        """It has done so, or has failed to. The groups are what they were."""
-        if self._packing:
-            self._packing = False
-            self._rest()
-
-    def refuse_changed_groups(self) -> None:
-        """ParameterError if the optimizer's groups have other parameters than they had."""
-        self.packed()
-        held = self.optimizer.param_groups
-        if len(held) != len(self._users) or any(
-            group["params"] is not users for group, users in zip(held, self._users, strict=True)
-        ):
-            raise ParameterError(
-                "the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "
-                "group, such as lr, can change at any time, its parameters cannot"
-            )
-
     def destroy(self, states: States) -> None:
         """Hands the optimizer back with the user's parameters and `states`, which `gather` has got. Idempotent.
 
@@ -345,8 +324,9 @@ class ShardedOptimizer:
             state.pop(self._fragments[bucket].parameters[slot], None)
             if (bucket, slot) in states:
                 state[user] = states[bucket, slot]
-        self._rest()
-        self.sharded, self._users = {}, []
+        self.offload.compact.clear()
+        self.groups.give_back()
+        self.sharded = {}
 
     def _pass(
         self, one_pass: OnePass, bucket: int, gradients: dict[int, Scaled], absent: Mapping[int, Set[int]]
@@ -354,7 +334,7 @@ class ShardedOptimizer:
         """Updates a bucket by a kernel, if there is one for it, and uses up its gradient then."""
         if not one_pass.takes(bucket, gradients[bucket], absent[bucket]):
             return
-        self.refuse_changed_groups()
+        self.groups.refuse_changed()
         home = self._views[bucket].home
         with self.offload.on_device([bucket], whole=False) as lifted:
             masters = Masters(lifted[bucket], None) if bucket in lifted else Masters(*home.at_rest)
@@ -375,7 +355,7 @@ class ShardedOptimizer:
     ) -> None:
         """Updates the fragments in `groups`, those of the buckets `moved`, by `gradients`, which are used up."""
         fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
-        with self._holding(groups), self.offload.on_device(moved), self._on_device():
+        with self.groups.holding(groups), self.offload.on_device(moved), self._on_device():
             try:
                 for one, bucket in fragments:
                     one.set_gradients(gradients.pop(bucket).product(), absent[bucket])
@@ -387,18 +367,3 @@ class ShardedOptimizer:
 
     def _whole_matrices(self, buckets: Sequence[int], absent: Mapping[int, Set[int]]) -> AbstractContextManager[None]:
         return nullcontext() if self._matrices is None else self._matrices.gathered(buckets, absent)
-
-    @contextmanager
-    def _holding(self, groups: Sequence[list[nn.Parameter]]) -> Iterator[None]:
-        """Inside, the optimizer's groups hold fragments."""
-        self.refuse_changed_groups()
-        for group, fragments in zip(self.optimizer.param_groups, groups, strict=True):
-            group["params"] = fragments
-        try:
-            yield
-        finally:
-            self._rest()
-
-    def _rest(self) -> None:
-        for group, users in zip(self.optimizer.param_groups, self._users, strict=False):
-            group["params"] = users

@@ -20,7 +20,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from zeroweave._torch.modules import forward_pre_hooks, is_compiled_function, is_compiled_in_place, watch_rnn_weights
 from zeroweave._torch.storages import storage_key, use_count
-from zeroweave._torch.tensors import has_post_accumulate_hooks, has_tensor_hooks
+from zeroweave._torch.tensors import post_accumulate_hooks, tensor_hooks
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.stub import AtRest
 
@@ -193,9 +193,9 @@ def _of_uses(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[
             else:
                 reason = "in a live autograd graph; delete earlier losses and outputs"
             yield reason, name
-        if has_tensor_hooks(parameter):
+        if tensor_hooks(parameter):
             yield "has tensor hooks, which would never run; remove them, or hook modules instead", name
-        if has_post_accumulate_hooks(parameter):
+        if post_accumulate_hooks(parameter):
             yield "has post-accumulate-grad hooks, which would never run; remove them", name
         if parameter.grad is not None:
             yield "has a gradient; call model.zero_grad() first", name

@@ -105,6 +105,8 @@ class Places:
         self._stubs = [self.names[name] for name in self._owners]
         self._reals = [reals[name] for name in self._owners]
         self._shown = self._stubs
+        self.changes = 0
+        """so often what the modules show has become something else"""
         self._anatomy = Anatomy(model)
 
     def show_real(self) -> None:
@@ -217,6 +219,7 @@ class Places:
         for rnn in self._rnns:
             refresh_rnn_weights(rnn)
         self._shown = wanted
+        self.changes += 1
         if wanted is self._stubs:
             self._status.show(Showing.STUBS)
         elif self._status.showing is Showing.STUBS:

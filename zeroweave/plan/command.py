@@ -30,6 +30,9 @@ def plan(
     precision: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="of the parameters as they are computed with")
     ] = "bfloat16",
+    compact: Annotated[
+        bool, typer.Option("--compact", help="masters and moments of few bits (precision.optimizer 'compact')")
+    ] = False,
     offload: Annotated[
         list[str] | None,
         typer.Option(metavar="WHAT[,WHAT]", help="optimizer, params (stage 3) and activations live in host memory"),
@@ -95,7 +98,7 @@ def plan(
         hardware = _hardware(gpu, known, ranks_per_node, links, efficiency or ())
         away = _offload(offload or ())
         settings = {
-            "precision": {"params": precision},
+            "precision": {"params": precision, "optimizer": "compact" if compact else "full"},
             "offload": away,
             "gradient_accumulation_steps": gas,
             "gradient_clipping": 1.0 if clip else None,

@@ -35,7 +35,7 @@ class PlannedKernels:
     BLOCK = 1
 
     def __init__(self, clock: PlannedClock, hardware: Hardware) -> None:
-        self.adagrad = self.adam = self.sgd = PlannedKernel(clock, hardware)
+        self.adagrad = self.adam = self.compact_adam = self.sgd = PlannedKernel(clock, hardware)
 
     def programs(self, numel: int) -> tuple[int]:
         return (numel,)

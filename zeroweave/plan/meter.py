@@ -61,8 +61,8 @@ class PlannedClock(Clock):
         super().__init__()
         self.lane = Lane()
         """the current one"""
-        self._beside = self._peak = 0
-        """bytes beside the flats, and at most of all"""
+        self._beside = self._peak = self._lately = 0
+        """bytes beside the flats, and at most of all: so far, and since `used` was last asked"""
         self._flats, self._away = Gauge(), Gauge()
 
     def attach(self, flats: Gauge, away: Gauge | None) -> None:
@@ -89,7 +89,7 @@ class PlannedClock(Clock):
     def add(self, nbytes: int) -> None:
         """So many bytes more are in use, or fewer."""
         self._beside += nbytes
-        self._peak = max(self._peak, self.allocated())
+        self._look()
 
     def spend(self, seconds: float) -> None:
         """The current lane works for so long."""
@@ -100,8 +100,12 @@ class PlannedClock(Clock):
         self.lane.reach(time)
 
     def mark(self) -> float:
-        self._peak = max(self._peak, self.allocated())
+        self._look()
         return self.now
+
+    def _look(self) -> None:
+        now = self.allocated()
+        self._peak, self._lately = max(self._peak, now), max(self._lately, now)
 
     def after(self, wait: Any, tell: Tell | None = None) -> float:
         raise NotImplementedError("planned collectives know when they are over")
@@ -113,7 +117,13 @@ class PlannedClock(Clock):
         return None
 
     def allocated(self) -> int:
+        """Bytes of the device in use now."""
         return self._beside + self._flats.now - self._away.now
+
+    def take_used(self) -> tuple[int, int]:
+        self._look()
+        most, self._lately = self._lately, self.allocated()
+        return self._lately, most
 
     def peak(self) -> int:
         return self._peak

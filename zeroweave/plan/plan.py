@@ -93,7 +93,7 @@ def make(
         for stage in stages:
             config = Config.load({**settings, "stage": stage})
             tell(f"planning stage {stage} on {world} {'rank' if world == 1 else 'ranks'}")
-            found = PlannedRank(*source(), adamw, config, world, hardware).measure()
+            found = PlannedRank(*source(), adamw, config, world, hardware).measure(room)
             eager |= found.eager
             rows += [_row(stage, world, name, plan, room) for name, plan in _schedules(found, stage, room)]
     return Plans(tuple(rows), tuple(advise([r for r in rows if r.world == w], w, room) for w in worlds), eager, room)

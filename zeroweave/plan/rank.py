@@ -20,14 +20,14 @@ from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
 from zeroweave.eager.shown import Shown
-from zeroweave.engine.assembly import facts_of, policy_of
 from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.model import specs_of
-from zeroweave.engine.settings import ScheduleSettings, settings_of
+from zeroweave.engine.settings import ScheduleSettings, facts_of, policy_of, settings_of
 from zeroweave.engine.stats import Memory
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout, build_layout
 from zeroweave.notices import Journal
+from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.scaler import Scaler, checks
 from zeroweave.optim.states import States
 from zeroweave.optim.step import ShardedOptimizer
@@ -48,6 +48,7 @@ from zeroweave.schedule import (
     Line,
     Prediction,
     Reduce,
+    Regather,
     Schedule,
     Step,
     Unshard,
@@ -136,7 +137,7 @@ class Measured:
         sent = 0.0
         for span in expected.spans:
             instruction = schedule.instructions[span.index]
-            if isinstance(instruction, Unshard | Reduce):
+            if isinstance(instruction, Unshard | Reduce | Regather):
                 longest = self._collective(schedule.facts.sizes[instruction.bucket])
                 sent += min(span.stop - span.start, longest) if span.lane != "compute" else 0.0
         return max(0.0, sent - sum(expected.waits.values()))
@@ -167,6 +168,7 @@ class PlannedRank:
         )
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts), config.offload.optimizer != "none"
+        compact = config.precision.optimizer == "compact"
         self._fake = without_memory()
         with self._fake:
             self._wire = wire = Wire(PlannedTransport(world, clock, hardware), cpu, clock)
@@ -184,9 +186,19 @@ class PlannedRank:
             del named
             at = rest(model, StubStatus(), lambda name, _: runtime.buckets[place[name][0]].real[place[name][1]])
             buckets = list(runtime.buckets.values())
+            if compact:
+                refuse_compact(made, layouts)
             fast = PlannedKernels(clock, hardware)
             self._optimizer = ShardedOptimizer(
-                made, buckets, slot_of, runtime.transfers, States(), moments_off, rates=None, kernels=fast
+                made,
+                buckets,
+                slot_of,
+                runtime.transfers,
+                States(),
+                moments_off,
+                rates=None,
+                kernels=fast,
+                compact=compact,
             )
             self._scaler = Scaler(runtime.gradients, None, False, wire, cpu)
             self._facts = facts_of(config, layouts, policy, self._optimizer)
@@ -230,9 +242,11 @@ class PlannedRank:
             updates = frozenset(absent)
             if self._config.gradient_clipping is not None:
                 self._scaler.clip(self._config.gradient_clipping)
-            replay.finish(self._optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates)), updates)
+            optimizer = self._optimizer
+            update = optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates))
+            regathered = replay.finish(update, updates, optimizer.by_bucket)
             for bucket in absent:
-                runtime.buckets[bucket].renew()
+                runtime.buckets[bucket].renew(bucket in regathered)
         self._scaler.next_window()
         runtime.release_kept()
         return _Ran(record, left)
@@ -254,8 +268,10 @@ class PlannedRank:
         (loss / steps if steps > 1 else loss).backward()
         return left
 
-    def measure(self) -> Measured:
+    def measure(self, room: int = 0) -> Measured:
         """Two steps: one on demand, which is recorded, and one that follows the schedule of that and is timed.
+
+        `room`: bytes of the device that may be in use at most, for schedules that fill what is free; 0: unknown.
 
         EngineError, which names the module, where the program asks for values, which no tensor has.
         """
@@ -282,7 +298,7 @@ class PlannedRank:
         return Measured(
             first,
             step,
-            costs_of([step], self._clock.peak()),
+            costs_of([step], room),
             memory,
             left,
             memory.host + (0 if offloading is None else offloading.host.peak),

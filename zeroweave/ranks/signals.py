@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Final
 
 from zeroweave.errors import EngineError
+from zeroweave.ranks.notes import Notes
 
 NUMBERS: Final = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -18,12 +19,11 @@ class Signals:
     """The signals of one engine. None is noted before `listen`, nor after `close` or once the engine is gone.
 
     Then, and in forked children, they do what they did before. What handled them before `listen` hears of noted ones
-    as well.
+    as well. `notes`: where they are noted, perhaps beside other things.
     """
 
-    def __init__(self) -> None:
-        self._noted = dict.fromkeys(NUMBERS, False)
-        self._agreed: set[signal.Signals] = set()
+    def __init__(self, notes: Notes[Any] | None = None) -> None:
+        self.notes = Notes(NUMBERS) if notes is None else notes
         self._handlers: list[_Handler] = []
 
     def listen(self) -> None:
@@ -31,24 +31,11 @@ class Signals:
         self._handlers = [_Handler(number, self) for number in NUMBERS]
 
     def note(self, number: signal.Signals) -> None:
-        self._noted[number] = True
-
-    @property
-    def flags(self) -> bytes:
-        """Which ones this rank has noted: a bit each."""
-        return bytes([sum(1 << bit for bit, number in enumerate(NUMBERS) if self._noted[number])])
-
-    def agree(self, flags: bytes) -> None:
-        """`flags` of any rank. What comes from now on is another signal."""
-        for bit, number in enumerate(NUMBERS):
-            if flags[0] >> bit & 1:
-                self._noted[number] = False
-                self._agreed.add(number)
+        self.notes.note(number)
 
     def take(self) -> frozenset[signal.Signals]:
         """The signals that all ranks know of, once."""
-        agreed, self._agreed = frozenset(self._agreed), set()
-        return agreed
+        return self.notes.take(NUMBERS)
 
     def close(self) -> None:
         """What handled signals before handles them again."""

@@ -45,8 +45,17 @@ def measured(step: Step, costs: Costs, name: str = "measured") -> Course:
     memory: tuple[int, ...] = ()
     if any(allocated):
         before = allocated[0] - simulate(step.schedule, costs).memory[0]
-        memory = tuple(each - before for each in allocated)
+        memory = tuple(moment.most - before for moment in step.moments)
     return Course(step.seconds, starts, step.waits, memory, step.spans, name=name)
+
+
+def farthest(one: Course, other: Course) -> tuple[int, int] | None:
+    """Where the memory of two courses of a schedule differs most: the instruction's index, and by how many bytes.
+
+    None where nobody counts. Less than nothing: the first has less.
+    """
+    apart = [mine - theirs for mine, theirs in zip(one.memory, other.memory, strict=False)]
+    return max(enumerate(apart), key=lambda each: abs(each[1])) if apart else None
 
 
 @dataclass(frozen=True)

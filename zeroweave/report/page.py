@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zeroweave.engine.samples import About
 from zeroweave.report import sections
-from zeroweave.report.course import Course, Courses
+from zeroweave.report.course import Course, Courses, farthest
 from zeroweave.report.lanes import Lane, curve, lanes, shares, ticks
 from zeroweave.report.tables import size
 
@@ -112,6 +112,7 @@ def _of_courses(shown: Courses) -> dict[str, Any]:
         "exposed": table,
         "more_exposed": more,
         "collectives": sections.collectives(shown),
+        "farthest": farthest(first, rest[0]) if rest else None,
     }
 
 

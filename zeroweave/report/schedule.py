@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from zeroweave.engine.samples import FOLDER, STEPS
-from zeroweave.report.course import Courses
+from zeroweave.report.course import Courses, farthest
 from zeroweave.report.launch import launch
 from zeroweave.report.tables import size, table
 
@@ -30,7 +30,7 @@ def report(shown: Courses) -> Iterator[str]:
     yield f"{len(schedule.instructions)} instructions, {len(schedule.collectives())} collectives"
     head = ["instruction"]
     for course in courses:
-        head += [f"{course.name}: start", "takes", "exposed"]
+        head += [f"{course.name}: start", "takes", "exposed"] + ["memory"] * bool(course.memory)
     width = len(str(len(schedule.instructions)))
     rows = []
     for index, instruction in enumerate(schedule.instructions):
@@ -38,6 +38,7 @@ def report(shown: Courses) -> Iterator[str]:
         for course in courses:
             times = course.starts[index], course.takes.get(index), course.waits.get(index)
             rows[-1] += map(_ms, times)
+            rows[-1] += [size(course.memory[index])] if course.memory else []
     yield from table(head, rows)
     yield ""
     if not courses:
@@ -45,6 +46,12 @@ def report(shown: Courses) -> Iterator[str]:
         return
     yield from table(("", *(course.name for course in courses)), list(_totals(shown)))
     yield "times in ms; takes: of the collective for Unshard and Reduce, of computation for the others"
+    if courses[0].memory:
+        yield "memory: flats, gradients in flight and activations, at most up to the next instruction"
+    if len(courses) > 1 and (apart := farthest(*courses[:2])) is not None:
+        index, more = apart
+        which = "more" if more >= 0 else "less"
+        yield f"memory differs most at {index}: {size(abs(more))} {which} {courses[0].name} than {courses[1].name}"
     if len(courses) > 1 and not shown.agreed:
         yield "predicted from the measured steps themselves: the schedule was made before anything was measured"
     if shown.seconds:

@@ -40,6 +40,10 @@ MEMORY: Final = {
     "host_shards": "of the shards, in host memory",
     "host_masters": "of the masters, in host memory",
     "host_optimizer": "of the optimizer state, in host memory",
+    "allocated": "everything on the device, at most so far",
+    "reserved": "what PyTorch has reserved for that, at most so far",
+    "foreseen": "everything that a step of the present schedule is expected to need at most",
+    "budget": "of that, what flats, gradients in flight and activations may fill",
 }
 _MOST_EXPOSED: Final = 12
 
@@ -276,9 +280,10 @@ def _regions(count: int) -> str:
 
 
 def memory(stats: Stats) -> Table:
-    """Bytes of this rank's model state; what is not there is left out."""
-    rows = tuple((MEMORY[name], size(count)) for name, count in asdict(stats.memory).items() if count)
-    return Table("Model state of this rank", ("", "bytes"), rows)
+    """Bytes of this rank's model state, and of everything; what is not there is left out."""
+    found = (*asdict(stats.memory).items(), *asdict(stats.device).items())
+    rows = tuple((MEMORY[name], size(count)) for name, count in found if count)
+    return Table("Model state of this rank, and everything on its device", ("", "bytes"), rows)
 
 
 def settings(config: Mapping[str, Any]) -> Table:

@@ -13,6 +13,7 @@ from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.errors import EngineError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.staging import Staging
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Account:
 
     def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge) -> None:
         self.bucket, self._shards = bucket, shards
+        self._staging = Staging(bucket)
         self.shard: torch.Tensor | None = None
         """[numel / world] the reduced gradient of the window"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
@@ -51,6 +53,7 @@ class Account:
         """was anything announced? A backward without a word before it is complete only at its end"""
         self.parts: dict[int, torch.Tensor] = {}
         """contributions of this backward that have entered no reduction yet"""
+        self._staging.clear()
         self.local: torch.Tensor | None = None
         """[numel] the sum of backwards that did not reduce, laid out like the flat"""
         self._sums: list[torch.Tensor] = []
@@ -86,12 +89,17 @@ class Account:
         """The expected gradient is there."""
         self._expected.discard(slot)
 
+    def destination(self, slot: int) -> torch.Tensor | None:
+        """Where a contribution to the slot may be written, to be added then; of its shape. None: anywhere."""
+        return None if slot in self.parts or self.local is not None else self._staging.lend(slot)
+
     def add(self, slot: int, gradient: torch.Tensor) -> None:
         """A contribution."""
         self.had_gradient.add(slot)
         earlier = self.parts.get(slot)
         # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
         self.parts[slot] = gradient if earlier is None else earlier + gradient
+        self._staging.came(slot, self.parts[slot])
 
     def newly_complete(self) -> bool:
         """Has nothing announced been missing since this contribution? Says so once until it is added up."""
@@ -117,14 +125,16 @@ class Account:
             lay_out(self.local, self.parts, self.bucket.layout)
         else:
             foreach_add_([self._sums[slot] for slot in self.parts], list(self.parts.values()))
+        self._staging.clear()
         self.parts.clear()
 
     def issue(self) -> Parts:
         """Hands over what the bucket has, to be reduced: its parts, or the local sum where it has one."""
-        parts: Parts = self.parts
         if self.local is not None:
             self.add_up()
-            parts = self.local  # which is a flat already: nothing is copied
+            parts: Parts = self.local  # which is a flat already: nothing is copied
+        else:
+            parts = self._staging.collect(self.parts)
         self.parts, self.local, self._sums, self.issued = {}, None, [], True
         return parts
 
@@ -142,6 +152,8 @@ class Account:
             raise ZeroweaveError(f"bucket {self.bucket.layout.name!r}: a gradient entered no reduction")
         self._announced.clear()
         self._expected.clear()
+        if not self.parts:
+            self._staging.clear()  # what was lent for gradients that nobody wanted
         self.issued = self.reported = self._armed = False
 
     # ------------------------------------------------------------------ between two backwards

@@ -13,7 +13,13 @@ from zeroweave.schedule import Call
 
 
 class Observer:
-    """Whom the runtime tells about outermost backwards, once each, and asks about them. This one minds nothing."""
+    """Whom the runtime tells about windows and outermost backwards, once each, and asks about them.
+
+    This one minds nothing.
+    """
+
+    def window_began(self) -> None:
+        """The first forward of a window begins."""
 
     def reduces(self) -> bool:
         """Does the backward that begins now reduce?"""
@@ -107,6 +113,8 @@ class WayBack:
         origin = self.tape.last(frame.call.name) if self.active and torch.is_grad_enabled() else None
         if origin is None or not (origin.silent or (again and origin.segment is not None)):
             return
+        if origin.compiled is not None:
+            frame.runs(origin.compiled)
         for step in self.tape.to_recomputation(origin):
             self._take(step)
         if (held := self._open.get(origin)) is not None and set(frame.uses) <= set(held.uses):

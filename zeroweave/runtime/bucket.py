@@ -153,14 +153,17 @@ class Bucket(Flat):
         """Was a parameter written in place since the last `renew`?"""
         return any(version(p) != known for p, (known, _, _) in zip(self.real, self._marks, strict=True))
 
-    def renew(self) -> None:
-        """The shard has new values: whatever was saved for a backward before, or kept, is out of date."""
+    def renew(self, regathered: bool = False) -> None:
+        """The shard has new values: whatever was saved for a backward before, or kept, is out of date.
+
+        `regathered`: what stands has them already.
+        """
         for index in self.referenced():
             self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
         increment_version(self.real)
         self.generation += 1
         self._accept_writes()
-        if self.standing:
+        if self.standing and not regathered:
             self.expire()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -264,6 +267,16 @@ class Lingering:
             if not self._buckets[bucket].expire():
                 self._lingering.add(bucket)
 
+    def let_go(self) -> None:
+        """As `expire` for all, and no memory remains. Equally on all ranks."""
+        for bucket, each in sorted(self._buckets.items()):
+            if not each.let_go():
+                self._lingering.add(bucket)
+
+    def stand(self, buckets: Iterable[int]) -> bool:
+        """Are all of these there, so that nobody has to gather them?"""
+        return all(self._buckets[bucket].standing or not self._buckets[bucket].layout.numel for bucket in buckets)
+
     def gather_again(self) -> None:
         """What is gathered is not what the shards have: whoever holds it sees those from now on. Collective."""
         self.expire()
@@ -271,6 +284,11 @@ class Lingering:
             if bucket.holds:
                 bucket.gather()
                 bucket.wait()
+
+    def wait(self) -> None:
+        """Gathers that are under way are waited for: what stays is gathered for the next window at a window's end."""
+        for bucket in self._buckets.values():
+            bucket.wait()
 
     def viewed(self) -> bytes:
         """A byte per bucket, by id: 1 where some tensor of this rank still views its flat."""

@@ -19,6 +19,7 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Offload,
     Reduce,
+    Regather,
     Release,
     Reload,
     Reshard,
@@ -93,6 +94,8 @@ class Executor:
         self.holds: Counter[int] = Counter()
         self.executed: list[Instruction] = []
         """of this window, in order"""
+        self._late: Exception | None = None
+        """what a gather behind an update has failed with, in the present `finish` or the last one"""
         self._timeline: Timeline | None = None
 
     def note_times(self, timeline: Timeline | None) -> None:
@@ -104,7 +107,7 @@ class Executor:
         timeline = self._timeline
         for instruction in instructions:
             self.executed.append(instruction)
-            before = None if timeline is None else timeline.mark()
+            before = None if timeline is None else timeline.mark(self._lands(instruction))
             match instruction:
                 case Run():
                     pass  # the program does that itself
@@ -120,6 +123,8 @@ class Executor:
                     self._gradients.issue(bucket)
                 case Settle(bucket):
                     self._gradients.reductions.settle(bucket)
+                case Regather(bucket):
+                    self._regather(bucket)
                 case Stage(bucket):
                     self.staging.start(bucket)
                 case Free():
@@ -137,18 +142,40 @@ class Executor:
     def finish(self, instructions: Iterable[Instruction], update: Callable[[Sequence[int]], object]) -> None:
         """Executes the end of a window. `update(bucket ids)` is what neighbouring `Update`s do.
 
-        Where times are noted, each is done by itself.
+        Where times are noted, each is done by itself. What a gather behind an update fails with comes at the end: half
+        of an optimizer step would be lost before. Nothing is gathered behind it, since other ranks gather in turn.
         """
-        for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
-            if not updates:
-                self.execute(neighbours)
-            elif self._timeline is None:
-                self._update(cast(Sequence[Update], tuple(neighbours)), update)
-            else:
-                for each in cast(Iterable[Update], neighbours):
-                    before = self._timeline.mark()
-                    self._update((each,), update)
-                    self._timeline.add(each, before)
+        self._late = None
+        try:
+            for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
+                if not updates:
+                    self.execute(neighbours)
+                elif self._timeline is None:
+                    self._update(cast(Sequence[Update], tuple(neighbours)), update)
+                else:
+                    for each in cast(Iterable[Update], neighbours):
+                        before = self._timeline.mark()
+                        self._update((each,), update)
+                        self._timeline.add(each, before)
+        except BaseException as error:
+            if self._late is not None:  # it may be the reason, as in a capture, where all fails behind an error
+                error.add_note(f"Before that, a gather behind an update failed: {self._late!r}")
+            raise
+        if self._late is not None:
+            raise self._late
+
+    def _regather(self, bucket: int) -> None:
+        if self._late is not None:
+            self._buckets[bucket].expire()
+            return
+        try:
+            self._buckets[bucket].regather()
+        except Exception as error:
+            self._late = error
+
+    def _lands(self, instruction: Instruction) -> bool:
+        """Is it a `Settle` with something to do? A program that reads gradients has settled what was in flight."""
+        return isinstance(instruction, Settle) and instruction.bucket in self._gradients.reductions.in_flight
 
     def _update(self, instructions: Sequence[Update], update: Callable[[Sequence[int]], object]) -> None:
         self.executed += instructions

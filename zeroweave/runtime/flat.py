@@ -5,6 +5,7 @@ gathering   storage is full size, the all-gather is under way (`unshard` of the 
 usable      the current stream has waited for the gather (`wait`)
 lingering   no hold is left, but some tensor still views the flat; freed by a later `free`
 standing    no hold is left, and it stays on purpose (`stay`): the next hold finds the values, and gathers nothing
+expired     it stays, but its values are not good any more: the next hold gathers them, into the same memory
 
 A flat may have a place (`assign`): then its storage lies there when it is gathered, which is how its gather takes the
 way that all ranks have agreed on. Who lies there on this rank alone, because something views it, leaves: its content
@@ -67,6 +68,11 @@ class Flat:
         return self.storage.nbytes() > 0
 
     @property
+    def good(self) -> bool:
+        """Is nothing to be gathered for the next first hold?"""
+        return self.standing or not self.layout.numel
+
+    @property
     def viewed(self) -> bool:
         """Does some tensor other than its own view the flat?"""
         return self._views() > 0
@@ -86,37 +92,59 @@ class Flat:
 
         Where there is no memory, or the gather cannot be issued, no hold is taken: the next one gathers.
         """
-        if not self.holds and self.layout.numel and not self.standing:
-            self._move_in()
+        if not self.holds and not self.good:
             try:
-                self._pending = self._gatherer.all_gather(self._target, self._source(), self.layout)
+                self._move_in()
+                self._issued(self._gatherer.all_gather(self._target, self._source(), self.layout))
             except BaseException:
                 self.free()
                 raise
-            self.gathers += 1
-            self.standing = self.stays
         self.holds += 1
 
     def gather(self) -> None:
-        """Starts the all-gather again for those who hold it, unless it is standing. Not without a `wait` before."""
-        held, self.holds = self.holds, 0
-        try:
-            self.unshard()
-        finally:
-            self.holds = held
+        """Starts the all-gather, for those who hold it again, unless the flat is standing. Not without a `wait` before.
+
+        Where it cannot be issued, the storage stays.
+        """
+        if not self.good:
+            self._move_in()
+            self._issued(self._gatherer.all_gather(self._target, self._source(), self.layout))
+
+    def _issued(self, gather: Pending) -> None:
+        """Its gather is under way."""
+        self._pending = gather
+        self.gathers += 1
+        self.standing = self.stays
+
+    def regather(self) -> None:
+        """The shard has new values, which are gathered where the old ones lie. It stands again, if it is to stay."""
+        self.wait()
+        self.standing = False
+        self.gather()
 
     def stay(self, stays: bool) -> bool:
         """Whether it is to stand behind its last hold from now on. False if it does not, and lingers.
 
         Equally on all ranks, as is `expire`: one of them alone would gather what the others do not.
         """
-        self.stays = stays
-        return stays or not self.standing or self.expire()
+        before, self.stays = self.stays, stays
+        return stays or not before or self.expire()
 
     def expire(self) -> bool:
-        """What was gathered is not good any more: the next first hold gathers. False if it lingers."""
+        """What was gathered is not good any more: the next first hold gathers. False if it lingers.
+
+        The memory of one that is to stay remains, so that it is found at its address again.
+        """
         self.standing = False
         return self.holds > 0 or self.free()
+
+    def let_go(self) -> bool:
+        """As `expire`, and the memory goes in any case. False if it lingers."""
+        stays, self.stays = self.stays, False
+        try:
+            return self.expire()
+        finally:
+            self.stays = stays
 
     def assign(self, place: Place | None) -> None:
         """Where it lies from its next gather on: equally on all ranks, and between two windows."""
@@ -175,7 +203,7 @@ class Flat:
     def free(self, handed_in: int = 0) -> bool:
         """Frees the storage of a flat without holds unless somebody could still read it; False if so.
 
-        A standing one is looked at, and stays.
+        One that is to stay is looked at, and does.
 
         `handed_in`: views that the caller knows of and promises not to read.
         """
@@ -183,7 +211,7 @@ class Flat:
             return True
         self.wait()
         self.check_unchanged()
-        if self.standing:
+        if self.stays:
             return True
         if self.kept(handed_in):
             return False

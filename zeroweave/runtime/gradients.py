@@ -79,6 +79,16 @@ class Gradients:
         for bucket_id, slot in parts:
             self._accounts[bucket_id].expect(slot)
 
+    def destination(self, bucket_id: int, slot: int) -> torch.Tensor | None:
+        """Where a gradient that is delivered next may be written, of its shape and dtype; None: anywhere.
+
+        There is such a place where the present backward reduces gradients in the dtype that they come in.
+        """
+        account = self._accounts[bucket_id]
+        if self.unreduced or (self.reductions.dtype or account.bucket.dtype) != account.bucket.dtype:
+            return None
+        return account.destination(slot)
+
     def deliver(
         self, announced: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int, torch.Tensor | None]]
     ) -> list[int]:

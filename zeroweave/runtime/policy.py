@@ -26,8 +26,8 @@ class Policy:
     """masters that are wider than what is gathered live in host memory"""
     params_off: bool = False
     """so do all shards"""
-    splits_masters: bool = False
-    """float32 masters of bfloat16 are kept as the bfloat16 and what that lacks"""
+    remainder: torch.dtype | None = None
+    """float32 masters of bfloat16 are kept as the bfloat16 and what that lacks, in this dtype; None: in float32"""
     free_threshold: int | None = None
     """bytes from which on an unused activation is freed before the optimizer step; None: none is"""
     offload_threshold: int | None = None

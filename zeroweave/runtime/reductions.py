@@ -54,7 +54,9 @@ class Reductions:
         """
         dtype = self.dtype or like.dtype
         numel = layout.numel if whole else layout.chunks[layout.place(self._transport.rank)]
-        if out is None:
+        if out is None and isinstance(parts, torch.Tensor) and parts.dtype == dtype and len(parts) == numel:
+            out = parts  # of a group of one rank
+        elif out is None:
             out = torch.empty(numel, dtype=dtype, device=like.device)
         reduce = self._transport.all_reduce if whole else self._transport.reduce_scatter
         flight = _Flight(key, reduce(out, parts, layout, self._op), out, then, layout.numel * dtype.itemsize)

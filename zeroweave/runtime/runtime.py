@@ -63,7 +63,7 @@ class Runtime:
         """bytes of all flats that are unsharded"""
         device = transport.empty(0, torch.uint8).device
         self.transfers = Transfers(device, issuing, streams)
-        kept = policy.masters_off, policy.params_off, policy.splits_masters
+        kept = policy.masters_off, policy.params_off, policy.remainder
         dtypes = {b.id: getattr(torch, b.dtype) for b in layouts}
         homes = {b.id: Shard(b, dtypes[b.id], transport, self.transfers, *kept) for b in layouts}
         self.buckets = {b.id: Bucket(b, dtypes[b.id], transport, self.flats, homes[b.id], device) for b in layouts}
@@ -112,7 +112,7 @@ class Runtime:
             self.writable = False
 
     def attach(self, observer: Observer) -> None:
-        """`observer` hears of all backwards from now on. Once: what it consists of needs a runtime first."""
+        """`observer` hears of all windows from now on. Once: what it consists of needs a runtime first."""
         self._observer = observer
 
     # ------------------------------------------------------------------ calls
@@ -137,6 +137,8 @@ class Runtime:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
         self.note_backward()
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
+        if self._training and not (self.in_backward or self.replay.record):
+            self._observer.window_began()
         self._session_reads, self._session = [], Frame(Call("the model", "forward"), (), self.replay)
         self.activations.begin_forward()
 
@@ -250,14 +252,25 @@ class Runtime:
         if self._frame is not None:
             self._frame.announced.update(parts)
 
+    def destinations(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None]:
+        """Where a compiled backward may write these gradients, (bucket id, slot index); see `Gradients.destination`."""
+        if not self.replay.reducing:
+            return [None] * len(parts)
+        wanted = self._wanted(parts)
+        return [self.gradients.destination(*place) if place in wanted else None for place in parts]
+
+    def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients nobody wants."""
+        if current_graph_task() == self._whole:
+            return parts
+        return [place for place in parts if accumulates(self.buckets[place[0]].real[place[1]])]
+
     def deliver(
         self, announced: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int, torch.Tensor | None]]
     ) -> None:
         """Gradients of a compiled backward; see `Gradients.deliver`."""
-        if current_graph_task() != self._whole:
-            # `torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients nobody wants
-            announced = [place for place in announced if accumulates(self.buckets[place[0]].real[place[1]])]
-            parts = [part for part in parts if part[:2] in announced]
+        if len(wanted := self._wanted(announced)) < len(announced):
+            announced, parts = wanted, [part for part in parts if part[:2] in wanted]
         if not announced:
             return
         self.note_backward()

@@ -34,7 +34,8 @@ class Shard:
 
     The master of trained parameters has at least float32: it is what the optimizer updates, and rounded to make the
     source. `master_off`: the master lives in host memory if it is wider than what is gathered; `source_off`: all does.
-    `splits`: a float32 master of bfloat16 on the device is kept as its source and a remainder, see `comm.rounding`.
+    `remainder`: a float32 master of bfloat16 on the device is kept as its source and a remainder, see `comm.rounding`,
+    of this dtype: int16, or int8, which has no room for 8 bits of it.
     """
 
     def __init__(
@@ -45,26 +46,27 @@ class Shard:
         transfers: Transfers,
         master_off: bool = False,
         source_off: bool = False,
-        splits: bool = False,
+        remainder: torch.dtype | None = None,
     ) -> None:
         self.wider = wider = layout.trainable and dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
         """is the master rounded to be gathered?"""
         self._dtype, self._transport, self._transfers = dtype, transport, transfers
         self._numel = layout.shard_numel
-        self._splits = splits and wider and dtype == torch.bfloat16
+        self._kind = remainder if wider and dtype == torch.bfloat16 else None
+        """of the remainder, where the master is to be split"""
         self._host: HostTensor | None = None
         """the master's, where it lives in host memory"""
         self._host_source: HostTensor | None = None
         self._remainder: torch.Tensor | None = None
-        """int16, what the source lacks, where the master is split"""
+        """what the source lacks, where the master is split"""
         self.movable = wider and master_off and not source_off
         """can the master live in either memory?"""
         kind = torch.float32 if wider else dtype
         if source_off or self.movable:
             self._host = transfers.zeros(self._numel, kind)
             self.master = self._host.tensor
-        elif self._splits:
-            self.master = self._split()
+        elif self._kind is not None:
+            self.master = self._split(self._kind)
         else:
             self.master = transport.empty(self._numel, kind)
         """without memory at rest where it is split: it has some while it is lifted"""
@@ -77,13 +79,13 @@ class Shard:
             assert self._host_source is not None
             self.source = self._host_source.tensor
             self.gatherer = UploadingGatherer(transfers, transport, self._host_source)
-        elif self.movable or self._splits:
+        elif self.movable or self._kind is not None:
             self.source = transport.empty(self._numel, dtype)
 
-    def _split(self) -> torch.Tensor:
+    def _split(self, kind: torch.dtype) -> torch.Tensor:
         """A master that is split from now on."""
         device = self._transfers.device
-        self._remainder = torch.zeros(self._numel, dtype=torch.int16, device=device)
+        self._remainder = torch.zeros(self._numel, dtype=kind, device=device)
         master = torch.empty(self._numel, dtype=torch.float32, device=device)
         master.untyped_storage().resize_(0)
         return master
@@ -117,7 +119,11 @@ class Shard:
         if self._host is not None:
             return self._transfers.upload([self._host])
         self.master.untyped_storage().resize_(self.master.nbytes)
-        join_(self.master, *self.at_rest)
+        try:
+            join_(self.master, *self.at_rest)
+        except BaseException:  # there may be no memory for what is made on the way
+            self.master.untyped_storage().resize_(0)
+            raise
         return Upload((self.master,), None)
 
     def cut(self, ranges: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
@@ -145,14 +151,14 @@ class Shard:
             with torch.no_grad():
                 self.master.copy_(values)
 
-    def lower(self, values: torch.Tensor) -> list[Download]:
+    def lower(self, values: torch.Tensor, random: torch.Tensor | None = None) -> list[Download]:
         """What is to be downloaded so that a master that is not at hand, and its source in host memory, are `values`.
 
-        What lies on the device has them at once.
+        What lies on the device has them at once. `random`: what a remainder has no room for is rounded by it.
         """
         if self._host is None:
             assert self._remainder is not None
-            split_(values, self.source, self._remainder)
+            split_(values, self.source, self._remainder, random)
             if values is self.master:
                 values.untyped_storage().resize_(0)
             return []
@@ -175,8 +181,8 @@ class Shard:
             if self.source is values:
                 self.source = self._transport.empty(self._numel, self._dtype)
             self.put(values)
-        elif self._splits:
-            self._host, self.master = None, self._split()
+        elif self._kind is not None:
+            self._host, self.master = None, self._split(self._kind)
             self.put(values)
         else:
             self._host = None

@@ -24,7 +24,8 @@ class Frame:
 
     On the tape: `saves`: its graph keeps values of parameters, which a backward that comes to it reads; `trains`: it
     does wherever its input has a gradient, and has one itself; `silent`: it keeps no graph, because it runs again in
-    the backward, or has none. `segment`: see `_torch.autograd.checkpoint_segment`.
+    the backward, or has none. `segment`: see `_torch.autograd.checkpoint_segment`. `compiled`: does it run compiled, or
+    has the call that it runs again? None: nobody has said.
     """
 
     call: Call
@@ -46,6 +47,7 @@ class Frame:
     silent: bool = False
     segment: object = None
     on_tape: bool = False
+    compiled: bool | None = None
 
     def acquire(self) -> None:
         """The call begins: the values of its buckets are usable until it is left."""
@@ -55,6 +57,10 @@ class Frame:
     def runs_again(self, origin: Frame) -> None:
         """It is a recomputation of `origin`, whose backward holds its buckets."""
         self.covered, self.origin = True, origin
+
+    def runs(self, compiled: bool) -> None:
+        """It is a region's, and runs compiled, or not."""
+        self.compiled = compiled
 
     def put_on_tape(self, segment: object, saves: bool, silent: bool) -> None:
         """A backward may come to it."""

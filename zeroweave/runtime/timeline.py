@@ -63,6 +63,10 @@ class _Marked(NamedTuple):
     before: Mark
     after: Mark
     allocated: int
+    most: int
+    """bytes in use at most since the instruction before"""
+    found: int
+    """bytes in use before it, of what gives memory back"""
 
 
 class _Copied(NamedTuple):
@@ -83,18 +87,24 @@ class Timeline:
         self._clock, self._hold = clock, hold
         self._marked: list[_Marked] = []
         self._copied: list[_Copied] = []
+        self._found = 0, 0
+        """bytes in use before the instruction that has begun, and at most since the one before it, see `_Marked`"""
         self.collectives: list[Timing] = []
 
-    def mark(self) -> Mark:
-        """Where the compute stream is now."""
+    def mark(self, lands: bool = False) -> Mark:
+        """Where the compute stream is now, when an instruction begins. `lands`: is it the end of a reduction?"""
         if self._hold:
             self._clock.hold(self._hold)
             self._hold = 0.0
+        if not self._marked:
+            self._clock.take_used()  # memory is counted from here on
+        self._found = self._clock.take_used() if lands else (0, 0)
         return self._clock.mark()
 
     def add(self, instruction: Instruction, before: Mark) -> None:
         """An instruction that was executed between `before` and now."""
-        self._marked.append(_Marked(instruction, before, self._clock.mark(), self._clock.allocated()))
+        after, (allocated, most), (found, earlier) = self._clock.mark(), self._clock.take_used(), self._found
+        self._marked.append(_Marked(instruction, before, after, allocated, max(most, earlier), found))
 
     @contextmanager
     def copying(self, instruction: Instruction, nbytes: int) -> Iterator[None]:
@@ -107,9 +117,18 @@ class Timeline:
         """The step in seconds. Waits for the device. ScheduleError if it did not follow `schedule` to the end."""
         self._clock.finish()
         at = partial(self._clock.seconds, self._marked[0].before if self._marked else None)
-        moments = [Moment(m.instruction, at(m.before), at(m.after), m.allocated) for m in self._marked]
+        peaks = [*map(_above, self._marked[1:]), self._clock.take_used()[1]]
+        moments = [
+            Moment(m.instruction, at(m.before), at(m.after), m.allocated, max(m.allocated, peak), m.found)
+            for m, peak in zip(self._marked, peaks, strict=bool(self._marked))
+        ]
         collectives = [(each.kind, each.bucket, at(each.issued), at(each.over)) for each in self.collectives]
         index = schedule.instructions.index
         copied = [each for each in self._copied if each.instruction in schedule.instructions]
         copies = [(index(each.instruction), each.nbytes, at(each.before), at(each.after)) for each in copied]
         return Step.of(schedule, moments, collectives, copies)
+
+
+def _above(marked: _Marked) -> int:
+    """What was in use between the instruction before and the end of this one, if not what this one has left there."""
+    return marked.most if marked.most > marked.allocated else 0

@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroweave.errors import ScheduleError
+from zeroweave.schedule.budget import beside as beside
+from zeroweave.schedule.budget import budget as budget
+from zeroweave.schedule.budget import fixed as fixed
+from zeroweave.schedule.budget import foreseen as foreseen
+from zeroweave.schedule.budget import grown as grown
+from zeroweave.schedule.budget import margin as margin
 from zeroweave.schedule.build import Schedule as Schedule
 from zeroweave.schedule.build import build as build
 from zeroweave.schedule.cost import Prediction as Prediction
@@ -30,6 +36,7 @@ from zeroweave.schedule.instructions import Offload as Offload
 from zeroweave.schedule.instructions import Phase as Phase
 from zeroweave.schedule.instructions import Ready as Ready
 from zeroweave.schedule.instructions import Reduce as Reduce
+from zeroweave.schedule.instructions import Regather as Regather
 from zeroweave.schedule.instructions import Release as Release
 from zeroweave.schedule.instructions import Reload as Reload
 from zeroweave.schedule.instructions import Reshard as Reshard

@@ -15,7 +15,7 @@ from functools import cached_property
 import xxhash
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.facts import Costs, Facts
+from zeroweave.schedule.facts import Costs, Facts, Kind
 from zeroweave.schedule.instructions import (
     Call,
     End,
@@ -30,6 +30,7 @@ from zeroweave.schedule.instructions import (
     Prepares,
     Ready,
     Reduce,
+    Regather,
     Release,
     Reload,
     Reshard,
@@ -100,10 +101,19 @@ class Schedule:
 
     @cached_property
     def stays(self) -> frozenset[int]:
-        """Buckets that are still held at the end: gathered once, and not again as long as nothing changes them."""
+        """Buckets that are still held at the end: gathered once, and again only behind what changes them."""
         held: Counter[int] = Counter(i.bucket for i in self.instructions if isinstance(i, Unshard))
         held.subtract(i.bucket for i in self.instructions if isinstance(i, Reshard))
         return frozenset((+held).keys())
+
+    @cached_property
+    def regathers(self) -> tuple[int, ...]:
+        """Those of them that updates change, in the order in which they are gathered anew."""
+        return tuple(i.bucket for i in self.instructions if isinstance(i, Regather))
+
+    def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
+        """Does a collective run beside those by kernel? Not of what stays, which lies in ordinary memory."""
+        return self.facts.by_copy_engine(kind, bucket) and bucket not in self.stays
 
     @cached_property
     def _first_and_last_holds(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -198,12 +208,12 @@ class Schedule:
 
     @cached_property
     def _lines(self) -> tuple[tuple[Instruction, ...], ...]:
-        """The instructions in groups, each closed by the Run, End, Reduce or Update it leads to."""
+        """The instructions in groups, each closed by the Run, End, Reduce, Update or Regather it leads to."""
         lines: list[tuple[Instruction, ...]] = []
         line: list[Instruction] = []
         for instruction in self.instructions:
             line.append(instruction)
-            if isinstance(instruction, Run | End | Reduce | Update):
+            if isinstance(instruction, Run | End | Reduce | Update | Regather):
                 lines.append(tuple(line))
                 line = []
         return (*lines, tuple(line)) if line else tuple(lines)
@@ -212,7 +222,7 @@ class Schedule:
         return " · ".join(map(self.describe, line))
 
     def text(self) -> str:
-        """The whole schedule; each line leads to one ``Run``, ``End``, ``Reduce`` or ``Update``."""
+        """The whole schedule; each line leads to one ``Run``, ``End``, ``Reduce``, ``Update`` or ``Regather``."""
         return "\n".join(map(self._spell, self._lines))
 
     def of(self, name: str) -> tuple[str, ...]:
@@ -235,10 +245,13 @@ class Schedule:
         """What is issued, in order: ("all_gather" or "reduce_scatter", bucket)."""
         out: list[tuple[str, int]] = []
         for index, instruction in enumerate(self.instructions):
-            if isinstance(instruction, Unshard) and index in self.gathers:
-                out.append(("all_gather", instruction.bucket))
-            elif isinstance(instruction, Reduce):
-                out.append(("reduce_scatter", instruction.bucket))
+            match instruction:
+                case Unshard(bucket) if index in self.gathers:
+                    out.append(("all_gather", bucket))
+                case Regather(bucket):
+                    out.append(("all_gather", bucket))
+                case Reduce(bucket):
+                    out.append(("reduce_scatter", bucket))
         return tuple(out)
 
     @cached_property

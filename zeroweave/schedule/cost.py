@@ -23,6 +23,7 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Offload,
     Reduce,
+    Regather,
     Release,
     Reload,
     Reshard,
@@ -56,7 +57,7 @@ class Prediction:
     """What the simulator expects of a schedule.
 
     seconds: of the step. starts: when the compute stream comes to each instruction. waits: how long it waits for
-    communication, for each instruction that waits at all, by index. memory: bytes of flats, gradient flats and
+    communication, for each instruction that waits at all, by index. memory: bytes of flats, reductions in flight and
     activations after each instruction. copied: seconds of the gathers by copy engine.
     """
 
@@ -69,7 +70,7 @@ class Prediction:
 
     @cached_property
     def peak(self) -> int:
-        """Bytes of flats, gradient flats and activations at most."""
+        """Bytes of flats, reductions in flight and activations at most."""
         return max(self.memory, default=0)
 
     def busy(self, *lanes: Lane) -> float:
@@ -80,6 +81,36 @@ class Prediction:
 def is_event(instruction: Instruction) -> bool:
     """Does the instruction belong to the record?"""
     return isinstance(instruction, Run | End | Reduce)
+
+
+def reductions(schedule: Schedule) -> list[tuple[int, int]]:
+    """The event, by its number, of each ``Reduce``, and the index of the ``Settle`` that makes its result usable."""
+    found: list[tuple[int, int]] = []
+    flying: dict[int, deque[int]] = {}
+    event = -1
+    for index, instruction in enumerate(schedule.instructions):
+        event += is_event(instruction)
+        match instruction:
+            case Reduce(bucket):
+                flying.setdefault(bucket, deque()).append(event)
+            case Settle(bucket):
+                found.append((flying[bucket].popleft(), index))
+    return found
+
+
+def held_by_reductions(schedule: Schedule, held: Sequence[int]) -> list[int]:
+    """After each instruction: bytes of ``held``, which is known of each event, for the reductions in flight."""
+    settles = {index: event for event, index in reductions(schedule)} if held else {}
+    memory: list[int] = []
+    event, now = -1, 0
+    for index, instruction in enumerate(schedule.instructions):
+        event += is_event(instruction)
+        if held and isinstance(instruction, Reduce):
+            now += held[event]
+        elif index in settles:
+            now -= held[settles[index]]
+        memory.append(now)
+    return memory
 
 
 def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
@@ -107,8 +138,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     activations for theirs. Costs must be the record's.
     """
     _check(schedule, costs)
-    copies = _Copies(schedule, costs)
-    facts, sizes = schedule.facts, schedule.facts.sizes
+    copies, held = _Copies(schedule, costs), held_by_reductions(schedule, costs.held)
+    sizes = schedule.facts.sizes
     now = copied = 0.0  # of the compute lane; seconds of gathers by copy engine
     free = {False: 0.0, True: 0.0}  # of the lanes of collectives: by kernel, by copy engine
     event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
@@ -127,7 +158,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
 
     def send(lane: Kind, index: int, bucket: int, spared: float) -> float:
         nonlocal copied
-        copies = facts.by_copy_engine(lane, bucket)
+        copies = schedule.by_copy_engine(lane, bucket)
         start = max(now, free[copies])
         over = start + max(0.0, costs.seconds(lane, bucket, sizes[bucket]) - (0.0 if copies else spared))
         copied += (over - start) * copies
@@ -153,6 +184,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                     arrives[bucket] = send("all_gather", index, bucket, spared)
                     launched = True
                 together = max(0, together - 1)
+            case Regather(bucket):
+                send("all_gather", index, bucket, 0.0)
             case Wait(bucket):
                 now = wait(index, arrives.get(bucket, 0.0))
             case Fuse(count):
@@ -179,7 +212,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
             case Update(bucket):
                 now = compute(index, costs.update.get(bucket, 0.0))
         flats, away = schedule.memory[index]
-        memory.append(flats + (max(0, costs.activations[event] - away) if event >= 0 else 0))
+        memory.append(flats + held[index] + (max(0, costs.activations[event] - away) if event >= 0 else 0))
     if behind is not None:
         now = compute(*behind)
     return Prediction(max(now, *free.values()), tuple(starts), waits, tuple(memory), tuple(spans), copied=copied)
@@ -209,5 +242,5 @@ class _Copies:
 
 def _check(schedule: Schedule, costs: Costs) -> None:
     events = sum(map(is_event, schedule.instructions))
-    if len(costs.compute) != events or len(costs.activations) != events:
+    if len(costs.compute) != events or len(costs.activations) != events or len(costs.held) not in (0, events):
         raise ScheduleError(f"the costs tell of {len(costs.compute)} events, the schedule has {events}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, linear_regression
 from typing import Annotated, Final, Literal, TypeAlias
@@ -54,8 +54,10 @@ class Costs:
     compute[i]: from event i to the next, or to the end of the step. update: the optimizer on each bucket.
     gathers, reductions: measured times by bucket; ``gather`` and ``reduce`` predict the others by size.
     activations[i]: bytes beside the model's state and all flats while event i is the last, against the start
-    of the step, as if none of them were moved to host memory. copy: of such a move, by its bytes, no time where
-    nothing was moved. peak: bytes allocated at most while it was measured, by everything; 0 where nobody knows.
+    of the step, as if none of them were moved to host memory, without what reductions in flight have. copy: of such a
+    move, by its bytes, no time where nothing was moved. peak: bytes allocated at most while it was measured, by
+    everything; room: bytes that could be allocated at most; 0 where nobody knows. held[i]: bytes beside its gradient
+    flat that event i, if it is a reduction, has until it is settled; empty where nobody knows.
     """
 
     compute: tuple[float, ...]
@@ -67,10 +69,12 @@ class Costs:
     activations: tuple[int, ...]
     peak: int = 0
     copy: Line = Line()
+    room: int = 0
+    held: tuple[int, ...] = ()
 
     @classmethod
     def merge(cls, ranks: Sequence[Costs]) -> Costs:
-        """What all ranks decide by: the longest time and the most memory of any."""
+        """What all ranks decide by: the longest time, the most memory and the least room of any."""
         if len({len(rank.compute) for rank in ranks}) != 1:
             raise ScheduleError("costs of different records cannot be merged")
 
@@ -90,7 +94,13 @@ class Costs:
             activations=tuple(map(max, zip(*(r.activations for r in ranks), strict=True))),
             peak=max(r.peak for r in ranks),
             copy=line([r.copy for r in ranks]),
+            room=min(r.room for r in ranks),
+            held=tuple(map(max, zip(*(r.held for r in ranks), strict=True))),
         )
+
+    def higher(self, nbytes: int) -> Costs:
+        """With so many bytes more in use, whatever the schedule."""
+        return replace(self, peak=self.peak + nbytes)
 
     def seconds(self, kind: Kind, bucket: int, nbytes: int) -> float:
         """How long a collective takes once it runs."""
@@ -126,9 +136,11 @@ class Facts:
     fuse: issue neighbouring gathers, or reductions, of small buckets in one launch (see passes/fuse.py).
     placed: buckets that copy engines gather, each in a place of its own or one that it shares with others that are
     gathered at other times (see places.py).
-    memory: bytes of flats, gradient flats and activations that "auto" may reach; None: what the schedule with
+    memory: bytes of flats, reductions in flight and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
     costs: what was measured; None before.
+    regather: what the next step needs first may be gathered anew behind its update (see passes/heads.py). Possible
+    where an ``Update`` is over before what comes behind it.
     """
 
     buckets: tuple[BucketFacts, ...]
@@ -144,6 +156,7 @@ class Facts:
     placed: frozenset[int] = frozenset()
     memory: int | None = None
     costs: Costs | None = None
+    regather: bool = False
 
     def __post_init__(self) -> None:
         if len(self.by_id) != len(self.buckets):

@@ -11,13 +11,13 @@ from typing import Literal, TypeAlias
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event
 from zeroweave.schedule.facts import Costs
-from zeroweave.schedule.instructions import Call, End, Reduce, Reshard, Run, Settle, Unshard, Update, Wait
+from zeroweave.schedule.instructions import Call, End, Reduce, Regather, Reshard, Run, Settle, Unshard, Update, Wait
 
 Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]
-"""compute: the order of the record. values: a call needs its bucket gathered. gradient: a reduction needs the
-gradient, its settling the result, the update what has settled. storage: a gather needs what the drop before it
-freed, a drop the last call that reads. lane: collectives run in the order of their issue, those by copy engine beside
-the others."""
+"""compute: the order of the record, and what stays is gathered anew behind its update. values: a call needs its bucket
+gathered. gradient: a reduction needs the gradient, its settling the result, the update what has settled. storage: a
+gather needs what the drop before it freed, a drop the last call that reads. lane: collectives run in the order of their
+issue, those by copy engine beside the others."""
 
 _End: TypeAlias = tuple[float, tuple[int, Reason] | None]
 
@@ -75,7 +75,7 @@ class Graph:
             event += is_event(instruction)
             compute, send = costs.compute[event] if is_event(instruction) else 0.0, None
             match instruction:
-                case Unshard(b) if index in self.schedule.gathers:
+                case Unshard(b) | Regather(b) if index in self.schedule.gathers or isinstance(instruction, Regather):
                     send = costs.seconds("all_gather", b, sizes[b])
                 case Reduce(b):
                     send = costs.seconds("reduce_scatter", b, sizes[b])
@@ -95,6 +95,7 @@ def dependencies(schedule: Schedule) -> Graph:
     dropped: dict[int, int] = {}
     reduced: dict[int, list[int]] = {}
     settled: dict[int, int] = {}
+    updated: dict[int, int] = {}
     collective: dict[bool, int] = {}  # the last one by kernel, and by copy engine
 
     def edge(start: int | None, stop: int, reason: Reason) -> None:
@@ -105,7 +106,7 @@ def dependencies(schedule: Schedule) -> Graph:
         match instruction:
             case Unshard(bucket) if index in schedule.gathers:
                 edge(dropped.get(bucket), index, "storage")
-                copies = schedule.facts.by_copy_engine("all_gather", bucket)
+                copies = schedule.by_copy_engine("all_gather", bucket)
                 edge(collective.get(copies), index, "lane")
                 gather[bucket] = collective[copies] = index
             case Wait(bucket):
@@ -120,6 +121,11 @@ def dependencies(schedule: Schedule) -> Graph:
             case Update(bucket):
                 edge(settled.get(bucket), index, "gradient")
                 edge(event, index, "compute")
+                updated[bucket] = index
+            case Regather(bucket):
+                edge(updated.get(bucket), index, "compute")
+                edge(collective.get(False), index, "lane")
+                collective[False] = index
             case _ if is_event(instruction):
                 edge(event, index, "compute")
                 event = index

@@ -72,6 +72,10 @@ class WindowKind:
         """All ranks have agreed on the costs of the schedule."""
         self.costs, self.measured = costs, self.schedule
 
+    def revise(self, costs: Costs) -> None:
+        """They are others now, of what was measured before."""
+        self.costs = costs
+
     def forget_steps(self) -> None:
         """What was timed has been put to use."""
         self.steps = []

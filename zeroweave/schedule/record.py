@@ -10,12 +10,13 @@ from statistics import median_high
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import Span, is_event, most_by_event
+from zeroweave.schedule.cost import Span, held_by_reductions, is_event, most_by_event, reductions
 from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
 from zeroweave.schedule.instructions import (
     Instruction,
     Reduce,
+    Regather,
     Release,
     Settle,
     Unshard,
@@ -28,13 +29,22 @@ from zeroweave.schedule.instructions import (
 class Moment:
     """An instruction, from when the compute stream came to it until it was past. Seconds from the step's start.
 
-    ``allocated``: bytes of device memory in use afterwards, 0 where nobody counts.
+    ``allocated``: bytes of device memory in use afterwards; ``peak``: at most up to the end of the next one, whatever
+    was computed meanwhile; 0 where nobody counts. ``before``: of a ``Settle`` that had something to do, bytes in use
+    when it began.
     """
 
     instruction: Instruction
     start: float
     stop: float
     allocated: int = 0
+    peak: int = 0
+    before: int = 0
+
+    @property
+    def most(self) -> int:
+        """The larger of the two."""
+        return max(self.allocated, self.peak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,7 @@ class Step:
         flying: dict[int, deque[int]] = {}  # bucket -> its reductions' places in operations
         gathered: dict[int, int] = {}
         waits: dict[int, float] = {}
+        early: dict[int, float] = {}  # bucket -> how long was waited for what the step before has gathered
         for index, moment in enumerate(moments):
             instruction, until = moment.instruction, moment.start
             awaited: int | None = None  # place in operations
@@ -151,10 +162,15 @@ class Step:
             match instruction:
                 case Unshard(bucket) if index in schedule.gathers:
                     kind = "all_gather"
+                case Regather(bucket):
+                    kind = "all_gather"
                 case Reduce(bucket):
                     kind = "reduce_scatter"
                 case Wait(bucket):
                     awaited = gathered.get(bucket)
+                    if awaited is None and bucket in schedule.regathers:  # the step before has gathered it
+                        until = moment.stop
+                        early[bucket] = early.get(bucket, 0.0) + moment.stop - moment.start
                 case Settle(bucket) if flying.get(bucket):
                     awaited = flying[bucket].popleft()
                 case Release():
@@ -167,19 +183,20 @@ class Step:
                     each = operations[awaited]
                     operations[awaited] = replace(each, exposed=each.exposed + waited)
             if kind is not None and (queue := times.get((kind, bucket))):
-                issued, over = queue.popleft()
+                issued, over = queue.pop() if isinstance(instruction, Regather) else queue.popleft()
                 if kind == "all_gather":
                     gathered[bucket] = len(operations)
                 else:
                     flying.setdefault(bucket, deque()).append(len(operations))
                 facts = schedule.facts.by_id[bucket]
                 # One that is over before its predecessor ran beside it, as gloo's may.
-                beside = schedule.facts.by_copy_engine(kind, bucket)
+                beside = schedule.by_copy_engine(kind, bucket)
                 begin = free[beside] if issued < free[beside] < over else issued
                 after = f"{lane[beside]}, which ran before it" if begin > issued else last
                 free[beside] = max(over, free[beside])
+                exposed = early.get(bucket, 0.0) if isinstance(instruction, Regather) else 0.0
                 operations.append(
-                    Operation(kind, facts.id, facts.name, facts.nbytes, index, issued, begin, over, 0.0, after)
+                    Operation(kind, facts.id, facts.name, facts.nbytes, index, issued, begin, over, exposed, after)
                 )
                 lane[beside] = f"the {kind} of {facts.name}"
             if is_event(instruction):
@@ -210,11 +227,11 @@ class Operations(Sequence[Operation]):
         return dependencies(self.schedule)
 
 
-def costs_of(steps: Sequence[Step], peak: int = 0) -> Costs:
+def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
     """The costs that steps of one schedule had: the median of each time, the most of each memory.
 
     A collective counts with its shortest time, because it takes longer where ranks wait for each other in it.
-    ``peak``: bytes allocated at most meanwhile.
+    ``room``: bytes that could be allocated at most; 0 where nobody knows.
     """
     if not steps:
         raise ScheduleError("no step was recorded")
@@ -228,19 +245,21 @@ def costs_of(steps: Sequence[Step], peak: int = 0) -> Costs:
         for operation in step.operations:
             times[operation.kind].setdefault(operation.bucket, []).append(operation.seconds)
     sizes = steps[0].schedule.facts.sizes
-    gathers, reductions = (
+    gathers, reduces = (
         {b: min(seconds) for b, seconds in sorted(times[kind].items())} for kind in ("all_gather", "reduce_scatter")
     )
     return Costs(
         compute=tuple(median_high(each) for each in zip(*computes, strict=True)),
         update={bucket: median_high(seconds) for bucket, seconds in sorted(updates.items())},
         gathers=gathers,
-        reductions=reductions,
+        reductions=reduces,
         gather=Line.fit((sizes[b], seconds) for b, seconds in gathers.items()),
-        reduce=Line.fit((sizes[b], seconds) for b, seconds in reductions.items()),
+        reduce=Line.fit((sizes[b], seconds) for b, seconds in reduces.items()),
         activations=tuple(max(each) for each in zip(*map(_activations, steps), strict=True)),
-        peak=peak,
+        peak=max(moment.most for step in steps for moment in step.moments),
         copy=Line.fit((copy.nbytes, copy.stop - copy.start) for step in steps for copy in step.copies),
+        room=room,
+        held=tuple(max(each) for each in zip(*map(_held, steps), strict=True)),
     )
 
 
@@ -254,14 +273,32 @@ def _compute(step: Step) -> list[float]:
 
 
 def _activations(step: Step) -> list[int]:
-    """Bytes in use at each event beside what was in use at the start, flats, and gradient flats.
+    """Bytes in use at most at each event beside what was in use at the start, flats, and reductions in flight.
 
-    What was away in host memory counts as if it had not been.
+    That is whatever a step takes and no pass moves: activations, reduced gradients, local sums, what an update needs
+    for itself. What was away in host memory counts as if it had not been.
     """
     base: int | None = None
     memory: list[int] = []
-    for moment, (flats, away) in zip(step.moments, step.schedule.memory, strict=True):
-        beside = moment.allocated + away - flats
-        base = beside if base is None else base
-        memory.append(max(0, beside - base) if moment.allocated else 0)
+    held = held_by_reductions(step.schedule, _held(step))
+    for moment, (flats, away), flying in zip(step.moments, step.schedule.memory, held, strict=True):
+        elsewhere = away - flats - flying
+        base = moment.allocated + elsewhere if base is None else base
+        memory.append(max(0, moment.most + elsewhere - base) if moment.allocated else 0)
     return most_by_event(step.schedule, memory)
+
+
+def _held(step: Step) -> list[int]:
+    """Bytes that each event, if it is a reduction, has beside its gradient flat until it is settled.
+
+    Gradients that were copied into the flat, casts, and the result where it is added to another: all that a ``Settle``
+    gives back. Fewer than none where there was no such flat.
+    """
+    sizes, instructions = step.schedule.facts.sizes, step.schedule.instructions
+    held = [0] * sum(map(is_event, instructions))
+    for event, index in reductions(step.schedule):
+        moment, instruction = step.moments[index], instructions[index]
+        assert isinstance(instruction, Settle)
+        if moment.before:
+            held[event] = moment.before - moment.allocated - sizes[instruction.bucket]
+    return held

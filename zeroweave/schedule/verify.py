@@ -16,6 +16,7 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Offload,
     Reduce,
+    Regather,
     Release,
     Reload,
     Reshard,
@@ -63,19 +64,19 @@ def verify(schedule: Listing) -> None:
 
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped
     that was not taken, none while a call or a gather still needs the storage, and none is left at the end but on a
-    bucket that no update changes, which stays and was waited for; a kept bucket is gathered exactly once. All of that
-    holds whether what stays is there at the start or not. Places: a bucket that copy engines gather, and that does not
+    bucket that stays and was waited for: one that no update changes, or that is gathered anew, once, behind its
+    update. A kept bucket is gathered exactly once beside that. All of that holds whether what stays is there at the
+    start or not. Places: a bucket that copy engines gather, and that does not
     stay, has one, and nobody else is there while it is gathered. Gradients: only trainable buckets are reduced, each at
     least once; every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight, and none at an update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after
-    the first update nothing is gathered, run or reduced. Activations: freed once at most, where ``free`` asks for
-    it, after the last call, and nothing
-    is gathered, run or reduced after that. Moved, where ``offload`` asks for it, after the call and once: out, gone,
-    and on the way back before the last event in front of their need. A ``Fuse`` is followed by as many gathers as it
-    says, or as many reductions of one backward; a bucket is reduced together with the same ones each time, so that a
-    rank that departs knows which. Checkpoints: where ``stage`` asks for it, every bucket is staged once, before the
-    first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are
-    known.
+    the first update nothing is run or reduced, or gathered but what stays. Activations: freed once at most, where
+    ``free`` asks for it, after the last call, and the same holds after that. Moved, where ``offload`` asks for it,
+    after the call and once: out, gone, and on the way back before the last event in front of their need. A ``Fuse`` is
+    followed by as many gathers as it says, or as many reductions of one backward; a bucket is reduced together with the
+    same ones each time, so that a rank that departs knows which. Checkpoints: where ``stage`` asks for it, every bucket
+    is staged once, before the first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order.
+    Buckets are known.
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
@@ -119,6 +120,7 @@ class _State:
         self.reduced: set[int] = set()
         self.in_flight: set[int] = set()
         self.updated: set[int] = set()
+        self.regathered: set[int] = set()
         self.staged: set[int] = set()
         self.freed = False
         self.moves = _Moves(schedule)
@@ -132,7 +134,7 @@ class _State:
         buckets = self._buckets(instruction)
         if unknown := [bucket for bucket in buckets if bucket not in self.facts.by_id]:
             raise ScheduleError(f"unknown bucket {unknown[0]}")
-        if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard):
+        if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard | Regather):
             raise ScheduleError(f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it")
         if self.fused:
             self._fused(instruction)
@@ -170,6 +172,8 @@ class _State:
                 self.in_flight.remove(bucket)
             case Update(bucket):
                 self._update(bucket)
+            case Regather(bucket):
+                self._regather(bucket)
             case Stage(bucket):
                 if not self.facts.stage:
                     raise ScheduleError("nothing asks for copies for checkpoints")
@@ -275,13 +279,26 @@ class _State:
             raise ScheduleError("updated before all reductions were settled, and buckets are not updated one by one")
         self.updated.add(bucket)
 
+    def _regather(self, bucket: int) -> None:
+        if not self.facts.regather:
+            raise ScheduleError("nothing asks for buckets to be gathered anew")
+        if bucket not in self.updated:
+            raise ScheduleError("gathered anew before it is updated")
+        if bucket not in self.stays:
+            raise ScheduleError("gathered anew for nothing: it does not stay")
+        if bucket in self.regathered:
+            raise ScheduleError("gathered anew twice")
+        if not self.holds[bucket] or bucket not in self.waited:
+            raise ScheduleError("gathered anew where it was not gathered")
+        self.regathered.add(bucket)
+
     def finish(self) -> None:
         """ScheduleError for what is missing at the end."""
         if self.fused:
             raise ScheduleError(f"a Fuse asks for {self.fused} more collectives")
         self.moves.finish()
         for bucket in self.facts.buckets:
-            if self.holds[bucket.id] > (not bucket.trainable):
+            if self.holds[bucket.id] > (not bucket.trainable or bucket.id in self.regathered):
                 raise ScheduleError(f"{bucket.name} is still unsharded")
             if self.holds[bucket.id] and bucket.id not in self.waited:
                 raise ScheduleError(f"{bucket.name} stays, and is still being gathered")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -105,11 +107,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
 MODELS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "noisy": Noisy, "plain": Plain}
 
 
-KEYS = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "steps", "largest", "prev", "step_size")
-KEYS += ("ax", "mu", "eta", "mu_product")
-"""What these keep, of one of the first two parameters as of all others."""
-
-
 def make(model: str, optimizer: str | None, stage: int, mode: str, seed: int, **more: Any) -> zw.Engine:
     """An engine of a model of this seed, with a schedule of learning rates where that can be."""
     torch.manual_seed(seed)
@@ -147,10 +144,18 @@ def values(engine: zw.Engine) -> dict[str, Tensor]:
         assert full is not None
         found[name] = full.cpu()
     if engine.optimizer is not None:
-        keys = [key for key in KEYS if any(_state(engine, name, key) is not None for name in names[:2])]
+        keys = sorted({key for name in names[:2] for key in _kept(engine, name)})
         states = {f"{name} {key}": _state(engine, name, key) for name in names for key in keys}
         found |= {name: state for name, state in states.items() if state is not None}
     return found
+
+
+def _kept(engine: zw.Engine, name: str) -> list[str]:
+    """What the optimizer keeps of a parameter, and of most others: so it says where it is asked for something else."""
+    with pytest.raises(zw.EngineError) as caught:
+        engine.full(name, "something else")
+    found = re.search("; it holds (?!nothing of it)(.*)", str(caught.value))
+    return found[1].split(", ") if found else []
 
 
 def _state(engine: zw.Engine, name: str, key: str) -> Tensor | None:

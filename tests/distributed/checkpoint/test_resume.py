@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "odd": ("odd", "adamw", {}),
     "tiny buckets": ("odd", "groups", {"bucket": {"bytes": 600}}),
     "bfloat16": ("odd", "adamw", {"precision": {"params": "bfloat16"}}),
+    "compact": ("odd", "groups", {"precision": {"params": "bfloat16", "optimizer": "compact"}}),
     "float16": ("plain", "adamw", HALF),
     "autocast": ("plain", "adamw", {"precision": {"autocast": "bfloat16"}}),
     "offloaded optimizer": ("odd", "adamw", {"offload": {"optimizer": "all"}}),
@@ -39,7 +40,7 @@ STAGES = {
     "accumulation": (3, 3),  # stage 1 adds gradients up before it reduces them, in another order
 }
 """Of kinds that not every stage has, or not with the same bits: where it is saved, and where it is loaded."""
-DAILY = ("odd", "float16", "offloaded optimizer")
+DAILY = ("odd", "compact", "float16", "offloaded optimizer")
 
 
 def resume(folder: Path, kind: tuple[str, str, dict[str, Any]], stage: int, mode: str, other: int) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 
 import zeroweave as zw
 from tests.distributed.engine.stopping import EVERY, STEPS, train
-from tests.support.harness import Pools
+from tests.support.harness import Pool, Pools
 from tests.support.marks import daily, matrix
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
@@ -49,8 +49,11 @@ def signalled(folder: Path, stage: int, mode: str, number: int) -> Any:
 
 
 @EQUAL
-def test_sigterm_saves_and_ends_all_ranks(stage: int, mode: str, tmp_path: Path, pools: Pools) -> None:
-    assert pools(2).run(signalled, tmp_path, stage, mode, signal.SIGTERM) == [143, 143]
+def test_sigterm_saves_and_ends_all_ranks(
+    stage: int, mode: str, tmp_path: Path, pools: Pools, disposable: Callable[[int], Pool]
+) -> None:
+    ends = disposable(2)  # the engine is not left, and so the ranks are of no further use
+    assert ends.run(signalled, tmp_path, stage, mode, signal.SIGTERM) == [143, 143]
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == [latest(tmp_path)] == ["step-00000005"]
     whole, resumed = (pools(2).run(train, folder, stage, mode) for folder in (None, tmp_path))
     for ours, theirs in zip(resumed, whole, strict=True):

@@ -24,6 +24,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "params away": {"offload": {"params": True}},
     "both away": {"offload": {"optimizer": "all", "params": True}},
     "activations away": {"offload": {"activations": True, "activations_threshold_bytes": 256}},
+    "compact": {"precision": {"params": "bfloat16", "optimizer": "compact"}},
     "clipped": {"gradient_clipping": 1.0},
     "accumulated": {"gradient_accumulation_steps": 2},
     "accumulated and away": {"gradient_accumulation_steps": 3, "offload": {"optimizer": "all"}},
@@ -88,7 +89,7 @@ def test_a_plan_has_the_record_the_instructions_and_the_bytes_of_an_engine(
     assert found.first.record == real["record"]
     assert found.first.instructions == real["executed"]
     assert asdict(found.memory) == real["memory"]
-    assert found.memory.optimizer == real["optimizer"]
+    assert found.memory.optimizer == real["optimizer"] or extra == "compact", "codes are no tensors of the optimizer's"
     assert found.host == found.memory.host + real["offloaded"]
     offload = EXTRAS[extra].get("offload", {})
     assert (found.memory.host_optimizer > 0) == (offload.get("optimizer") == "all")

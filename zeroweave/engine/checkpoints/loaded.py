@@ -40,7 +40,8 @@ class Loaded:
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
-        return Wanted(parameters, buffers, told, kind, trained, self._parts.config.gradient_accumulation_steps)
+        steps, refused = self._parts.config.gradient_accumulation_steps, optimizer.offload.refused
+        return Wanted(parameters, buffers, told, kind, trained, steps, refused)
 
     @torch.no_grad()
     def load(self, reader: Reader, fitting: Fitting) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -21,7 +21,9 @@ from zeroweave.engine.window import Window
 from zeroweave.engine.written import digest
 from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
+from zeroweave.optim.codes import BLOCK, Coded, decode
 from zeroweave.optim.several import kind_of
+from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.shard import whole
@@ -32,6 +34,16 @@ _OWN_OPTIONS: Final = frozenset({"params", "param_names", "foreach", "fused", "c
 
 _AT_ONCE: Final = 1 << 24
 """Elements that a thread reads where they lie, while an update waits for it."""
+
+_Held = Callable[[Bucket, int], Mapping[str, Any]]
+_Values = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+class _Portion(NamedTuple):
+    """Tensors at rest, and how to make one of values of them."""
+
+    tensors: tuple[torch.Tensor, ...]
+    values: _Values
 
 
 class Saved:
@@ -93,7 +105,8 @@ class Saved:
         """What this rank has to write; of its values, those in `told` are known."""
         self._runtime.transfers.finish()
         rank, buckets = self._control.rank, self._runtime.buckets.values()
-        parts = [part for bucket in buckets for part, _ in self._pieces(bucket, bucket.shard.to("meta"))]
+        outlines = ((bucket, bucket.shard.to("meta")) for bucket in buckets)
+        parts = [part for bucket, shard in outlines for part, _ in self._pieces(bucket, shard, self._outline)]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
         others += [pair for bucket in self._trained() for pair in self._gradients(bucket)]
         values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **told}
@@ -106,7 +119,10 @@ class Saved:
         if not apart:
             return Content(parts, self._faults.amid(self._tensors(others), "write"), values)
         resting = {bucket.id: self._at_rest(bucket) for bucket in buckets}
-        snapshots = {bucket: self._runtime.transfers.snapshot([*chain(*each)]) for bucket, each in resting.items()}
+        snapshots = {
+            bucket: self._runtime.transfers.snapshot([tensor for portion in each for tensor in portion.tensors])
+            for bucket, each in resting.items()
+        }
         copies = [value.to("cpu", copy=True) for part, value in others if part.numel]  # they change before an `Update`
         tensors = chain(
             chain.from_iterable(_whole(snapshots[bucket], each) for bucket, each in resting.items()), copies
@@ -114,29 +130,35 @@ class Saved:
         begun = {bucket: self._faults.before(snapshot, "start", "stage") for bucket, snapshot in snapshots.items()}
         return Content(parts, self._faults.amid(tensors, "write"), values, begun)
 
-    def _at_rest(self, bucket: Bucket) -> list[tuple[torch.Tensor, ...]]:
-        """What holds the values of `_pieces`, in the same order and in portions."""
-        portions: list[tuple[torch.Tensor, ...]] = []
+    def _at_rest(self, bucket: Bucket) -> list[_Portion]:
+        """What holds the values of `_pieces`, in the same order."""
+        portions: list[_Portion] = []
         for index, _, place in _fragments(bucket):
-            states = [(v,) for v in self._state(bucket, index).values() if _is_cut(v, place.numel)]
-            for held in [tuple(bucket.fragment(t, index) for t in bucket.home.at_rest), *states]:
-                if place.numel:
-                    portions += zip(*(tensor.detach().split(_AT_ONCE) for tensor in held), strict=True)
+            if place.numel:
+                held = [bucket.fragment(tensor, index) for tensor in bucket.home.at_rest]
+                portions += _portions(held, [_AT_ONCE] * len(held), whole)
+                coded = self._coded(bucket, index)
+                for key, value in self._outline(bucket, index).items():
+                    if key in coded:
+                        portions += _portions(coded[key], [_AT_ONCE, _AT_ONCE // BLOCK], lambda at: decode(Coded(*at)))
+                    elif _is_cut(value, place.numel):
+                        portions += _portions([value], [_AT_ONCE], whole)
         return portions
 
     def _tensors(self, others: Sequence[tuple[Part, torch.Tensor]]) -> Iterator[torch.Tensor]:
         """What is written, in host memory, in the order of the parts; `others`: beside buckets."""
-        pieces = (self._pieces(bucket, bucket.values().cpu()) for bucket in self._runtime.buckets.values())
+        buckets = self._runtime.buckets.values()
+        pieces = (self._pieces(bucket, bucket.values().cpu(), self._state) for bucket in buckets)
         for part, value in chain(chain.from_iterable(pieces), others):
             if part.numel:
                 yield value.cpu()
 
-    def _pieces(self, bucket: Bucket, shard: torch.Tensor) -> Iterator[tuple[Part, torch.Tensor]]:
-        """What this rank has of a bucket's parameters, in its `shard`, and of what the optimizer keeps of them."""
+    def _pieces(self, bucket: Bucket, shard: torch.Tensor, held: _Held) -> Iterator[tuple[Part, torch.Tensor]]:
+        """What this rank has of a bucket's parameters, in its `shard`, and of what the optimizer has `held` of them."""
         for index, name, place in _fragments(bucket):
             shape, mine = bucket.layout.slots[index].shape, bucket.fragment(shard, index)
             yield Part(f"param/{name}", shape, mine.dtype, place.offset, place.numel), mine
-            for key, value in self._state(bucket, index).items():
+            for key, value in held(bucket, index).items():
                 if _is_cut(value, place.numel):
                     yield Part(f"state/{name}/{key}", shape, value.dtype, place.offset, place.numel), value
 
@@ -158,18 +180,30 @@ class Saved:
             sizes = [layout.fragment(index, place).numel for place in range(bucket.rank + 1)]
             if not sizes[-1] or any(sizes[:-1]):
                 continue
-            for key, value in self._state(bucket, index).items():
+            for key, value in self._outline(bucket, index).items():
                 if not _is_cut(value, sizes[-1]):
                     name = f"{layout.keys(slot.name)[bucket.number]}/{key}"
                     yield f"scalar/{name}", plain.encode(value, f"the optimizer's state {name}")
 
+    def _optimizer_of(self, bucket: Bucket) -> ShardedOptimizer | None:
+        """None where nothing is held of the bucket's parameters."""
+        return self._parts.optimizer if bucket.layout.trainable else None
+
     def _state(self, bucket: Bucket, slot: int) -> Mapping[str, Any]:
-        if self._parts.optimizer is None or not bucket.layout.trainable:
-            return {}
-        held = self._parts.optimizer.state_of(bucket.id, slot)
+        optimizer = self._optimizer_of(bucket)
+        return {} if optimizer is None else optimizer.state_of(bucket.id, slot)
+
+    def _outline(self, bucket: Bucket, slot: int) -> Mapping[str, Any]:
+        """The same, without values of what has few bits; EngineError where a checkpoint has no names for it."""
+        optimizer = self._optimizer_of(bucket)
+        held: Mapping[str, Any] = {} if optimizer is None else optimizer.offload.outline_of(bucket.id, slot)
         if others := [key for key in held if type(key) is not str]:
             raise EngineError(f"the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there")
         return held
+
+    def _coded(self, bucket: Bucket, slot: int) -> Mapping[str, Coded]:
+        optimizer = self._optimizer_of(bucket)
+        return {} if optimizer is None else optimizer.offload.coded(bucket.id, slot)
 
     def _facts(self) -> dict[str, Any]:
         """What all ranks share."""
@@ -227,13 +261,16 @@ def _is_cut(value: Any, numel: int) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == (numel,)
 
 
-def _whole(snapshot: Snapshot, portions: Sequence[tuple[torch.Tensor, ...]]) -> Iterator[torch.Tensor]:
+def _portions(held: Sequence[torch.Tensor], sizes: Sequence[int], values: _Values) -> Iterator[_Portion]:
+    """What a fragment is `held` in, cut into so many elements of each."""
+    pieces = (tensor.detach().split(size) for tensor, size in zip(held, sizes, strict=True))
+    return (_Portion(portion, values) for portion in zip(*pieces, strict=True))
+
+
+def _whole(snapshot: Snapshot, portions: Sequence[_Portion]) -> Iterator[torch.Tensor]:
     """The values that such portions held, which are what `snapshot` is of; each until the next is asked for."""
     read = snapshot.read()
-    for portion, first in zip(portions, read, strict=False):  # it ends early where nobody wants it any more
-        if len(portion) == 1:
-            yield first
-            continue
-        kept = first.clone()
-        for second in islice(read, 1):
-            yield whole((kept, second))
+    for portion in portions:
+        kept = [tensor.clone() for tensor in islice(read, len(portion.tensors) - 1)]
+        for last in islice(read, 1):  # it ends early where nobody wants it any more
+            yield portion.values([*kept, last])

@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
+from zeroweave._torch.modules import Hooks
+from zeroweave.eager.hooks import hooks_beside
 from zeroweave.engine.graphs.nest import CONSTANTS
+from zeroweave.parameters.places import Places
+from zeroweave.runtime.bucket import Bucket
 
 
 class Modes:
@@ -45,23 +49,50 @@ class Modes:
             module.training = trains
 
 
-def surroundings(
-    modules: Iterable[torch.nn.Module], device: torch.device, loss_fn: Callable[..., Any] | None
-) -> tuple[Any, ...]:
-    """What else decides what a step computes, as far as it can be seen from outside."""
-    return (
-        hash(tuple(module.training for module in modules)),
-        None if loss_fn is None else identity(loss_fn),
-        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-    )
+class Surroundings:
+    """What else decides what a step computes, as far as it can be seen from outside. Asked before each replay."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, places: Places, buckets: Iterable[Bucket]) -> None:
+        self._modules, self._kind = tuple(model.modules()), device.type
+        self._hooks, self._on_parameters = Hooks(model), _OnParameters(places, buckets)
+
+    def now(self, loss_fn: Callable[..., Any] | None) -> tuple[Any, ...]:
+        """Equal for calls that they let compute the same, on equal batches."""
+        return (
+            hash(tuple(module.training for module in self._modules)),
+            self._hooks.now(),
+            self._hooks.exchanges,
+            self._on_parameters.now(),
+            None if loss_fn is None else identity(loss_fn),
+            torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind),
+            torch.is_grad_enabled(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_float32_matmul_precision(),
+            torch.get_default_dtype(),
+            torch.backends.cuda.flash_sdp_enabled(),
+            torch.backends.cuda.mem_efficient_sdp_enabled(),
+            torch.backends.cuda.math_sdp_enabled(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+        )
+
+
+class _OnParameters:
+    """The hooks that the model's code has registered on real parameters, which it sees only while anybody computes."""
+
+    def __init__(self, places: Places, buckets: Iterable[Bucket]) -> None:
+        self._places, self._buckets = places, tuple(buckets)
+        self._changes = places.changes
+        """of what the modules show, when all parameters were looked at last"""
+        self._hooked: list[tuple[Sequence[torch.Tensor], int]] = []
+        """where those are that had hooks then"""
+
+    def now(self) -> tuple[tuple[int, ...], ...]:
+        """Which there are, by number. In replays nobody sees a parameter, so that hooks can go, but not come."""
+        if self._changes != self._places.changes:
+            self._changes = self._places.changes
+            found = ((bucket.real, slot) for bucket in self._buckets for slot in range(len(bucket.real)))
+            self._hooked = [(real, slot) for real, slot in found if hooks_beside(real[slot])]
+        return tuple(hooks for real, slot in self._hooked if (hooks := hooks_beside(real[slot])))
 
 
 class _Same:

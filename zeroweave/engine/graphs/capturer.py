@@ -89,9 +89,12 @@ class Capturer:
         segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
         return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
-    def home(self, nbytes: int) -> torch.device | None:
-        """Where so many bytes have room, beside what a step takes; None for the device. Local."""
-        busy = torch.cuda.max_memory_allocated(self._device) - torch.cuda.memory_allocated(self._device)
+    def home(self, nbytes: int, peak: int) -> torch.device | None:
+        """Where so many bytes have room, beside what a step takes; None for the device. Local.
+
+        `peak`: bytes that were in use at most.
+        """
+        busy = peak - torch.cuda.memory_allocated(self._device)
         room = Room.now(self._device).device or 0
         return None if room > nbytes + busy + busy // 4 else torch.device("cpu")
 
@@ -102,6 +105,8 @@ class Capturer:
     def forget(self) -> None:
         """Memory that was given up goes back to where others can have it."""
         torch.cuda.empty_cache()
+        if (empty_host_cache := getattr(torch.accelerator, "empty_host_cache", None)) is not None:
+            empty_host_cache()  # not in all versions
 
 
 def first_of(error: BaseException) -> BaseException:

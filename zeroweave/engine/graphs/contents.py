@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from math import inf
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from zeroweave.engine.graphs.away import Away, put_back
 from zeroweave.engine.graphs.held import Held, captured_by, held_by
 from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.parts import EngineParts
@@ -25,11 +27,17 @@ Contents = Mapping[str, Sequence[torch.Tensor]]
 def contents(parts: EngineParts, functions: Iterable[Any] = ()) -> dict[str, list[torch.Tensor]]:
     """Names for people, and the tensors: shards of trained parameters, the optimizer's state, buffers.
 
+    Of buckets that stay gathered from step to step, the flats, too.
+
     And what else modules, and `functions`, the losses, have at hand, which they may write.
     """
     found: dict[str, list[torch.Tensor]] = {}
     for bucket in _trained(parts):
-        found[f"parameters of {bucket.layout.name}"] = list(bucket.home.at_rest)
+        standing = []
+        if bucket.standing:
+            bucket.wait()
+            standing.append(bucket.flat)
+        found[f"parameters of {bucket.layout.name}"] = [*bucket.home.at_rest, *standing]
         if parts.optimizer is not None:
             found[f"optimizer state of {bucket.layout.name}"] = parts.optimizer.tensors(bucket.id)
     for name, buffer in parts.model.named_buffers():
@@ -68,20 +76,24 @@ def check(parts: EngineParts) -> None:
 
 
 class Copies:
-    """Copies of such contents; `home`: where they live, None for where the tensors do."""
+    """Copies of such contents; `home`: where they live, the host's memory, None for where the tensors do."""
 
     def __init__(self, parts: EngineParts, named: Contents, home: torch.device | None) -> None:
         self._parts = parts
         tensors = [tensor for tensors in named.values() for tensor in tensors]
-        self._kept = [(t, t.detach().clone() if home is None else t.detach().to(home, copy=True)) for t in tensors]
+        away = None if home is None else Away(parts.device)
+        self._kept = [(t, [t.detach().clone()] if away is None else away.copy(t)) for t in tensors]
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The tensors have their contents again; between two windows. Autograd is not told, as it is not by graphs."""
-        for tensor, copy in self._kept:
-            tensor.data.copy_(copy)
+        """The tensors have their contents again; between two windows. Autograd is not told, as it is not by graphs.
+
+        What has to be gathered anew still has.
+        """
+        for tensor, pieces in self._kept:
+            put_back(tensor.data, pieces)
         for bucket in _trained(self._parts):
-            bucket.renew()
+            bucket.renew(regathered=bucket.standing)
 
 
 class Whereabouts:
@@ -103,10 +115,11 @@ class Whereabouts:
         self._states = [(fragment, state, list(state.items())) for fragment, state in states]
 
     def hold(self) -> bool:
-        """Is all of it still there?"""
+        """Is all of it still there? A flat that is to be gathered first lies nowhere yet."""
         if (self._shards_now(), self._places) != (self._shards, self._parts.runtime.places.addresses):
             return False
-        if self._flats_now() != self._flats:
+        flats = self._flats_now()
+        if any(flats.get(bucket, address) != address for bucket, address in self._flats.items()):
             return False
         if any(held.get(name) is not b or b.data_ptr() != address for held, name, b, address in self._buffers):
             return False
@@ -171,3 +184,38 @@ def digests(named: Contents) -> dict[str, int]:
 def different(one: Mapping[str, int], other: Mapping[str, int]) -> set[str]:
     """The names under which two have different digests."""
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+@torch.no_grad()
+def sketch(tensor: torch.Tensor) -> torch.Tensor:
+    """float64, 0-dim, on the tensor's device: a sum with weights, so that what differs little moves it little.
+
+    Of the elements x_i, whatever their dtype: the sum of x_i * w_i, with w_i in [-1, 1] made of i alone. Infinite where
+    one of them is not finite.
+    """
+    flat = tensor.detach().resolve_conj().contiguous().view(-1)
+    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+    total, begin = torch.zeros((), dtype=torch.float64, device=tensor.device), 0
+    for piece in flat.split(_WORDS):
+        index = torch.arange(begin, begin + piece.numel(), device=piece.device)
+        weights = ((index + 1) * (2 * index + 1) * _FACTOR).to(torch.float64) * 2.0**-63
+        total += (piece.to(torch.float64) * weights).sum()
+        begin += piece.numel()
+    return total.nan_to_num_(inf, inf, inf)
+
+
+class Print(NamedTuple):
+    """What a tensor is compared by: equal or not, and by how much it differs."""
+
+    digest: int
+    sketch: float
+
+
+def prints(named: Contents) -> dict[tuple[str, int], Print]:
+    """Of each tensor, by its name and its number among those of that name. Waits for the device.
+
+    One by one: in a sum over several, what is small would be lost beside what is large.
+    """
+    each = {(name, number): t for name, tensors in named.items() for number, t in enumerate(tensors)}
+    both = {place: (digest([tensor]), sketch(tensor)) for place, tensor in each.items()}
+    return {place: Print(int(bits), float(value)) for place, (bits, value) in both.items()}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from zeroweave.engine.agreements import Course
-from zeroweave.engine.graphs.around import surroundings
+from zeroweave.engine.graphs.around import Surroundings
 from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer
 from zeroweave.engine.graphs.known import Known
@@ -52,7 +52,8 @@ class Graphs:
     ) -> None:
         self._parts, self._loop, self._window, self._step = parts, loop, window, step
         self._scaler, self._scheduler, self._guard = scaler, scheduler, parts.guard
-        self._why_not, self._modules = why_not, tuple(parts.model.modules())
+        self._why_not = why_not
+        self._surroundings = Surroundings(parts.model, parts.device, parts.places, parts.runtime.buckets.values())
         self.known = Known(why_not, parts.journal)
         self._capturer = capturer
         self._engaged: tuple[Trials, Opened] | None = None
@@ -256,7 +257,7 @@ class Graphs:
             given = Batch(batch, self._parts.device)
         except Uncapturable as error:
             return None, None, str(error)
-        around = surroundings(self._modules, self._parts.device, loss_fn)
+        around = self._surroundings.now(loss_fn)
         return given, (kind, given.signature, around, self._window.is_boundary(), self._window.defers), ""
 
     def _course(self, kind: Kind, key: object, why: str = "") -> Course:
@@ -301,6 +302,9 @@ class Graphs:
         runtime = self._parts.runtime
         if not self._scheduler.settled or self._scheduler.is_timed:
             return "the schedule has not settled, or is timed"
+        schedule = self._scheduler.schedule
+        if schedule is not None and not runtime.replay.lingering.stand(schedule.stays):
+            return "what stays gathered has to be gathered first"
         if any(runtime.replay.lingering.viewed()):
             return "somebody refers to parameters, which must stay readable"
         if self._parts.optimizer is None or not self._parts.optimizer.by_bucket:

@@ -79,7 +79,10 @@ class Known:
         if sum(each.schedule is schedule for each in self.windows) >= _WINDOWS:
             return Course.PLAIN, f"{_WINDOWS} windows of other shapes are captured, and no more"
         if self._seen[begins] <= _OFTEN:
-            return Course.PLAIN, "windows like it, in shapes, other values of the batch and loss_fn, are rare so far"
+            return (
+                Course.PLAIN,
+                "windows like it, in shapes, values beside tensors, loss_fn and hooks, are rare so far",
+            )
         if self._wasted + len(self.windows) - len(self._used) >= _ATTEMPTS:
             return Course.PLAIN, f"of the windows that were captured, {_ATTEMPTS} have not come again so far"
         return Course.TRIAL, ""

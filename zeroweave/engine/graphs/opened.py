@@ -91,7 +91,9 @@ class Opened:
         # What modules have computed by themselves, as in engine.module.part(x), no graph knows.
         if self._out or self._awaited is not None or len(self._parts.runtime.replay.record):
             return "something else was done in the window"
-        if self._captured is None or not self._captured.whereabouts.hold():
+        stands = self._parts.runtime.replay.lingering.stand
+        captured = self._captured
+        if captured is None or not captured.whereabouts.hold() or not stands(captured.schedule.stays):
             return "what its graphs read has changed"
         return None if fits(self._captured, self._at, key) else "the window goes on as none that was captured"
 
@@ -103,6 +105,7 @@ class Opened:
         part = captured.parts[self._at]
         if self._at == 0:
             self._parts.runtime.unseat()
+            self._parts.runtime.replay.lingering.wait()
             self._scalars.take(self._scaler.loss_scale.value)
         if part.left is None:
             optimizer.rates.take()

@@ -4,14 +4,12 @@
     the window  runs as ever; what its calls are given and return is kept
     behind it   each call is captured · everything is as it was before the window · the graphs are replayed
 
-Where the replay left what the window had left, the graphs stand in for later windows. Where it did not, the window runs
-once more as ever. What is different then, too, differs from run to run, and cannot be compared; if anything else was
-different, the graphs are refused. So the engine goes on from where a window that ran as ever has left it.
+Where the replay left what the window had left, the graphs stand in for later windows; see `judge`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,7 +20,18 @@ from zeroweave._torch.autograd import leaves_behind
 from zeroweave.engine.graphs.around import Modes
 from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer, Graph, first_of
-from zeroweave.engine.graphs.contents import Contents, Copies, Whereabouts, check, contents, different, digest, digests
+from zeroweave.engine.graphs.contents import (
+    Contents,
+    Copies,
+    Print,
+    Whereabouts,
+    check,
+    contents,
+    different,
+    digest,
+    digests,
+    prints,
+)
 from zeroweave.engine.graphs.loop import Loop, LossFunction
 from zeroweave.engine.graphs.nest import Uncapturable, copy, room_for
 from zeroweave.engine.graphs.parts import CapturedWindow, Kind, Left, Outputs, Part
@@ -87,7 +96,7 @@ class Bench:
     def copies(self, named: Contents) -> Copies:
         """Of what a window changes, where they have room."""
         nbytes = sum(tensor.nbytes for tensors in named.values() for tensor in tensors)
-        return Copies(self.parts, named, self.capturer.home(nbytes))
+        return Copies(self.parts, named, self.capturer.home(nbytes, self.parts.transport.clock.peak()))
 
     def check_leaves(self, results: Sequence[torch.Tensor]) -> None:
         """Uncapturable where a backward of these would train something else than the engine's parameters.
@@ -272,6 +281,7 @@ class Trial:
         `first`: see `Capturer.alone`.
         """
         bench, parts = self.bench, self.bench.parts
+        parts.runtime.replay.lingering.wait()  # a capture cannot wait for what it does not hold
         departures, now = parts.runtime.replay.departures, self._buffers_now()
         with bench.capturer.alone(first), bench.trying():
             play = Played(bench)
@@ -319,13 +329,13 @@ class Trial:
         flats = [(bucket.id, bucket.flat.data_ptr()) for bucket in runtime.buckets.values() if bucket.resident]
         return Left.of(runtime.gradients, self.bench.scaler), flats
 
-    def left(self, results: Sequence[Sequence[torch.Tensor]]) -> dict[str, int]:
-        """Digests of what a window leaves. Waits for the device."""
+    def left(self, results: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[str, int], Print]:
+        """What a window leaves; see `prints`."""
         named = self._contents()
         for index, (taken, tensors) in enumerate(zip(self.taken, results, strict=True)):
             if tensors:
                 named[f"the result of {taken.kind} {index + 1}"] = list(tensors)
-        return digests(named)
+        return prints(named)
 
     def rewind(self) -> None:
         """Tensors are what they were before the window."""
@@ -354,28 +364,3 @@ class Trial:
         """The copies go."""
         self._before.clear()
         self.bench.capturer.forget()
-
-
-def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], str | None]) -> str | None:
-    """Why the graphs of a window must not be used; None if they may. `tell(why)`: any rank's reason. Collective.
-
-    What the window changed is then as it has left it.
-    """
-    capturer = trial.bench.capturer
-    random = capturer.random
-    there = trial.left(trial.results)
-    trial.rewind()
-    wrong = different(there, trial.left(trial.replayed(window)))
-    why = tell(", ".join(sorted(wrong)) or None)
-    if why is not None:
-        trial.rewind()
-        again = different(there, trial.left(trial.rerun()))
-        first = next((name for name in there if name.startswith("the result of")), "")
-        if first in again:
-            why = "the model does not compute the same twice, so that its graph cannot be compared"
-        else:
-            names = ", ".join(sorted(wrong - again))
-            why = f"its replay differs in {names}" if names else None
-        why = tell(why)
-    capturer.resume_random(random)
-    return why

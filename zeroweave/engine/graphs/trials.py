@@ -13,10 +13,11 @@ from zeroweave._torch.autograd import keeps_graph
 from zeroweave._torch.storages import use_count
 from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.edge import go_on, waiting
+from zeroweave.engine.graphs.judge import compared
 from zeroweave.engine.graphs.known import Known
 from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.graphs.parts import Kind, Outputs, gradients_key
-from zeroweave.engine.graphs.trial import Bench, Trial, compared
+from zeroweave.engine.graphs.trial import Bench, Trial
 from zeroweave.engine.scheduler import Scheduler
 
 
@@ -44,6 +45,7 @@ class Trials:
         self._aborted = self._bench.window.aborted
         assert self._scheduler.schedule is not None
         self._parts.runtime.release_kept()
+        self._scheduler.uncounted()
         self._trial, self._spoilt = Trial(self._bench, self._scheduler.schedule), None
         try:
             self._trial.begin()
@@ -138,8 +140,15 @@ class Trials:
             why = compared(trial, window, self._any_reason)
         if why is not None or window is None:
             self._known.refuse(first, str(why))
+            self._forget_lost(trial)
         else:
             self._known.add(window)
+
+    def _forget_lost(self, trial: Trial) -> None:
+        """A capture that fails while it gathers anew what stays has lost that on its rank. Collective."""
+        again = [self._parts.runtime.buckets[bucket] for bucket in trial.schedule.regathers]
+        if again and self._any_reason(None if all(each.standing for each in again) else "a gather failed") is not None:
+            self._parts.runtime.replay.lingering.expire(trial.schedule.regathers)
 
     def _why_spoilt(self, trial: Trial) -> str | None:
         """Why the window that has just run tells nothing."""

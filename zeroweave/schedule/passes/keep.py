@@ -30,13 +30,13 @@ def keep(schedule: Schedule) -> Schedule:
     """
     wanted, costs = schedule.facts.keep, schedule.costs
     if wanted != "auto":
-        return _held(schedule, wanted, wanted)
+        return held(schedule, wanted, wanted)
     if costs is None:
         return schedule
     most, ahead = limit(schedule, costs), prefetch(schedule)
     chosen = _choose(ahead, costs, most)
     while chosen:
-        kept = _held(schedule, chosen, [bucket for bucket, stays in chosen.items() if stays])
+        kept = held(schedule, chosen, [bucket for bucket, stays in chosen.items() if stays])
         prediction = predict(prefetch(kept), costs)
         if prediction.peak <= most:  # it may be over: where less is waited for, reductions are over later
             # Memory that is kept is not there to gather ahead.
@@ -45,7 +45,7 @@ def keep(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _held(schedule: Schedule, buckets: Collection[int], stay: Collection[int]) -> Schedule:
+def held(schedule: Schedule, buckets: Collection[int], stay: Collection[int]) -> Schedule:
     """With ``buckets`` held between their uses, and those of ``stay`` that can, behind the last one as well."""
     dropped = {index for bucket, gaps in _gaps(schedule).items() if bucket in buckets for gap in gaps for index in gap}
     dropped |= {last for bucket, (_, _, last) in _ends(schedule).items() if bucket in stay}

@@ -56,7 +56,7 @@ def prefetch(schedule: Schedule) -> Schedule:
 
 
 def limit(schedule: Schedule, costs: Costs) -> int:
-    """Bytes of flats, gradient flats and activations that "auto" may reach; see `Facts.memory`."""
+    """Bytes of flats, reductions in flight and activations that "auto" may reach; see `Facts.memory`."""
     if schedule.facts.memory is not None:
         return schedule.facts.memory
     largest = max((bucket.nbytes for bucket in schedule.facts.buckets), default=0)
@@ -76,7 +76,7 @@ def _in_time(schedule: Schedule, costs: Costs, most: int) -> Schedule:
         nbytes = schedule.facts.by_id[bucket].nbytes
         seconds = costs.seconds("all_gather", bucket, nbytes) * _MARGIN
         over = min(begins[events.before[wait]], later)
-        lane = beside if schedule.facts.by_copy_engine("all_gather", bucket) else reductions
+        lane = beside if schedule.by_copy_engine("all_gather", bucket) else reductions
         event = here = events.before[index]
         while event > events.before[behind] and max(begins[event], lane[event]) + seconds > over:
             if not events.fits(nbytes, event - 1, event, most):

@@ -1,0 +1,156 @@
+"""Gradients that matmuls compute are written where the host wants them; others, and all values, are as ever."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.compile.fakes import FakeHost
+from tests.support.marks import daily
+from zeroweave.compile.bind import Part, Place
+
+
+class Block(nn.Module):
+    """Linear layers, one of which is used twice, a transposed and a plain weight, and a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width, bias=False), nn.Linear(2 * width, width)
+        self.twice = nn.Linear(width, width, bias=False)
+        self.plain = nn.Parameter(torch.randn(width, width) / width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.twice(torch.relu(self.twice(x))) @ self.plain
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(width) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Lending(FakeHost):
+    """Lends a place for every gradient that may be written, unless `lends` is off, and notes what came in its place."""
+
+    lends = True
+
+    def __init__(self, model: nn.Module, lower: str, **options: Any) -> None:
+        self.places: dict[Place, Tensor] = {}
+        self.in_place: list[Place] = []
+        super().__init__(model, lower, **options)
+
+    def destinations(self, parts: list[Place]) -> list[Tensor | None]:
+        if not self.lends:
+            return [None] * len(parts)
+        for b, slot in parts:
+            real = self.flats[b].real[slot]
+            self.places[b, slot] = torch.full(real.shape, torch.nan, dtype=real.dtype, device=real.device)
+        return [self.places[place] for place in parts]
+
+    def deliver(self, announced: list[Place], parts: list[Part]) -> None:
+        self.in_place += [(b, slot) for b, slot, gradient in parts if gradient is self.places.get((b, slot))]
+        super().deliver(announced, parts)
+
+
+def gradients(host: Lending, x: Tensor) -> None:
+    with host.everything(), host.hooks():
+        loss = host.model(x).square().mean()
+    loss.backward()
+
+
+def judge(lower: str, device: str, dtype: torch.dtype) -> None:
+    """Trains a model with places for its gradients, without, and in plain PyTorch."""
+    torch.manual_seed(0)
+    model, x = Model().to(device, dtype), torch.randn(8, 5, 32, device=device, dtype=dtype)
+    plain = copy.deepcopy(model)
+    plain(x).square().mean().backward()
+    host = Lending(model, lower)
+    gradients(host, x)
+    written = {name for name, place in host.place_of_name.items() if place in host.in_place}
+    assert written == {f"layers.{i}.{name}" for i in range(2) for name in ("up.weight", "down.weight", "plain")}
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(host.gradient(name), p.grad)
+
+    other = Lending(copy.deepcopy(plain), lower)
+    other.lends = False
+    gradients(other, x)
+    for name, _ in plain.named_parameters():
+        assert torch.equal(other.gradient(name), host.gradient(name)), name  # type: ignore[arg-type]
+    assert not other.in_place
+
+
+@daily("lower", ["aot_eager"], ["inductor"])
+def test_matmuls_write_where_they_are_told_to(lower: str) -> None:
+    judge(lower, "cpu", torch.float32)
+
+
+class Matmuls(TorchDispatchMode):
+    """Counts the matmuls that run while it is entered."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)  # type: ignore[attr-defined]
+        return func(*args, **(kwargs or {}))
+
+
+class Sum(nn.Module):
+    """A product with two weights added, whose gradients are one matmul, and with another's transpose."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.randn(width, width) / width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x @ (self.first + self.second)) @ self.third.t()
+
+
+@daily("lower", ["aot_eager"], ["inductor"])
+def test_one_gradient_of_two_parameters_is_computed_once(lower: str) -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(40, 32)
+    model.layers = nn.ModuleList([Sum(32), Sum(32)])
+    plain = copy.deepcopy(model)
+    plain(x).square().mean().backward()
+    host = Lending(model, lower)
+    with host.everything(), host.hooks():
+        loss = host.model(x).square().mean()
+    with Matmuls() as matmuls:
+        loss.backward()
+    for name, p in plain.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(host.gradient(name), p.grad)
+    assert matmuls.count == 7  # two for the weights and two for the inputs of each layer, none for the batch
+    written = {name for name, place in host.place_of_name.items() if place in host.in_place}
+    assert written == {f"layers.{i}.third" for i in range(2)}
+
+
+@pytest.mark.matrix
+def test_inductor_hands_a_matmul_what_is_transposed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")  # with it, Inductor refuses operators of a kind that `addmm_` is one of
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(8, 5, 32)
+    host = Lending(model, "inductor")
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(gradients, host, x)
+    first = set(re.findall(r"addmm_\.default\(\w+, (\w+\([^()]*(?:\([^()]*\)[^()]*)*\)|\w+),", "".join(codes)))
+    transposed = {operand for operand in first if re.search(r"\(1, \d+\), 0\)$", operand)}
+    assert len(first) == 3 and len(transposed) == 2, first  # `plain` is no transpose, and what it reads has been saved

@@ -1,0 +1,130 @@
+"""Buckets that are gathered anew at the end of a step: the same numbers, whatever a program does, on all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_heads_lost import CAUSES, Cause, least, trained
+from tests.support.harness import Pools
+from tests.support.marks import daily
+from tests.support.replays import SAME, Case, batch_of, compared, micro_step, start, train
+
+GRAPHED = [
+    *(
+        Case(stage, gas, loop, dropout=0.1)
+        for stage, gas, loop in ((3, 1, "plain"), (2, 3, "train_step"), (1, 2, "plain"))
+    ),
+    Case(2, 2, "clipped", decay=True, overflow=20),
+    Case(3, 1, "train_step", overflow=20, clipping=0.1, decay=True),
+    *(Case(stage, 3, "busy", steps=64, dropout=0.1) for stage in (2, 3)),
+    *(Case(stage, 4, loop, dropout=0.1) for loop in ("coalesced", "no_sync") for stage in (1, 2, 3)),
+    Case(3, 1, frozen=True),
+]
+UNEVEN = [Case(stage, gas, "uneven", dropout=0.1) for stage in (1, 2, 3) for gas in (1, 2)]
+
+
+def with_heads(case: Case) -> tuple[list[str], dict[str, Any]]:
+    """What differs between a program that gathers heads anew and one that does not, neither with graphs."""
+    found, plain = train(replace(case, heads=True), graphs=False), train(case, graphs=False)
+    return [what for what in SAME if repr(found[what]) != repr(plain[what])], found
+
+
+@daily("case", GRAPHED[4:6], [*GRAPHED[:4], *GRAPHED[6:]], ids=str)
+def test_they_are_exact(pools: Pools, case: Case) -> None:
+    for differs, found in pools(2).run(with_heads, case):
+        assert not differs and found["regathers"] == 2, (differs, found)
+
+
+@daily("case", [GRAPHED[3]], [*GRAPHED[:3], *GRAPHED[4:]], ids=str)
+def test_with_graphs_they_are_exact(pools: Pools, case: Case) -> None:
+    least = 1 if case.loop == "coalesced" else case.gas
+    for differs, graphed in pools(2).run(compared, replace(case, heads=True)):
+        assert not differs and graphed["captured"] and graphed["replayed"] >= 8 * least, (differs, graphed)
+        assert graphed["regathers"] == 2
+
+
+@daily("case", UNEVEN[2:3], [*UNEVEN[:2], *UNEVEN[3:]], ids=str)
+def test_what_one_rank_alone_does_ends_no_step(pools: Pools, case: Case) -> None:
+    """One departs from its schedule, and still gathers what the others gather."""
+    for differs, found in pools(2).run(with_heads, case):
+        assert not differs and found["regathers"] == 2, (differs, found)
+    for differs, graphed in pools(2).run(compared, replace(case, heads=True)):
+        assert not differs and graphed["replayed"] >= 8 * case.gas, (differs, graphed)
+
+
+@daily("stage", [3], [1, 2])
+def test_a_capture_that_fails_changes_nothing(pools: Pools, stage: int) -> None:
+    for differs, graphed in pools(2).run(compared, Case(stage, reads=True, dropout=0.1, steps=14, heads=True)):
+        assert not differs and not graphed["captured"] and graphed["regathers"] == 2, (differs, graphed)
+
+
+def lost(case: Case, cause: Cause, folder: Path) -> tuple[bool, Any]:
+    """Is all the same with graphs and without, and how many steps were replayed?"""
+    (found, stats), (plain, _) = (
+        trained(replace(case, heads=graphs), graphs, cause, folder) for graphs in (True, False)
+    )
+    return repr(found) == repr(plain), stats
+
+
+@daily(
+    ("stage", "cause"),
+    [(3, CAUSES[1])],
+    [(stage, cause) for stage in (2, 3) for cause in CAUSES if (stage, cause) != (3, CAUSES[1])],
+)
+def test_graphs_go_on_behind_one_window_without(pools: Pools, stage: int, cause: Cause, tmp_path: Path) -> None:
+    for same, stats in pools(2).run(lost, Case(stage, dropout=0.1), cause, tmp_path):
+        assert same and stats.replayed_steps >= least(cause), stats.uncaptured_steps
+
+
+def heard(heads: bool, stage: int) -> tuple[list[float], dict[str, Any], int, tuple[int, int]]:
+    """A run in which somebody begins to listen to the optimizer, so that it steps once for all buckets."""
+    case = Case(stage, heads=heads)
+    engine = start(case, graphs=False)
+    losses, calls = [], [0]
+    for step in range(16):
+        if step == 10:
+            engine.optimizer.register_step_post_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
+        losses.append(float(micro_step(engine, case, batch_of(case, step, 0, engine.rank))))
+    regathers, stats = len(engine.schedule.regathers), engine.stats
+    values = {name: value.tolist() for name, value in engine.state_dict().items()}
+    engine.destroy()
+    return losses, values, regathers, (calls[0], stats.departures)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_where_updates_come_all_at_once_they_are_gathered_behind_them(pools: Pools, stage: int) -> None:
+    for found, plain in zip(pools(2).run(heard, True, stage), pools(2).run(heard, False, stage), strict=True):
+        assert found[:2] == plain[:2] and found[2] == 2 and found[3] == plain[3] == (6, 0)
+
+
+def traffic(stage: int) -> tuple[list[int], list[int], bool]:
+    """Gathers in each of three steps, before the second of them an evaluation; bytes of flats between them."""
+    case = Case(stage, heads=True)
+    engine = start(case, graphs=False)
+    sent, rest = [], []
+    for step in range(12):
+        micro_step(engine, case, batch_of(case, step, 0, engine.rank))
+        sent.append(engine.stats.last_step["all_gather"].calls)
+        rest.append(engine._runtime.flats.now)
+        if step == 9:
+            with torch.no_grad():
+                engine.eval()
+                engine(*batch_of(case, step, 0))
+                engine.train()
+    followed = engine.executed == engine.schedule.instructions
+    stands = sum(b.nbytes for b in engine.schedule.facts.buckets if b.id in engine.schedule.regathers)
+    engine.destroy()
+    return sent[-3:], [each - stands for each in rest[-3:]], followed
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_they_are_gathered_once_a_step(pools: Pools, stage: int) -> None:
+    for sent, rest, followed in pools(2).run(traffic, stage):
+        assert followed and rest == [0, 0, 0]
+        # At stage 3 an evaluation gathers what does not stay, at stage 2 what the next step would.
+        assert sent == {2: [4, 4, 4], 3: [5, 8, 5]}[stage]

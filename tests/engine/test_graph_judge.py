@@ -1,0 +1,146 @@
+"""What may be captured although it differs from run to run, and what may not: by windows made of numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf, nan
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from zeroweave.engine.graphs.contents import Print, prints, sketch
+from zeroweave.engine.graphs.judge import compared
+from zeroweave.optim.codes import Coded, encode_
+
+Value = Callable[[random.Random], float]
+
+
+@dataclass
+class Windows:
+    """As a trial: runs leave what `run` gives, replays what `replay` gives, in each of `tensors`."""
+
+    run: Value
+    replay: Value
+    seed: int = 0
+    tensors: int = 20
+    calls: int = 0
+    bench: Any = field(default_factory=lambda: SimpleNamespace(capturer=Capturer()))
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self.results = self.rerun()
+
+    def rewind(self) -> None:
+        self.calls += 1
+
+    def replayed(self, window: Any) -> list[float]:
+        return [self.replay(self._random) for _ in range(self.tensors)]
+
+    def rerun(self) -> list[float]:
+        return [self.run(self._random) for _ in range(self.tensors)]
+
+    def left(self, values: list[float]) -> dict[tuple[str, int], Print]:
+        left = {str(index): [torch.tensor([value])] for index, value in enumerate(values)}
+        return prints(left | {"the result of train_step 1": [torch.ones(1)]})
+
+
+class Capturer:
+    random = torch.zeros(1)
+
+    def resume_random(self, state: torch.Tensor) -> None:
+        assert state is self.random
+
+
+def judged(windows: Windows) -> str | None:
+    trial: Any = windows
+    return compared(trial, None, lambda mine: mine)  # type: ignore[arg-type]
+
+
+def noisy(share: float, size: float, around: float = 1.0) -> Value:
+    """So often, it is off by up to `size`."""
+    return lambda r: around + (size * r.uniform(-1, 1) if r.random() < share else 0.0)
+
+
+SHARES = (0.0, 0.02, 0.2, 0.5, 0.8, 0.95, 1.0)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_what_does_the_same_is_used(share: float) -> None:
+    """Noise of its own in each of 20 tensors: one in ten million may be refused, so none of 400."""
+    assert [judged(Windows(noisy(share, 1e-3), noisy(share, 1e-3), seed)) for seed in range(20)] == [None] * 20
+
+
+@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("wrong", [0.99, 1.01, 0.0, nan, inf, -inf])
+def test_what_does_something_else_is_refused(share: float, wrong: float) -> None:
+    for seed in range(5):
+        told = judged(Windows(noisy(share, 1e-3), noisy(share, 1e-3, wrong), seed, tensors=1))
+        assert told == "its replay differs in 0"
+
+
+@pytest.mark.parametrize("right", [nan, inf])
+def test_values_that_are_not_finite_are_compared_too(right: float) -> None:
+    assert judged(Windows(lambda _: right, lambda _: right)) is None
+    assert judged(Windows(lambda _: right, lambda _: 1.0)) is not None
+
+
+def test_a_tensor_that_only_replays_have_is_something_else() -> None:
+    windows = Windows(noisy(0, 0), noisy(0, 0), tensors=1)
+    left = windows.left
+    windows.left = lambda values: left(values) if windows.calls % 2 else {}  # type: ignore[method-assign]
+    assert "differs in 0" in str(judged(windows))
+
+
+def test_what_agrees_at_once_is_replayed_once() -> None:
+    windows = Windows(noisy(0, 0), noisy(0, 0))
+    assert judged(windows) is None and windows.calls == 1
+
+
+SIZE = 1 << 12
+
+
+def states(noise: torch.Generator, kind: str, wrong: bool) -> dict[str, list[torch.Tensor]]:
+    """An optimizer's state after a backward that is never the same twice; `wrong`: second moments are never written."""
+    gradient = torch.randn(SIZE, generator=torch.Generator().manual_seed(0)) * 1e-3
+    gradient *= 1.0 + 1e-3 * torch.randn(SIZE, generator=noise)
+    moments = [0.1 * gradient, (0.0 if wrong else 0.001) * gradient.square()]
+    if kind == "compact":
+        coded = [Coded.zeros(SIZE, dtype, torch.device("cpu")) for dtype in (torch.int8, torch.uint8)]
+        for each, values in zip(coded, moments, strict=True):
+            encode_(each, values)
+        moments = [part for each in coded for part in each]
+    return {"optimizer state of b": [torch.ones(()), *moments], "the result of train_step 1": [torch.ones(1)]}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("kind", ["full", "compact"])
+def test_small_states_are_not_lost_beside_large_ones(kind: str, wrong: bool) -> None:
+    """Second moments are a millionth of the first ones, and parameters of the window do not tell of them."""
+    for seed in range(5):
+        noise = torch.Generator().manual_seed(seed)
+        windows = Windows(noisy(0, 0), noisy(0, 0))
+        windows.left = lambda each: prints(each)  # type: ignore[method-assign, assignment]
+        windows.rerun = lambda noise=noise: states(noise, kind, wrong=False)  # type: ignore[method-assign, misc]
+        windows.replayed = lambda _, noise=noise: states(noise, kind, wrong)  # type: ignore[method-assign, misc]
+        windows.results = windows.rerun()
+        assert judged(windows) == ("its replay differs in optimizer state of b" if wrong else None)
+
+
+def test_sketches_are_alike_for_what_is_alike() -> None:
+    torch.manual_seed(0)
+    for x in (torch.randn(1000, dtype=torch.float64), torch.randn(3, 5, dtype=torch.complex64)):
+        near = x + 1e-9 * torch.randn(x.shape)
+        assert sketch(x) == sketch(x.clone())
+        assert 0 <= abs(sketch(x) - sketch(near)) < 1e-6
+        assert sketch(x.flip(0)) != sketch(x)
+    assert sketch(torch.arange(9)) != sketch(torch.arange(9).flip(0)) and sketch(torch.ones(0)) == 0
+    for value in (nan, inf, -inf):
+        assert sketch(torch.tensor([1.0, value])) == inf
+    assert abs(sketch(torch.tensor(1.0))) > 0.1
+    assert sketch(torch.ones(3, 4).t()) == sketch(torch.ones(4, 3))
+    for dtype in (torch.bool, torch.int8, torch.uint8, torch.bfloat16, torch.float8_e4m3fn):
+        assert sketch(torch.ones(5).to(dtype)) == sketch(torch.ones(5))

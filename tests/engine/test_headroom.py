@@ -1,0 +1,165 @@
+"""What tells that memory is short: windows that train, and nothing that is tried out or lies between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.distributed.schedule.test_memory import kept, training
+from tests.engine.test_memory_budget import MOST, SMALL
+from tests.support.graphs import on_cpu
+from tests.support.memory import CountedClock, counted
+from tests.support.replays import Case, batch_of, loss_fn, start
+from tests.support.zoo import regression, rows
+from zeroweave.engine.agreements import Agreements
+from zeroweave.engine.window import Window
+from zeroweave.schedule import fixed
+
+MUCH = 57_900
+"""Bytes beside those between steps, with which the device is all but full."""
+
+
+def tight(clock: CountedClock) -> None:
+    """For a moment much is in use, and the allocator has to try again."""
+    clock.add(MUCH)
+    clock.refused += 1
+    clock.add(-clock.added)
+
+
+def profiles(engine: Any, clock: CountedClock) -> None:
+    with engine.profiling():
+        tight(clock)
+        regression(engine, engine.module, rows(engine.rank, 0), engine.backward)
+        tight(clock)
+        engine.step()
+
+
+def evaluates(engine: Any, clock: CountedClock) -> None:
+    engine.eval()
+    with torch.no_grad():
+        engine(rows(engine.rank, 0)[0])
+        tight(clock)
+    engine.train()
+
+
+def reads(engine: Any, clock: CountedClock) -> None:
+    with engine.full_parameters():
+        tight(clock)
+
+
+def nothing(engine: Any, clock: CountedClock) -> None:
+    tight(clock)
+
+
+BESIDE = {"profiling": profiles, "evaluation": evaluates, "full parameters": reads, "between": nothing}
+
+
+def shrunk(beside: Callable[[Any, CountedClock], None] | None) -> list[int]:
+    """Buckets that are kept before a window in which the allocator tries again, and behind it."""
+    with training(SMALL) as (engine, clock, step):
+        for _ in range(4):
+            step()
+        if beside is not None:
+            beside(engine, clock)
+        found = [len(kept(engine))]
+        for refused in (0, 1, 0):
+            step(refused=refused)
+            found.append(len(kept(engine)))
+        return found
+
+
+def test_growth_is_that_of_windows_that_train() -> None:
+    plain = shrunk(None)
+    assert plain[0] == plain[1] > plain[2] == plain[3]
+    assert {name: shrunk(each) for name, each in BESIDE.items()} == dict.fromkeys(BESIDE, plain)
+
+
+def test_what_was_in_use_before_the_first_step_leaves_the_margin_on() -> None:
+    for before in (False, True):
+        with training(SMALL) as (engine, clock, step):
+            if before:
+                tight(clock)
+            for _ in range(4):
+                step()
+            count = len(kept(engine))
+            step(MOST)
+            assert len(kept(engine)) == count
+            step(MOST + 1)
+            assert len(kept(engine)) < count
+
+
+def grown(later: int) -> tuple[Any, Any, int]:
+    """Two kinds of windows, and the most that was in use: one has grown, and the other was measured after that.
+
+    Those of the other have two backwards and take `later` bytes.
+    """
+    with training(SMALL) as (engine, clock, step):
+        for _ in range(4):
+            step()
+        step(MOST + 1)
+        one = engine._scheduler._kind
+        for _ in range(4):
+            regression(engine, engine.module, rows(engine.rank, 0), engine.backward)
+            step(later)
+        other = engine._scheduler._kind
+        assert other.measured is not None and other.measured.shape != one.measured.shape
+        return one, other, clock.peak()
+
+
+def test_what_a_kind_has_grown_by_is_foreseen_of_others_once() -> None:
+    one, other, most = grown(later=0)
+    assert fixed(other.costs, other.measured) == fixed(one.costs, one.measured), "it may come again"
+    one, other, most = grown(later=MOST + 1)
+    assert fixed(other.costs, other.measured) > fixed(one.costs, one.measured)
+    assert other.costs.peak <= most, "it was there when that was measured"
+
+
+def asked(steps: int, **settings: Any) -> tuple[int, list[int]]:
+    """How often the ranks asked each other for memory, and buckets that are kept, while each window tries again."""
+    calls, memory = [], Agreements.memory
+
+    def counting(self: Agreements, *figures: int) -> tuple[int, int]:
+        calls.append(figures)
+        return memory(self, *figures)
+
+    with patch.object(Agreements, "memory", counting), training(SMALL, **settings) as (engine, _, step):
+        counts = []
+        for _ in range(steps):
+            step(refused=1)
+            counts.append(len(kept(engine)))
+        return len(calls), counts
+
+
+def test_where_nothing_can_be_spared_nobody_is_asked_again() -> None:
+    for settings in ({}, {"keep": "none", "fuse": False}):  # the latter fills nothing that could be spared
+        once, kept_once = asked(10, **settings)
+        twice, kept_twice = asked(16, **settings)
+        assert 0 < once == twice <= 4
+        assert kept_twice == kept_once + [kept_once[0]] * 6
+
+
+@pytest.mark.matrix
+def test_windows_that_are_tried_for_graphs_tell_nothing() -> None:
+    """Whatever they change has copies meanwhile."""
+    with counted(36_000) as clock, on_cpu() as device:
+        engine = start(Case(), graphs=True)
+        clock.attach(engine)
+        device.serve(engine)
+        trials, began, tried = engine._graphs._engaged[0], Window.backward_began, []
+
+        def backward_began(self: Window) -> None:
+            if trials.on and not engine._parts.transport.tries:
+                tried.append(engine.schedule)
+                clock.refused += 1
+            began(self)
+
+        with patch.object(Window, "backward_began", backward_began):
+            for index in range(20):
+                engine.train_step(batch_of(Case(), index, 0), loss_fn)
+        assert tried and {id(each) for each in tried} == {id(engine.schedule)}
+        assert engine.schedule.facts.memory is not None and engine.stats.replayed_steps
+        engine.destroy()

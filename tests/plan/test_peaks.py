@@ -1,0 +1,66 @@
+"""What is foreseen of a schedule's memory is what it takes, of every tensor, when a rank follows it.
+
+All that no pass moves counts where it occurs: reduced gradients, local sums, copies to and from host memory, what an
+update needs for itself. What a reduction holds beside its flat, such as the gradients that were copied or cast into it,
+counts until it is settled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.plan.test_plan import HARDWARE
+from zeroweave.config import Config
+from zeroweave.demo import Llama, LlamaConfig
+from zeroweave.plan.rank import PlannedRank
+from zeroweave.schedule import Schedule
+
+CAST = {"precision": {"params": "bfloat16", "reduce": "float32"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cast": CAST,
+    "bfloat16": {"precision": {"params": "bfloat16"}},
+    "accumulated": {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0},
+    "optimizer": {"offload": {"optimizer": "all"}},
+    "activations": {"offload": {"activations": True, "activations_threshold_bytes": 64}},
+    "stage 2": {"stage": 2},
+    "stage 1": {"stage": 1, "gradient_accumulation_steps": 2},
+    "compiled": {**CAST, "compile": {"lower": "inductor"}},
+}
+
+
+def decoder() -> tuple[nn.Module, Any]:
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    shape = LlamaConfig(vocabulary=500, width=128, hidden=256, layers=4, heads=2, max_length=64)
+    return Llama(shape), {"input_ids": tokens, "labels": tokens}
+
+
+def peak_of(rank: PlannedRank, schedule: Schedule) -> int:
+    """Bytes of the device at most while a rank follows it."""
+    rank._clock.restart_peak()
+    rank._step(schedule)
+    return rank._clock.peak()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_schedule_takes_what_was_foreseen(name: str) -> None:
+    model, batch = decoder()
+    config = Config.load({"stage": 3, "compile": {"enabled": False}, **SETTINGS[name]})
+    rank = PlannedRank(model, batch, torch.optim.AdamW, config, 2, HARDWARE)
+    found = rank.measure(room=1 << 40)
+    changes: list[dict[str, Any]] = [
+        {"prefetch": 3, "keep": "none"},
+        {"memory_budget": "none"},
+        {"keep": "all"},
+        {"memory_budget": int(1.1 * found.costs.peak)},
+        {},
+    ]
+    for change in changes:
+        plan = found.plan(**change)
+        taken = peak_of(rank, plan.schedule)
+        assert 0.999 * taken <= plan.peak <= 1.001 * taken, (change, plan.peak, taken)

@@ -1,0 +1,130 @@
+"""Gradients written where they are reduced from: what comes out is each gradient once, however many came how."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from zeroweave.comm.gauge import Gauge
+from zeroweave.comm.process_group import LocalTransport
+from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
+from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.shard import Shard
+from zeroweave.runtime.transfers import Transfers
+
+SHAPES = (8, 8), (4, 4), (3,), (2, 8), (5,)
+"""The last one does not begin where memory is aligned."""
+
+
+def make(reduce_dtype: torch.dtype | None = None) -> Gradients:
+    specs = [ParameterSpec(f"p{i}", shape, "float32", 4, True, None) for i, shape in enumerate(SHAPES)]
+    (layout,) = build_layout(specs, 1, 1 << 20)
+    device = torch.device("cpu")
+    transport = LocalTransport(device)
+    home = Shard(layout, torch.float32, transport, Transfers(device))
+    bucket = Bucket(layout, torch.float32, transport, Gauge(), home, device)
+    return Gradients([bucket], transport, op="average", reduce_dtype=reduce_dtype, accumulate_dtype=torch.float32)
+
+
+def layout_of(gradients: Gradients) -> BucketLayout:
+    return gradients.accounts[0].bucket.layout
+
+
+def contribute(gradients: Gradients, slot: int, value: torch.Tensor, written: bool) -> bool:
+    """One gradient of a slot; written where it may be, if it may. Was it?"""
+    place = gradients.destination(0, slot) if written else None
+    if place is not None:
+        assert place.shape == value.shape and place.is_contiguous()
+        value = place.copy_(value)
+    gradients.deliver((), [(0, slot, value)])
+    return place is not None
+
+
+def reduced(gradients: Gradients) -> torch.Tensor:
+    gradients.issue(0)
+    gradients.reductions.settle_all()
+    gradients.end_backward()
+    shard = gradients.shard(0)
+    assert shard is not None
+    return shard
+
+
+def expected(gradients: Gradients, sums: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    layout = layout_of(gradients)
+    flat = torch.zeros(layout.numel)
+    for slot, value in sums.items():
+        place = layout.slots[slot]
+        flat[place.offset : place.offset + place.numel] = value.flatten()
+    return flat
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_gradient_enters_once_wherever_it_lies(seed: int) -> None:
+    draw = random.Random(seed)
+    gradients, total = make(), torch.zeros(0)
+    for _ in range(3):  # backwards of one window
+        sums: dict[int, torch.Tensor] = {}
+        for _ in range(draw.randint(1, 9)):
+            slot = draw.randrange(len(SHAPES))
+            value = torch.randint(-8, 8, SHAPES[slot]).float()
+            contribute(gradients, slot, value.clone(), draw.random() < 0.7)
+            sums[slot] = sums.get(slot, torch.zeros(SHAPES[slot])) + value
+            if draw.random() < 0.2:  # a backward that nobody wants, or that fails
+                gradients.destination(0, draw.randrange(len(SHAPES)))
+        total = expected(gradients, sums) + (total if total.numel() else 0.0)
+        assert torch.equal(reduced(gradients), total)
+
+
+def test_what_is_written_in_its_place_is_not_copied() -> None:
+    gradients = make()
+    written = [contribute(gradients, slot, torch.full(SHAPES[slot], 2.0), True) for slot in (0, 1)]
+    place = gradients.accounts[0].parts[0].untyped_storage().data_ptr()
+    contribute(gradients, 2, torch.ones(3), False)
+    shard = reduced(gradients)
+    assert written == [True, True] and shard.untyped_storage().data_ptr() == place
+    offsets = [slot.offset * 4 for slot in layout_of(gradients).slots]
+    assert [gradients.destination(0, slot) is not None for slot in range(len(SHAPES))] == [
+        offset % 16 == 0 for offset in offsets
+    ]
+
+
+def test_a_place_is_given_once() -> None:
+    gradients = make()
+    assert gradients.destination(0, 0) is not None and gradients.destination(0, 0) is None
+    gradients.end_backward()
+    place = gradients.destination(0, 0)
+    assert place is not None
+    gradients.deliver((), [(0, 0, place.fill_(1.0))])
+    assert gradients.destination(0, 0) is None, "a second gradient is added to the first"
+
+
+def test_a_reduction_reads_no_place_that_may_still_be_written() -> None:
+    gradients = make()
+    contribute(gradients, 1, torch.ones(SHAPES[1]), True)
+    late = gradients.destination(0, 0)
+    assert late is not None
+    gradients.issue(0)
+    late.fill_(torch.nan)
+    gradients.reductions.settle_all()
+    shard = gradients.shard(0)
+    assert shard is not None and torch.equal(shard, expected(gradients, {1: torch.ones(SHAPES[1])}))
+
+
+def test_there_is_no_place_where_gradients_travel_in_another_dtype() -> None:
+    gradients = make(torch.bfloat16)
+    assert gradients.destination(0, 0) is None
+
+
+def test_backwards_that_are_not_reduced_add_up() -> None:
+    gradients = make()
+    for value in (1.0, 2.0):
+        contribute(gradients, 0, torch.full(SHAPES[0], value), True)
+        gradients.fold([0])
+        gradients.end_backward(reduced=False)
+        assert gradients.destination(0, 1) is None
+    contribute(gradients, 0, torch.full(SHAPES[0], 4.0), True)
+    assert torch.equal(reduced(gradients), expected(gradients, {0: torch.full(SHAPES[0], 7.0)}))

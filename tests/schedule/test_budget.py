@@ -1,0 +1,94 @@
+"""Budgets that nobody has said: from room and costs alone, the same on all ranks, and only ever smaller."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.schedule.test_overlap import SIZE, blocks_of
+from zeroweave.schedule import Costs, Schedule, beside, budget, compile_schedule, foreseen, grown, margin, simulate
+from zeroweave.schedule.budget import reserve
+
+BLOCKS, ACTIVATION, REST = 8, 50, 10_000
+
+
+def measured(room: int) -> tuple[Costs, Schedule]:
+    """Costs of a stack of blocks with `REST` bytes beside, and the schedule that they were measured on."""
+    schedule = blocks_of(BLOCKS, prefetch=1)
+    costs = schedule.facts.costs
+    assert costs is not None
+    backward = len(costs.activations) // 2
+    activations = tuple(ACTIVATION * min(i + 1, 2 * backward - i) for i in range(len(costs.activations)))
+    costs = replace(costs, activations=activations, room=room)
+    return costs.higher(REST + simulate(schedule, costs).peak), schedule
+
+
+def follow(costs: Costs, of: Schedule, graphs: bool = False) -> Schedule:
+    """What is followed by these costs, with what is free."""
+    memory = budget(costs, of, graphs)
+    keep = frozenset[int]() if memory is None else "auto"
+    facts = replace(of.facts, prefetch="auto", keep=keep, memory=memory, costs=costs)
+    return compile_schedule(of.record, facts)
+
+
+def test_it_is_the_room_less_margin_reserve_and_what_is_beside() -> None:
+    costs, of = measured(20_000)
+    assert beside(costs, of) == REST
+    assert margin(costs) == 1000 and reserve(costs) == max(1000, *costs.activations)
+    assert budget(costs, of, graphs=False) == 20_000 - 1000 - reserve(costs) - REST
+    assert budget(costs, of, graphs=True) == (20_000 - 1000 - reserve(costs) - REST) // 2
+    assert reserve(replace(costs, activations=(3_000,))) == 3_000, "activations may double"
+
+
+def test_there_is_none_where_nobody_counts_or_a_bucket_more_has_no_room() -> None:
+    costs, of = measured(0)
+    assert budget(costs, of, graphs=False) is None
+    costs, of = measured(20_000)
+    budgets = [budget(replace(costs, room=room), of, graphs=False) for room in range(12_000, 13_500)]
+    first = next(index for index, each in enumerate(budgets) if each is not None)
+    assert None not in budgets[first:], "more room never means less"
+    assert budgets[first] == costs.peak - REST + SIZE
+
+
+def test_what_has_no_room_beside_places_is_not_counted_as_free() -> None:
+    costs, of = measured(20_000)
+    placed = replace(of, facts=replace(of.facts, placed=frozenset(of.facts.by_id)))
+    without, beside_places = budget(costs, of, graphs=False), budget(costs, placed, graphs=False)
+    assert without is not None and beside_places == without - sum(placed.place_sizes) < without
+
+
+def test_the_rank_with_least_room_and_the_one_that_needs_most_decide() -> None:
+    costs, _ = measured(20_000)
+    ranks = [costs, replace(costs.higher(70), room=19_000), replace(costs, room=30_000)]
+    for order in (ranks, ranks[::-1]):
+        assert (Costs.merge(order).room, Costs.merge(order).peak) == (19_000, costs.peak + 70)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_steps_that_grow_shrink_it_by_the_reserve_at_least_until_there_is_none(graphs: bool) -> None:
+    rng = random.Random(3)
+    for _ in range(20):
+        costs, of = measured(rng.randrange(12_000, 16_000))
+        schedule, steps, before = follow(costs, of, graphs), 0, budget(costs, of, graphs)
+        while before is not None:
+            assert foreseen(costs, of, schedule) + margin(costs) + reserve(costs) <= costs.room
+            peak = costs.room - margin(costs) + rng.randrange(1, 300)  # less than the margin is left
+            later = grown(costs, of, schedule, peak, costs.room - rng.randrange(2) * 10)
+            assert foreseen(later, of, schedule) >= peak and later.room <= costs.room
+            after = budget(later, of, graphs)
+            assert after is None or after <= before - reserve(costs) // (1 + graphs)
+            costs, before, steps = later, after, steps + 1
+            smaller = follow(costs, of, graphs)
+            assert foreseen(costs, of, smaller) <= max(costs.room - margin(costs), foreseen(costs, of, of) + SIZE)
+            schedule = smaller
+        assert steps <= 20
+        assert schedule.facts.keep == frozenset()
+
+
+def test_a_refusal_without_growth_shrinks_it_by_the_reserve() -> None:
+    costs, of = measured(20_000)
+    schedule = follow(costs, of)
+    later = grown(costs, of, schedule, peak=0, room=25_000)
+    assert later.peak == costs.peak + reserve(costs) and later.room == 20_000

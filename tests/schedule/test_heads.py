@@ -1,0 +1,197 @@
+"""What the next step needs first: updated first, and gathered anew under the other updates."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.schedule.headed import BLOCKS, RECORD, SIZE, WITHOUT, costs_of, made
+from tests.schedule.measured import as_predicted
+from zeroweave.errors import ScheduleError
+from zeroweave.schedule import (
+    PASSES,
+    Reduce,
+    Regather,
+    Reshard,
+    Run,
+    Schedule,
+    Settle,
+    Step,
+    Unshard,
+    Update,
+    Wait,
+    dependencies,
+    simulate,
+    verify,
+)
+from zeroweave.schedule import costs_of as costs_of_steps
+from zeroweave.schedule.passes.room import price
+
+
+def tail(schedule: Schedule) -> list[object]:
+    last = max(n for n, i in enumerate(schedule.instructions) if isinstance(i, Run | Reduce))
+    return list(schedule.instructions[last + 1 :])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("by_bucket", [False, True])
+def test_heads_are_updated_as_their_reductions_are_over_and_gathered_anew(stage: int, by_bucket: bool) -> None:
+    without, schedule = (made(stage, by_bucket, passes=passes) for passes in (WITHOUT, PASSES))
+    assert 0 in schedule.regathers and schedule.stays == set(schedule.regathers)
+    behind = tail(schedule)
+    for bucket in schedule.regathers:
+        assert behind.index(Regather(bucket)) == behind.index(Update(bucket)) + 1
+    assert [type(i) for i in behind[-1:]] != [Regather]  # something is updated under it
+    assert sorted(i.bucket for i in behind if isinstance(i, Update)) == list(range(BLOCKS))
+    settles = [n for n, i in enumerate(behind) if isinstance(i, Settle)]
+    updates = [n for n, i in enumerate(behind) if isinstance(i, Update)]
+    assert by_bucket or max(settles, default=-1) < min(updates)
+    assert not any(isinstance(i, Reshard) and i.bucket in schedule.stays for i in schedule.instructions)
+    costs = costs_of()
+    assert simulate(schedule, costs).seconds < simulate(without, costs).seconds
+    assert schedule.collectives()[-1] == ("all_gather", schedule.regathers[-1])
+
+
+def test_a_bucket_in_flight_is_waited_for_under_the_updates_of_others() -> None:
+    schedule = made(costs=costs_of(reduction=2.5))
+    behind = tail(schedule)
+    waits = simulate(schedule, costs_of(reduction=2.5)).waits
+    before = len(schedule.instructions) - len(behind)
+    assert Settle(0) in behind and behind.index(Settle(0)) > 0
+    assert before + behind.index(Settle(0)) not in waits
+    assert behind[behind.index(Settle(0)) :][:3] == [Settle(0), Update(0), Regather(0)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"keep": frozenset()}, {"regather": False}, {"memory": 250}, {"costs": costs_of(gather=0.0)}],
+    ids=["keep none", "not asked for", "no room", "gathers take no time"],
+)
+def test_where_it_does_not_apply_nothing_changes(more: dict[str, Any]) -> None:
+    assert made(**more).instructions == made(passes=WITHOUT, **more).instructions
+
+
+@pytest.mark.parametrize("memory", [300, 500, 800, None])
+@pytest.mark.parametrize("gather", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_memory_is_kept_to_and_no_step_is_predicted_to_take_longer(
+    memory: int | None, gather: float, stage: int
+) -> None:
+    costs = costs_of(gather)
+    more = {"memory": memory if stage == 3 or memory is None else memory + SIZE * BLOCKS, "costs": costs}
+    without, schedule = (made(stage, passes=passes, **more) for passes in (WITHOUT, PASSES))
+    one, other = simulate(schedule, costs), simulate(without, costs)
+    assert price(one) <= price(other)
+    if memory is not None:
+        assert one.peak <= max(more["memory"], other.peak)
+    assert len(schedule.places) == 0 and schedule.stays == set(schedule.regathers)
+
+
+@pytest.mark.parametrize(("gather", "seconds"), [(0.5, 34.5), (1.0, 36.2)])
+def test_reductions_are_expected_as_they_are_with_gathers_ahead(gather: float, seconds: float) -> None:
+    """Without, they seem to be over later, and all of the updates wait for a head's."""
+    costs = costs_of(gather, reduction=1.6)
+    schedule = made(costs=costs)
+    assert schedule.regathers == (2, 1, 0)
+    assert simulate(schedule, costs).seconds == pytest.approx(seconds)
+
+
+def test_one_that_has_no_room_keeps_no_smaller_one_away() -> None:
+    sizes, costs = {0: 100 * SIZE}, costs_of()
+    turn = len(costs.activations) // 4  # of the first of two micro-steps
+    costs = replace(costs, activations=tuple(300 * SIZE * (n == turn) for n in range(len(costs.activations))))
+    room = 308 * SIZE
+    schedule = made(sizes=sizes, costs=costs, memory=room)
+    assert schedule.regathers and 0 not in schedule.regathers
+    assert simulate(schedule, costs).peak <= room
+
+
+def test_those_whose_reductions_are_over_are_gathered_as_the_next_step_needs_them() -> None:
+    schedule = made(costs=costs_of(reduction=0.01), by_bucket=False)
+    used = dict.fromkeys(bucket for event in RECORD for bucket in getattr(event, "uses", ()))
+    assert len(schedule.regathers) > 1
+    assert schedule.regathers == tuple(bucket for bucket in used if bucket in schedule.regathers)
+
+
+def test_what_was_waited_for_at_the_start_is_no_computation() -> None:
+    """It was gathered in the step before."""
+    schedule, late = made(), 0.5
+    predicted = as_predicted(schedule).step
+    index = schedule.instructions.index(Wait(0))
+    moments = [
+        replace(moment, start=moment.start + late * (n > index), stop=moment.stop + late * (n >= index))
+        for n, moment in enumerate(predicted.moments)
+    ]
+    collectives = [
+        (each.kind, each.bucket, each.issued + late * (each.index > index), each.over + late * (each.index > index))
+        for each in predicted.operations
+    ]
+    step = Step.of(schedule, moments, collectives)
+    assert step.waits[index] == late
+    assert costs_of_steps([step]).compute == pytest.approx(costs_of_steps([predicted]).compute)
+    told = {
+        each.bucket: each.exposed for each in step.operations if isinstance(schedule.instructions[each.index], Regather)
+    }
+    assert told[0] == late and not any(exposed for bucket, exposed in told.items() if bucket)
+
+
+def test_what_stays_has_no_place_and_is_sent_by_kernel() -> None:
+    schedule = made(placed=frozenset(range(BLOCKS)))
+    assert schedule.regathers and schedule.places.keys() == set(range(BLOCKS)) - schedule.stays
+    assert f"Regather layers.{schedule.regathers[0]}" in schedule.text()
+    assert "Unshard layers.0 (stays)" in schedule.text()
+    by_kernel = [index for index, i in enumerate(schedule.instructions) if isinstance(i, Regather | Reduce)]
+    lane = {(start, stop) for start, stop, reason in dependencies(schedule).edges if reason == "lane"}
+    assert set(pairwise(by_kernel)) <= lane
+    beside = [schedule.by_copy_engine("all_gather", bucket) for bucket in range(BLOCKS)]
+    assert beside == [bucket not in schedule.stays for bucket in range(BLOCKS)]
+
+
+def test_it_comes_back_from_a_file(tmp_path: Path) -> None:
+    schedule = made()
+    schedule.save(tmp_path / "schedule.json")
+    assert Schedule.load(tmp_path / "schedule.json") == schedule
+
+
+def broken(schedule: Schedule) -> list[tuple[str, tuple[object, ...]]]:
+    instructions = schedule.instructions
+    again = instructions.index(Regather(0))
+    return [
+        (
+            "gathered anew before it is updated",
+            (*instructions[: again - 1], Regather(0), Update(0), *instructions[again + 1 :]),
+        ),
+        ("gathered anew twice", (*instructions[: again + 1], *instructions[again:])),
+        ("is still unsharded", (*instructions[:again], *instructions[again + 1 :])),
+        ("it does not stay", (*instructions, Reshard(0))),
+        ("the step is over", (*instructions[: again + 1], Unshard(0), *instructions[again + 1 :])),
+        ("it does not stay", (*instructions, Regather(5))),
+    ]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_what_is_wrong_is_refused(number: int) -> None:
+    schedule = made()
+    assert 5 not in schedule.stays
+    why, instructions = broken(schedule)[number]
+    with pytest.raises(ScheduleError, match=why):
+        verify(replace(schedule, instructions=instructions))
+
+
+def test_it_is_illegal_where_nothing_asks_for_it() -> None:
+    schedule = made()
+    with pytest.raises(ScheduleError, match="nothing asks for"):
+        verify(replace(schedule, facts=replace(schedule.facts, regather=False)))
+
+
+def test_updates_keep_their_order_otherwise() -> None:
+    schedule, without = made(), made(passes=WITHOUT)
+    order, before = (
+        [i.bucket for i in each.instructions if isinstance(i, Update) and i.bucket not in schedule.stays]
+        for each in (schedule, without)
+    )
+    assert order == before and all(a != b for a, b in pairwise(order))

@@ -1,0 +1,90 @@
+"""Matmuls that compute gradients of parameters write them where the caller wants them: no copy is needed then.
+
+Before:  mm(a, b) · permute · permute · output
+After:   addmm_(destination, a, b, beta=0), for a further argument; that output is None
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor, fx
+
+from zeroweave._torch.fx import operator_schema
+from zeroweave.compile.bind import Roles, gradients_of, graph_outputs
+
+_MATMUL: Final = torch.ops.aten.mm.default
+INTO: Final = torch.ops.aten.addmm_.default
+"""With beta=0 it does not read what it writes, and runs the kernel that a matmul does."""
+
+
+def written_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
+    """Output index -> the matmul of which the output, a parameter's gradient, is a view from end to end.
+
+    Only what nothing else reads: it will not be there as a value. A node that is several outputs, such as the one
+    gradient of two parameters that are added, stays one: its matmul would run again for each destination.
+    """
+    found = {}
+    times = Counter(value for value in graph_outputs(graph) if isinstance(value, fx.Node))
+    for index, _, node in gradients_of(graph, roles):
+        if times[node] > 1:
+            continue
+        whole = node.meta["val"]
+        while len(node.users) == 1 and node.target is not _MATMUL and _is_view(node):
+            (node,) = node.all_input_nodes[:1]
+        if node.target is _MATMUL and len(node.users) == 1 and _is_all_of(whole, node.meta["val"]):
+            found[index] = node
+    return found
+
+
+def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node]) -> list[Tensor]:
+    """Gives the graph an argument for each of these, of the output's shape; returns examples of them, in order."""
+    graph = module.graph
+    output, values = graph.output_node(), graph_outputs(graph)
+    behind = list(graph.find_nodes(op="placeholder"))[-1]
+    examples = []
+    for index, matmul in written.items():
+        example = values[index].meta["val"]
+        with graph.inserting_after(behind):
+            behind = destination = graph.placeholder(f"destination_{index}")
+        destination.meta["val"] = example
+        with graph.inserting_before(matmul):
+            if example.shape != matmul.meta["val"].shape:
+                shape = list(matmul.meta["val"].shape)
+                destination = graph.call_function(torch.ops.aten.view.default, (destination, shape))
+                destination.meta["val"] = matmul.meta["val"]
+            into = graph.call_function(INTO, (destination, *matmul.args), {"beta": 0})
+            into.meta |= {"val": matmul.meta["val"], "autograd_backward": True}
+        view_of_output, values[index] = values[index], None
+        output.args = (tuple(values),)
+        while not view_of_output.users:
+            parents = view_of_output.all_input_nodes
+            graph.erase_node(view_of_output)
+            if view_of_output is matmul:
+                break
+            view_of_output = parents[0]
+        examples.append(example)
+    if written:
+        graph.lint()
+        module.recompile()
+    return examples
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Does the node only say differently what its one input is?"""
+    schema = operator_schema(node.target)
+    if schema is None or len(schema.returns) != 1 or len(node.all_input_nodes) != 1:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write
+
+
+def _is_all_of(view: Tensor, matmul: Tensor) -> bool:
+    """Has the view all elements of a contiguous result in their order?"""
+    if not all(isinstance(size, int) for size in (*view.shape, *matmul.shape)):
+        return False
+    alike = view.dtype == matmul.dtype and view.numel() == matmul.numel()
+    return alike and view.is_contiguous() and matmul.is_contiguous() and view.storage_offset() == 0

@@ -1,0 +1,84 @@
+"""Headroom: does the device have memory left while steps grow? Where it has not, the ranks fill less of it together.
+
+Nothing here is an error, and nothing depends on when garbage is collected: what counts is the most that was in use at
+once in a window that trains, from its first call until the ranks agree on its step, and how often the device had
+nothing left meanwhile. Whatever lies between windows or is only tried out tells nothing about steps.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zeroweave.comm.wire import Wire
+from zeroweave.engine.agreements import Agreements
+from zeroweave.ranks.board import machine
+from zeroweave.ranks.control import Control
+from zeroweave.schedule import Costs, Schedule, fixed, grown, margin
+
+SHORT = "memory is short"
+"""What a rank notes."""
+
+
+class Headroom:
+    """Of one rank. `sharing`: so many ranks compute on its device, and each counts its share of what is free."""
+
+    def __init__(self, wire: Wire, agreements: Agreements, sharing: int) -> None:
+        self._wire, self._agreements, self._sharing = wire, agreements, sharing
+        self._limit: int | None = None
+        """bytes above which memory is short; None: nobody asks"""
+        self._refusals: int | None = None
+        """those before the open window; None: it tells nothing"""
+        self._peak = 0
+        """bytes in use at most in the last window; 0 where that is not known, as it was no more than before"""
+        self._fixed = 0
+        """bytes that no schedule can change, as found where memory was short; the same on all ranks"""
+
+    def room(self) -> int:
+        """Bytes that may be in use at most; 0 where nobody counts."""
+        return self._wire.clock.room(self._sharing)
+
+    def foresee(self, costs: Costs, measured: Schedule) -> Costs:
+        """Costs that were agreed on, with as much beside flats as there was when memory was short: it may come again.
+
+        What they were `measured` on may have had some of it.
+        """
+        return costs.higher(max(0, self._fixed - fixed(costs, measured))) if self._fixed else costs
+
+    def watch(self, costs: Costs | None) -> None:
+        """A schedule is followed that was made with a budget by these costs; None: with none of its own."""
+        # What the last window has had is there.
+        self._limit = None if costs is None else max(costs.room - margin(costs), self._peak)
+
+    def begin(self, counts: bool) -> None:
+        """A window begins with its first call. Does it count?"""
+        self._refusals = None
+        if counts and self._limit is not None and not self._wire.tries:
+            _, self._refusals = self._wire.clock.strain()  # up to here
+
+    def look(self) -> None:
+        """Notes where memory is short. Before the ranks agree on a step; local."""
+        refusals, self._refusals, self._peak = self._refusals, None, 0
+        if refusals is None or self._limit is None:
+            return
+        self._peak, now = self._wire.clock.strain()
+        if self._peak > self._limit or now > refusals:
+            self._agreements.notes.note(SHORT)
+
+    def is_short(self) -> bool:
+        """Do all ranks know that memory is short on one of them? True once for each time."""
+        return bool(self._agreements.notes.take((SHORT,)))
+
+    def agree(self, costs: Costs, measured: Schedule, schedule: Schedule) -> Costs:
+        """What foresees the need of the last window, for all ranks; see `schedule.budget.grown`. Collective."""
+        peak, room = self._agreements.memory(self._peak, self.room())
+        found = grown(costs, measured, schedule, peak, room)
+        self._fixed = max(self._fixed, fixed(found, measured))
+        return found
+
+
+def ranks_beside(control: Control, device: torch.device) -> int:
+    """How many ranks compute on this one's GPU; 1 on a CPU, where nobody counts memory. Collective."""
+    if device.type != "cuda":
+        return 1
+    mine = machine(), str(torch.cuda.get_device_properties(device).uuid)
+    return control.all_gather_object(mine, "which ranks share a GPU").count(mine)

@@ -1,0 +1,160 @@
+"""The moments of a bucket in 8 bits an element: between two updates the optimizer's state has none in float32.
+
+    land     the update finds them in float32: `optimizer.state` refers to them
+    lower    they are coded, see `optim.codes`, and `optimizer.state` lets go of them
+
+Step counters, and whatever else an optimizer keeps, stay in its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from zeroweave._torch.storages import storage_key
+from zeroweave.comm.rounding import noise_
+from zeroweave.errors import ParameterError
+from zeroweave.layout import BucketLayout
+from zeroweave.optim.codes import Coded, decode, encode_
+from zeroweave.optim.fragments import Fragments
+from zeroweave.optim.moments import moments_of
+from zeroweave.runtime.bucket import Bucket
+
+CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
+"""What is coded, by its key, and how."""
+_OPTIMIZERS: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
+"""Exact types: a subclass may do things of its own."""
+REFUSED: Final[Mapping[str, str]] = {
+    "amsgrad": "with precision.optimizer 'compact' its largest second moments would grow with each rounding"
+}
+"""Options of groups that have to be off, and why."""
+State = Mapping[str, Any]
+
+
+def refuse_compact(optimizer: torch.optim.Optimizer, layouts: Iterable[BucketLayout]) -> None:
+    """ParameterError where `precision.optimizer` "compact" cannot be done; nothing was changed."""
+    reasons = []
+    if type(optimizer) not in _OPTIMIZERS:
+        reasons.append(f"it is for one torch.optim.Adam or AdamW, not {type(optimizer).__name__}")
+    else:
+        on = (key for key in REFUSED if any(group.get(key) for group in optimizer.param_groups))
+        reasons += [f"{REFUSED[key]}: set {key} to False" for key in on]
+    wide = [slot.name for each in layouts if each.trainable and each.dtype != "bfloat16" for slot in each.slots]
+    if wide:
+        names = ", ".join(wide[:8]) + (f" and {len(wide) - 8} more" if len(wide) > 8 else "")
+        reasons.append(f"it is for bfloat16 parameters, and not {names}: set precision.params to 'bfloat16'")
+    if reasons:
+        lines = "\n".join(f"  {reason}" for reason in reasons)
+        raise ParameterError(
+            f"precision.optimizer 'compact' cannot be used; nothing was changed:\n{lines}\n  or set it to 'full'"
+        )
+
+
+class CompactMoments:
+    """The moments of one bucket. They take about 2.1 bytes an element at rest."""
+
+    def __init__(self, bucket: Bucket, fragments: Fragments, optimizer: torch.optim.Optimizer) -> None:
+        self._bucket, self._fragments, self._optimizer = bucket, fragments, optimizer
+        self.coded: dict[str, Coded] = {}
+        """by key, of the whole shard; zeros where a slot has none"""
+        self.slots: dict[int, list[str]] = {}
+        """slot -> the keys that are coded of it"""
+        self._lifted: dict[str, torch.Tensor] = {}
+        self.lower()
+
+    # ------------------------------------------------------------------ around an update
+    def land(self) -> None:
+        """The state refers to float32 copies."""
+        self._lifted = {key: decode(coded) for key, coded in self.coded.items()}
+        for slot, keys in self.slots.items():
+            held = self._optimizer.state[self._fragments.parameters[slot]]
+            for key in keys:
+                held[key] = self._bucket.fragment(self._lifted[key], slot)
+
+    def drop(self) -> None:
+        """The state lets go of the copies; what was coded stays as it is."""
+        for slot, keys in self.slots.items():
+            held = self._optimizer.state[self._fragments.parameters[slot]]
+            for key in keys:
+                held.pop(key, None)
+        self._lifted = {}
+
+    def lower(self, random: torch.Tensor | None = None) -> None:
+        """What the state has of elements is coded, and no longer in it. `random`: see `codes.encode_`."""
+        for moment in moments_of(self._fragments, self._optimizer.state):
+            key, value = moment.key, moment.value
+            if key not in CODES:
+                continue
+            if key not in self._lifted:
+                self._lifted[key] = torch.zeros(self._fragments.numel, device=value.device)
+            lifted = self._lifted[key]
+            if storage_key(value) != storage_key(lifted):  # somebody has just put it there
+                moment.view(lifted).copy_(value)
+            keys = self.slots.setdefault(moment.slot, [])
+            if key not in keys:
+                keys.append(key)
+            del moment.held[key]
+        for key, values in self._lifted.items():
+            if key not in self.coded:
+                self.coded[key] = Coded.zeros(values.numel(), CODES[key], values.device)
+            encode_(self.coded[key], values, random)
+        self._lifted = {}
+
+    def noise(self) -> torch.Tensor:
+        """int32 [numel / world], for elements at the steps that their parameters are at."""
+        random = torch.zeros(self._fragments.numel, dtype=torch.int32, device=self._bucket.home.source.device)
+        first, _ = self._bucket.layout.shard_range(self._bucket.rank)
+        for slot, start in self._places():
+            noise_(self._bucket.fragment(random, slot), first + start, self._step(slot))
+        return random
+
+    def _places(self) -> Iterator[tuple[int, int]]:
+        """The slots that have taken a step, and where they start."""
+        for slot, (parameter, start) in enumerate(zip(self._fragments.parameters, self._fragments.starts, strict=True)):
+            if parameter.numel() and "step" in self._optimizer.state.get(parameter, {}):
+                yield slot, start
+
+    def _step(self, slot: int) -> torch.Tensor | int:
+        step = self._optimizer.state[self._fragments.parameters[slot]]["step"]
+        return int(step) if not isinstance(step, torch.Tensor) or step.device.type == "cpu" else step
+
+    # ------------------------------------------------------------------ for others
+    def parts(self, slot: int) -> dict[str, Coded]:
+        """What is coded of a slot's fragment, by key."""
+        place = self._bucket.layout.fragment(slot, self._bucket.rank)
+        keys = self.slots.get(slot, [])
+        return {key: self.coded[key].of(place.start, place.start + place.numel) for key in keys}
+
+    def outline(self, slot: int) -> dict[str, torch.Tensor]:
+        """What `decode` would make of `parts`, without memory."""
+        parts = self.parts(slot).items()
+        return {key: torch.empty(each.codes.shape, dtype=torch.float32, device="meta") for key, each in parts}
+
+    def moments(self, slots: Iterable[int], keys: Sequence[str], start: int, stop: int) -> tuple[torch.Tensor, ...]:
+        """The codes by key, and then the scales, of a range of the shard with these slots, which have moments now."""
+        for key in keys:
+            if key not in self.coded:
+                device = self._bucket.home.source.device
+                self.coded[key] = Coded.zeros(self._fragments.numel, CODES[key], device)
+        for slot in slots:
+            self.slots.setdefault(slot, list(keys))
+        parts = [self.coded[key].of(start, stop) for key in keys]
+        return (*(part.codes for part in parts), *(part.scales for part in parts))
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """These slots have no moments any more."""
+        for slot in slots:
+            for codes, scales in self.parts(slot).values():
+                codes.zero_()
+                scales.zero_()
+            self.slots.pop(slot, None)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor for coded in self.coded.values() for tensor in coded]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(coded.nbytes for coded in self.coded.values())

@@ -1,0 +1,74 @@
+"""What the groups of the user's optimizer hold: the user's parameters, or fragments while it computes with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zeroweave.errors import ParameterError
+
+
+class Groups:
+    """`users` and `fragments`, by group: the lists that groups hold at rest, and those of all fragments."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        users: Sequence[list[nn.Parameter]],
+        fragments: Sequence[list[nn.Parameter]],
+    ) -> None:
+        self._optimizer, self._fragments = optimizer, fragments
+        self._users = users
+        """empty once they are given back"""
+        self._packing = False
+        """does PyTorch put a state dict together?"""
+
+    @contextmanager
+    def holding(self, parameters: Sequence[list[nn.Parameter]]) -> Iterator[None]:
+        """Inside, the groups hold these, by group. Errors as `refuse_changed`."""
+        self.refuse_changed()
+        self._hold(parameters)
+        try:
+            yield
+        finally:
+            self.rest()
+
+    def pack(self) -> None:
+        """PyTorch is about to put a state dict together, and wants all that has a state to be in some group."""
+        self._packing = True
+        self._hold([[*users, *fragments] for users, fragments in zip(self._users, self._fragments, strict=True)])
+
+    def packed(self) -> None:
+        """It has done so, or has failed to. The groups are what they were."""
+        if self._packing:
+            self._packing = False
+            self.rest()
+
+    def refuse_changed(self) -> None:
+        """ParameterError if the groups have other parameters than they had."""
+        self.packed()
+        held = self._optimizer.param_groups
+        if len(held) != len(self._users) or any(
+            group["params"] is not users for group, users in zip(held, self._users, strict=True)
+        ):
+            raise ParameterError(
+                "the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "
+                "group, such as lr, can change at any time, its parameters cannot"
+            )
+
+    def rest(self) -> None:
+        """The groups hold the user's parameters."""
+        for group, users in zip(self._optimizer.param_groups, self._users, strict=False):
+            group["params"] = users
+
+    def give_back(self) -> None:
+        """The same for good: they may hold others later."""
+        self.rest()
+        self._users = ()
+
+    def _hold(self, parameters: Sequence[list[nn.Parameter]]) -> None:
+        for group, own in zip(self._optimizer.param_groups, parameters, strict=True):
+            group["params"] = own

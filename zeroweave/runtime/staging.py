@@ -1,0 +1,68 @@
+"""The flat that a bucket's gradients are reduced from, where they are written right into it.
+
+    lend      a compiled backward gets a slot's place, before it runs
+    came      the gradient is there, or another one in its stead
+    collect   what is not there yet is copied, and the flat goes into the reduction
+
+A gradient that comes in memory of its own is a part as ever. A bucket that has only those has no flat here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from zeroweave.comm.process_group import lay_out
+from zeroweave.comm.transport import Parts
+from zeroweave.runtime.bucket import Bucket
+
+
+class Staging:
+    """That of one bucket, in the dtype of its gradients. It is for one reduction, then there is another."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the flat. Whoever has a part of it keeps its memory."""
+        self._flat: torch.Tensor | None = None
+        self._lent: dict[int, torch.Tensor] = {}
+        """slot -> its place, into which something may be written at any time"""
+        self._there: set[int] = set()
+        """slots whose gradient lies in its place"""
+
+    def lend(self, slot: int) -> torch.Tensor | None:
+        """The place of a slot, of its shape, to be written; None if somebody has it, or it is aligned as no matrix is.
+
+        Kernels that were compiled for aligned memory would write elsewhere, and the result be copied.
+        """
+        place = self._bucket.layout.slots[slot]
+        if slot in self._lent or slot in self._there or place.offset * self._bucket.dtype.itemsize % 16:
+            return None
+        if self._flat is None:
+            layout = self._bucket.layout
+            self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
+        view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
+        return view
+
+    def came(self, slot: int, gradient: torch.Tensor) -> None:
+        """The gradient of a slot is this from now on."""
+        if self._lent.pop(slot, None) is gradient:
+            self._there.add(slot)
+        else:
+            self._there.discard(slot)
+
+    @torch.no_grad()
+    def collect(self, parts: Mapping[int, torch.Tensor]) -> Parts:
+        """All parts in one flat, if some lie there; else as they are. They are those of which `came` was told.
+
+        So it is, too, where a place is still lent: a reduction would read it while it may be written.
+        """
+        flat, there, lent = self._flat, self._there, self._lent
+        self.clear()
+        if flat is None or lent or not there:
+            return parts
+        lay_out(flat, parts, self._bucket.layout, there)
+        return flat
