@@ -14,8 +14,8 @@ from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.parts import EngineParts
 from zeroweave.runtime.bucket import Bucket
 
-_WORDS: Final = 1 << 24
-"""So many words of a tensor are looked at in one go."""
+_WORDS: Final = 1 << 22
+"""So many words of a tensor are looked at in one go: few enough that a GPU's cache holds them for the next kernel."""
 _FACTOR: Final = -7046029254386353131
 """2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all 64 bits."""
 
@@ -155,29 +155,64 @@ def _trained(parts: EngineParts) -> list[Bucket]:
     return [bucket for bucket in parts.runtime.buckets.values() if bucket.layout.trainable]
 
 
-@torch.no_grad()
-def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """int64, 0-dim, on the tensors' device: equal for tensors that are equal bit by bit, and else almost never.
+class _Sums:
+    """Sums over tensors of one device, with weights that are made once."""
 
-    The words w of all tensors enter as the sum of w_i * (2 i + 1) * c modulo 2^64: in another order or with another
-    word it is another sum.
-    """
-    total, begin = None, 0
-    for tensor in tensors:
+    def __init__(self, device: torch.device, words: int) -> None:
+        self._odd = (2 * torch.arange(words, device=device) + 1) * _FACTOR
+        index = torch.arange(words, device=device) + 1
+        self._weights = (index * (2 * index + 1) * _FACTOR).to(torch.float64) * 2.0**-63
+
+    def digest(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+        """int64, 0-dim. See `digests`."""
+        total, begin = torch.zeros((), dtype=torch.int64, device=self._odd.device), 0
+        for tensor in tensors:
+            flat = tensor.detach().resolve_conj().contiguous().view(-1)
+            flat = flat.clone() if flat.data_ptr() % 4 else flat
+            words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
+            for piece in words.split(len(self._odd)):
+                wide = piece.to(torch.int64)
+                # w_i * (2 (begin + i) + 1) * c, in two sums
+                total += wide.sum() * _wrapped(2 * begin * _FACTOR)
+                total += wide.mul_(self._odd[: len(wide)]).sum()
+                begin += len(wide)
+        return total
+
+    def sketch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """float64 [2]. See `sketch`."""
         flat = tensor.detach().resolve_conj().contiguous().view(-1)
-        flat = flat.clone() if flat.data_ptr() % 4 else flat
-        words = flat.view(torch.int32 if flat.nbytes % 4 == 0 else torch.uint8)
-        for piece in words.split(_WORDS):
-            index = torch.arange(begin, begin + piece.numel(), device=piece.device)
-            part = (piece.to(torch.int64) * (2 * index + 1) * _FACTOR).sum()
-            total = part if total is None else total + part
-            begin += piece.numel()
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+        flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        total = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+        for piece in flat.split(len(self._weights)):
+            wide = piece.to(torch.float64)
+            total[0] += torch.dot(wide, self._weights[: len(wide)])
+            total[1] += torch.dot(wide, wide)
+        total[1].sqrt_()
+        return total.nan_to_num_(inf, inf, inf)
 
 
+def _wrapped(number: int) -> int:
+    """Modulo 2^64, as a signed number."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _sums(tensors: Iterable[torch.Tensor]) -> dict[torch.device, _Sums]:
+    """For each device that they lie on."""
+    most: dict[torch.device, int] = {}
+    for tensor in tensors:
+        most[tensor.device] = max(most.get(tensor.device, 1), min(_WORDS, tensor.nbytes))
+    return {device: _Sums(device, words) for device, words in most.items()}
+
+
+@torch.no_grad()
 def digests(named: Contents) -> dict[str, int]:
-    """Of each. Waits for the device."""
-    sums = {name: digest(tensors) for name, tensors in named.items()}
+    """Of each name's tensors, which lie on one device: equal where they are equal bit by bit, and else almost never.
+
+    The words w of all tensors of a name enter as the sum of w_i * (2 i + 1) * c modulo 2^64: in another order or with
+    another word it is another sum. Waits for the devices.
+    """
+    by_device = _sums(tensor for tensors in named.values() for tensor in tensors)
+    sums = {name: by_device[ts[0].device].digest(ts) if ts else 0 for name, ts in named.items()}
     return {name: int(value) for name, value in sums.items()}
 
 
@@ -186,36 +221,32 @@ def different(one: Mapping[str, int], other: Mapping[str, int]) -> set[str]:
     return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
-@torch.no_grad()
-def sketch(tensor: torch.Tensor) -> torch.Tensor:
-    """float64, 0-dim, on the tensor's device: a sum with weights, so that what differs little moves it little.
-
-    Of the elements x_i, whatever their dtype: the sum of x_i * w_i, with w_i in [-1, 1] made of i alone. Infinite where
-    one of them is not finite.
-    """
-    flat = tensor.detach().resolve_conj().contiguous().view(-1)
-    flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-    total, begin = torch.zeros((), dtype=torch.float64, device=tensor.device), 0
-    for piece in flat.split(_WORDS):
-        index = torch.arange(begin, begin + piece.numel(), device=piece.device)
-        weights = ((index + 1) * (2 * index + 1) * _FACTOR).to(torch.float64) * 2.0**-63
-        total += (piece.to(torch.float64) * weights).sum()
-        begin += piece.numel()
-    return total.nan_to_num_(inf, inf, inf)
-
-
 class Print(NamedTuple):
-    """What a tensor is compared by: equal or not, and by how much it differs."""
+    """What a tensor is compared by: equal or not, and by how much it differs. See `digests`, `sketch`."""
 
     digest: int
     sketch: float
+    norm: float
 
 
+@torch.no_grad()
+def sketch(tensor: torch.Tensor) -> tuple[float, float]:
+    """A sum with weights, so that what differs little moves it little; and the norm. Waits for the device.
+
+    Of the elements x_i, whatever their dtype: the sum of x_i * w_i, with w_i in [-1, 1] made of i alone (modulo the
+    elements that are looked at in one go). Both are infinite where an element is not finite.
+    """
+    value, norm = _sums([tensor])[tensor.device].sketch(tensor).tolist()
+    return value, norm
+
+
+@torch.no_grad()
 def prints(named: Contents) -> dict[tuple[str, int], Print]:
-    """Of each tensor, by its name and its number among those of that name. Waits for the device.
+    """Of each tensor, by its name and its number among those of that name. Waits for the devices.
 
     One by one: in a sum over several, what is small would be lost beside what is large.
     """
     each = {(name, number): t for name, tensors in named.items() for number, t in enumerate(tensors)}
-    both = {place: (digest([tensor]), sketch(tensor)) for place, tensor in each.items()}
-    return {place: Print(int(bits), float(value)) for place, (bits, value) in both.items()}
+    sums = _sums(each.values())
+    both = {place: (sums[t.device].digest([t]), sums[t.device].sketch(t)) for place, t in each.items()}
+    return {place: Print(int(bits), *values.tolist()) for place, (bits, values) in both.items()}

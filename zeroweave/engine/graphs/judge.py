@@ -2,12 +2,13 @@
 
 Where the replay left what the window had left, they do. Where it did not, the window runs once more as ever, is
 replayed again, and so on: the backward of attention, for one, adds up in an order that is another one now and then.
-The graphs are used once each tensor agrees. It does where some replay left the bits that some run left. It does, too,
-where no two runs left the same bits, and replays lie among the runs.
+The graphs are used once each tensor agrees: some replay left the bits that some run left, or runs differ from each
+other, too, and some replay lies among them; and no replay is astray. One is that lies far from all runs, by what they
+differ from each other and by the tensor's own size, or that is not finite where they are.
 
 They are refused for a tensor where chance brings that about less than once in ten million times: most runs left the
-same bits and no replay did, or all replays lie beyond all runs. Where neither is so after the last round, the replays'
-tensors are not told from those of runs, and the graphs are used.
+same bits and no replay did, or no replay lies among the runs. And where replays are astray in the end, or so many are
+that it takes no waiting.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ _ROUNDS: Final = 16
 """So often a window is replayed and run again at most."""
 _CHANCE: Final = 1e-7
 """Of a tensor to be refused although its graph is right. A model has thousands of tensors."""
+_STRAYS: Final = 1e-3
+"""The same, by replays that are astray."""
 _FEWEST: Final = 3
-"""So many runs at least that all differ tell that runs do."""
-_NOTHING: Final = Print(-1, math.inf)
+"""So many runs at least tell where a replay may lie."""
+_WIDE, _SMALL = 8.0, 2.0**-6
+"""A replay is near the runs within so many times what they differ by, or within such a share of the tensor's norm."""
+_NOTHING: Final = Print(-1, math.inf, math.inf)
 
 Place = tuple[str, int]
 Prints = Mapping[Place, Print]
@@ -53,10 +58,12 @@ def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], 
         runs.append(trial.left(trial.rerun()))
         if agree:
             break
-        mine = None
+        last, mine = index == _ROUNDS - 1, None
         if first is not None and runs[0][first] != runs[-1].get(first):
             mine = "the model does not compute the same twice, so that its graph cannot be compared"
-        elif other := [place for place in _apart(runs, replays) if _chance(place, runs, replays) < _CHANCE]:
+        elif other := [
+            place for place in _apart(runs, replays) if _is_other(_of(place, runs), _of(place, replays), last)
+        ]:
             mine = f"its replay differs in {_named(other)}"
         if (why := tell(mine)) is not None:
             break
@@ -80,25 +87,46 @@ def _of(place: Place, windows: Sequence[Prints]) -> list[Print]:
 
 
 def _agree(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
-    ours, theirs = ([each.digest for each in prints] for prints in (runs, replays))
-    if not set(ours).isdisjoint(theirs):
+    if _strays(runs, replays):
+        return False
+    ours, theirs = ({each.digest for each in prints} for prints in (runs, replays))
+    if not ours.isdisjoint(theirs):
         return True
-    return len(set(ours)) == len(ours) >= _FEWEST and not _lie_beyond(runs, replays)
+    return len(runs) >= _FEWEST and len(ours) > 1 and _lie_among(runs, replays)
 
 
-def _lie_beyond(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
-    """Do the sketches of the ones lie on one side of those of the others?"""
-    ours, theirs = ([each.sketch for each in prints] for prints in (runs, replays))
-    return max(ours) < min(theirs) or max(theirs) < min(ours)
+def _lie_among(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
+    """Does the sketch of any replay lie between those of runs?"""
+    ours = [each.sketch for each in runs]
+    return any(min(ours) <= each.sketch <= max(ours) for each in replays)
 
 
-def _chance(place: Place, runs: Sequence[Prints], replays: Sequence[Prints]) -> float:
-    """How likely such n runs and m replays are if they do the same.
+def _strays(runs: Sequence[Print], replays: Sequence[Print]) -> int:
+    """How many replays are astray."""
+    known = {each.digest for each in runs}
+    ours = [each.sketch for each in runs if math.isfinite(each.sketch)]
+    if not ours:
+        return sum(math.isfinite(each.sketch) for each in replays)
+    low, high, whole = min(ours), max(ours), len(ours) == len(runs)
+    near = max(_WIDE * (high - low), _SMALL * max(each.norm for each in runs if math.isfinite(each.norm)))
+    return sum(
+        each.digest not in known
+        and (not low - near <= each.sketch <= high + near if math.isfinite(each.sketch) else whole)
+        for each in replays
+    )
 
-    The c that left the same bits are all runs: C(n, c) / C(n + m, c), by the hypergeometric distribution. All replays
-    lie on one side of all runs: 2 / C(n + m, n), as each order of n + m is equally likely.
+
+def _is_other(runs: Sequence[Print], replays: Sequence[Print], last: bool) -> bool:
+    """Does a graph do something else than the runs? `last`: no more of them come.
+
+    If it does the same, each order of n runs and m replays is equally likely. Then the c runs that left the same bits
+    are all of those who did with C(n, c) / C(n + m, c), no replay lies among the runs with (m + 1) / C(n + m, n), and
+    the k that are astray are all replays with C(m, k) / C(n + m, k).
     """
-    n, m, ours, theirs = len(runs), len(replays), _of(place, runs), _of(place, replays)
-    ((_, same),) = Counter(each.digest for each in ours).most_common(1)
-    beyond = 2 / math.comb(n + m, n) if _lie_beyond(ours, theirs) else 1.0
-    return min(beyond, math.comb(n, same) / math.comb(n + m, same))
+    n, m, strays = len(runs), len(replays), _strays(runs, replays)
+    if strays and (last or math.comb(m, strays) / math.comb(n + m, strays) < _STRAYS):
+        return True
+    ((bits, same),) = Counter(each.digest for each in runs).most_common(1)
+    if all(each.digest != bits for each in replays) and math.comb(n, same) / math.comb(n + m, same) < _CHANCE:
+        return True
+    return not _lie_among(runs, replays) and (m + 1) / math.comb(n + m, n) < _CHANCE
