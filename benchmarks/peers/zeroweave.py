@@ -88,4 +88,4 @@ def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.devic
             "schedule": engine.schedule.text() if engine.schedule is not None else None,
         }
 
-    return Trainer(step, details, engine.destroy, lambda: engine.stats.memory.graphs)
+    return Trainer(step, details, lambda: engine.destroy(optimizer_state=False), lambda: engine.stats.memory.graphs)

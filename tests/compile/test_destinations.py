@@ -100,6 +100,32 @@ def test_matmuls_write_where_they_are_told_to(lower: str) -> None:
     judge(lower, "cpu", torch.float32)
 
 
+class Losing(Block):
+    """Computes a loss, where `alone`, or beside what it returns."""
+
+    def __init__(self, width: int, alone: bool) -> None:
+        super().__init__(width)
+        self.alone = alone
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y.square().mean() if self.alone else (y, y.square().mean())
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_backward_that_begins_with_the_loss_is_given_no_memory(alone: bool) -> None:
+    """All activations are alive then: the step would need more at most."""
+    torch.manual_seed(0)
+    model = Model()
+    model.layers = nn.ModuleList([Block(32), Block(32), Losing(32, alone)])
+    host = Lending(model, "aot_eager")
+    with host.everything(), host.hooks():
+        result = host.model(torch.randn(8, 5, 32))
+    (result if alone else result[0].sum() + result[1]).backward()
+    written = {name.split(".")[1] for name, place in host.place_of_name.items() if place in host.in_place}
+    assert written == ({"0", "1"} if alone else {"0", "1", "2"})
+
+
 class Matmuls(TorchDispatchMode):
     """Counts the matmuls that run while it is entered."""
 

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import zeroweave as zw
+from zeroweave.engine.graphs.away import Away
 from zeroweave.engine.graphs.batch import Batch, Uncapturable
 from zeroweave.engine.graphs.contents import Copies, Whereabouts, contents, different, digests
+from zeroweave.engine.graphs.graphs import Graphs
+from zeroweave.engine.values import Values
 from zeroweave.optim.rates import Rates, why_not_captured
 
 CPU = torch.device("cpu")
@@ -87,12 +90,39 @@ def test_digests_see_each_bit_and_its_place(dtype: torch.dtype) -> None:
     assert digests({"x": [zero]}) != digests({"x": [-zero]})
 
 
+@pytest.mark.parametrize("spare", [0, 300, 1 << 20, None])
+def test_copies_lie_beside_the_tensors_as_long_as_there_is_room(spare: int | None, monkeypatch: Any) -> None:
+    model, went = tiny(), list[int]()
+    copy = Away.copy
+    monkeypatch.setattr(Away, "copy", lambda self, tensor: went.append(tensor.nbytes) or copy(self, tensor))
+    with zw.initialize(model, torch.optim.AdamW(model.parameters()), {"compile": {"enabled": False}}) as engine:
+        engine.train_step(torch.ones(4, 8), loss_fn)
+        named = contents(engine._parts)
+        before, copies = digests(named), Copies(engine._parts, named, spare)
+        engine.train_step(torch.ones(4, 8), loss_fn)
+        copies.restore()
+        assert digests(contents(engine._parts)) == before
+        sizes = [tensor.nbytes for tensors in named.values() for tensor in tensors]
+        assert sum(sizes) - sum(went) <= (sum(sizes) if spare is None else spare)
+        assert bool(went) == (spare in (0, 300)) and (spare != 0 or sum(went) == sum(sizes))
+
+
+def test_graphs_give_their_memory_back_before_the_state_is_gathered(monkeypatch: Any) -> None:
+    """Where they hold what a step takes, whole parameters' state would have to go to host memory."""
+    order, model = list[str](), tiny()
+    close, whole = Graphs.close, Values.whole
+    monkeypatch.setattr(Graphs, "close", lambda self: order.append("graphs") or close(self))
+    monkeypatch.setattr(Values, "whole", lambda self, state: order.append("state") or whole(self, state))
+    zw.initialize(model, torch.optim.AdamW(model.parameters()), {"compile": {"enabled": False}}).destroy()
+    assert order[:2] == ["graphs", "state"]
+
+
 def test_what_a_step_changes_is_known_by_name_and_by_address() -> None:
     model = tiny()
     engine = zw.initialize(model, torch.optim.AdamW(model.parameters()), {"compile": {"enabled": False}})
     engine.train_step(torch.ones(4, 8), loss_fn)
     parts = engine._parts
-    before, copies, there = digests(contents(parts)), Copies(parts, contents(parts), None), Whereabouts(parts)
+    before, copies, there = digests(contents(parts)), Copies(parts, contents(parts)), Whereabouts(parts)
     engine.train_step(torch.ones(4, 8), loss_fn)
     changed = different(before, digests(contents(parts)))
     assert {"buffer 1.running_mean", "buffer 1.num_batches_tracked"} < changed

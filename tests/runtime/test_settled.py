@@ -53,7 +53,7 @@ class Noting(Player):
 
     def _update(self, buckets: Sequence[int]) -> None:
         self.together.append(list(buckets))
-        self.staged += [self.runtime.gradients.staging.now] * len(buckets)
+        self.staged += [self.runtime.gradients.flats.now] * len(buckets)
         super()._update(buckets)
 
 
@@ -98,7 +98,7 @@ def test_nothing_is_in_flight_at_the_first_update(course: str, fuse: bool, by_bu
     if by_bucket and course == "followed":
         # what was in flight at the last reduction, and less with each update of what has settled
         assert player.staged == sorted(player.staged, reverse=True)
-        assert player.staged[0] == player.runtime.gradients.staging.peak > player.staged[-1] == 0
+        assert player.staged[0] == player.runtime.gradients.flats.peak > player.staged[-1] == 0
     else:
         assert player.staged == [0] * 4
 
@@ -136,7 +136,7 @@ def test_an_optimizer_that_steps_as_a_whole_finds_no_staging(stage: int, mode: s
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with zw.initialize(model, optimizer, {"stage": stage, "compile": MODES[mode]}) as engine:
-        staging, staged = engine._runtime.gradients.staging, []
+        staging, staged = engine._runtime.gradients.flats, []
         optimizer.register_step_pre_hook(lambda *_: staged.append(staging.now))
         for step in range(4):
             x = torch.randn(3, WIDTH)

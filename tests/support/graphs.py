@@ -14,6 +14,7 @@ What a GPU punishes with wrong numbers or an error is punished here, too:
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -272,7 +273,7 @@ class Device:
 
     @contextmanager
     def alone(self, first: bool) -> Iterator[None]:
-        before, numbers = Copies(self._parts, contents(self._parts), None), torch.get_rng_state()
+        before, numbers = Copies(self._parts, contents(self._parts)), torch.get_rng_state()
         try:
             yield
         finally:
@@ -286,8 +287,8 @@ class Device:
     def resume_random(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
-    def home(self, nbytes: int, peak: int) -> None:
-        return None
+    def spare(self, peak: int) -> int:
+        return sys.maxsize
 
     def finish(self) -> None:
         pass

@@ -64,6 +64,7 @@ class Report:
     moved: bool
     digest: str
     compiled_calls: int
+    written: int
     eager_regions: dict[str, str]
     scheduled: bool
     on_demand: int
@@ -107,6 +108,7 @@ def train_engine(
                 engine.step()
         stats = engine.stats
         path |= {"compiled_calls": stats.compiled_calls, "eager_regions": dict(stats.eager_regions)}
+        path |= {"written": stats.written_gradients}
         path |= {"scheduled": adopted is not None}
         path |= {"on_demand": stats.on_demand_unshards - (adopted.on_demand_unshards if adopted else 0)}
         path |= {"departures": stats.departures - (adopted.departures if adopted else 0)}
@@ -157,8 +159,14 @@ def check_path(case: Case, entry: Entry, report: Report, where: str) -> None:
     )
     if not compiled:
         assert not report.eager_regions, f"{where}: {report.eager_regions}"
+        assert report.written == 0, f"{where}: {report.written} gradients were written where they are reduced"
     else:
         assert set(report.eager_regions) == entry.eager_regions, f"{where}: {report.eager_regions}"
+    if compiled and entry.name in ("mlp", "decoder", "hf_llama"):
+        adds_up = case.stage == 1 and case.gas > 1
+        assert (report.written == 0) == adds_up, (
+            f"{where}: {report.written} gradients were written where they are reduced"
+        )
     if entry.steady:
         assert report.scheduled, f"{where}: no schedule was adopted"
         assert report.on_demand == 0, f"{where}: {report.on_demand} unshards on demand after the record was adopted"

@@ -17,6 +17,7 @@ from tests.support.marks import slow
 from zeroweave._torch.aot import (
     aot_base,
     aot_gradient_of,
+    aot_is_tangent,
     aot_metadata,
     aot_partition,
     aot_position,
@@ -130,6 +131,7 @@ def test_aot_graphs_say_what_their_values_are(lower: str) -> None:
                 descs = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder") if "desc" in node.meta]
                 seen[kind] = [aot_position(desc) for desc in descs]
                 assert all(aot_base(desc) is None for desc in descs)
+                assert [aot_is_tangent(desc) for desc in descs].count(True) == (kind == "backward")
                 if kind == "backward":
                     outputs = graph.graph.output_node().meta["desc"]
                     seen["gradients"] = [aot_gradient_of(desc) for desc in outputs]

@@ -46,6 +46,13 @@ def aot_gradient_of(desc: Any) -> int | None:
     return aot_position(desc.grad_of) if isinstance(desc, GradAOTOutput) else None
 
 
+def aot_is_tangent(desc: Any) -> bool:
+    """Is an AOT input the gradient of an output of the forward?"""
+    from torch._functorch._aot_autograd.descriptors import TangentAOTInput
+
+    return isinstance(desc, TangentAOTInput)
+
+
 def aot_saved(index: int) -> Any:
     """The descriptor of the forward's `index`-th output that is saved for the backward."""
     from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput

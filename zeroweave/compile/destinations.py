@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor, fx
 
+from zeroweave._torch.aot import aot_is_tangent
 from zeroweave._torch.fx import operator_schema
 from zeroweave.compile.bind import Roles, gradients_of, graph_outputs
 
@@ -26,7 +27,12 @@ def written_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
 
     Only what nothing else reads: it will not be there as a value. A node that is several outputs, such as the one
     gradient of two parameters that are added, stays one: its matmul would run again for each destination.
+
+    Nothing in the backward of a region that has computed a loss. All activations of the step are alive when it begins,
+    and so would be the memory of all its gradients, which a head has many bytes of: the step would need more at most.
     """
+    if _begins_with_losses(graph):
+        return {}
     found = {}
     times = Counter(value for value in graph_outputs(graph) if isinstance(value, fx.Node))
     for index, _, node in gradients_of(graph, roles):
@@ -71,6 +77,12 @@ def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node])
         graph.lint()
         module.recompile()
     return examples
+
+
+def _begins_with_losses(graph: fx.Graph) -> bool:
+    """Does a backward begin with gradients of single numbers only?"""
+    tangents = [node for node in graph.find_nodes(op="placeholder") if aot_is_tangent(node.meta.get("desc"))]
+    return all(node.meta["val"].dim() == 0 for node in tangents)
 
 
 def _is_view(node: fx.Node) -> bool:

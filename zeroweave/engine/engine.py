@@ -391,6 +391,7 @@ class Engine:
             return
         with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
             self._followers.close()
+            self._graphs.close()  # their memory is room for the optimizer's state
             values, (states, lacking) = self._values.whole(optimizer_state)
         self._calls.remove()
         self._values.give_back(values, states)

@@ -22,10 +22,10 @@ class Memory:
     narrower dtype; they stand in for their shards, which are rounded from them when they are gathered. At most at
     once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
     ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
-    `gradient_flats_peak`, the gradient flats of reductions in flight. `symmetric`: the places in which copy engines
-    gather; flats lie there, and they stay. `graphs`: what CUDA graphs hold for their replays, beside the tensors that
-    lie there. With offload, what is gathered of a master in host memory counts as a shard; `host_…` is what of the same
-    figures lies in host memory.
+    `gradient_flats_peak`, gradient flats, from the first gradient that is written there until the reduction is over.
+    `symmetric`: the places in which copy engines gather; flats lie there, and they stay. `graphs`: what CUDA graphs
+    hold for their replays, beside the tensors that lie there. With offload, what is gathered of a master in host
+    memory counts as a shard; `host_…` is what of the same figures lies in host memory.
     """
 
     shards: int
@@ -63,7 +63,7 @@ class Memory:
             gradients=runtime.gradients.settled.peak,
             local_sums=runtime.gradients.local_peak,
             flats_peak=runtime.flats.peak,
-            gradient_flats_peak=runtime.gradients.staging.peak,
+            gradient_flats_peak=runtime.gradients.flats.peak,
             symmetric=runtime.places.nbytes,
             graphs=graphs,
             host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
@@ -98,6 +98,7 @@ class Stats:
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
     micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
+    `written_gradients`: those that backwards wrote where they are reduced from, so that nothing copied them.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
     storages among them that a backward asked for before its schedule had brought them back. `gathers`: by kernel or by
@@ -119,6 +120,7 @@ class Stats:
     captured_windows: int
     replayed_steps: int
     uncaptured_steps: dict[str, int]
+    written_gradients: int
     freed_activations: int
     offloaded_activations: int
     offloaded_peak: int
@@ -151,6 +153,7 @@ class Stats:
             captured_windows=graphs.known.captured,
             replayed_steps=graphs.replayed,
             uncaptured_steps=dict(graphs.known.uncaptured),
+            written_gradients=runtime.gradients.written,
             freed_activations=runtime.activations.freed,
             offloaded_activations=0 if offloading is None else offloading.moved_before,
             offloaded_peak=0 if offloading is None else offloading.host.peak,

@@ -13,7 +13,7 @@ from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.errors import EngineError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
-from zeroweave.runtime.staging import Staging
+from zeroweave.runtime.gradient_flat import GradientFlat
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,12 @@ class Balance:
 class Account:
     """The account of `bucket`, whose gradients add up in `accumulate_dtype` or a wider one of their own.
 
-    `shards` counts the bytes of settled gradients.
+    `shards` counts the bytes of settled gradients, `flats` those of gradient flats.
     """
 
-    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge) -> None:
+    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge, flats: Gauge) -> None:
         self.bucket, self._shards = bucket, shards
-        self._staging = Staging(bucket)
+        self.flat = GradientFlat(bucket, flats)
         self.shard: torch.Tensor | None = None
         """[numel / world] the reduced gradient of the window"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
@@ -53,7 +53,7 @@ class Account:
         """was anything announced? A backward without a word before it is complete only at its end"""
         self.parts: dict[int, torch.Tensor] = {}
         """contributions of this backward that have entered no reduction yet"""
-        self._staging.clear()
+        self.flat.clear()
         self.local: torch.Tensor | None = None
         """[numel] the sum of backwards that did not reduce, laid out like the flat"""
         self._sums: list[torch.Tensor] = []
@@ -91,7 +91,7 @@ class Account:
 
     def destination(self, slot: int) -> torch.Tensor | None:
         """Where a contribution to the slot may be written, to be added then; of its shape. None: anywhere."""
-        return None if slot in self.parts or self.local is not None else self._staging.lend(slot)
+        return None if slot in self.parts or self.local is not None else self.flat.lend(slot)
 
     def add(self, slot: int, gradient: torch.Tensor) -> None:
         """A contribution."""
@@ -99,7 +99,7 @@ class Account:
         earlier = self.parts.get(slot)
         # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
         self.parts[slot] = gradient if earlier is None else earlier + gradient
-        self._staging.came(slot, self.parts[slot])
+        self.flat.came(slot, self.parts[slot])
 
     def newly_complete(self) -> bool:
         """Has nothing announced been missing since this contribution? Says so once until it is added up."""
@@ -125,7 +125,7 @@ class Account:
             lay_out(self.local, self.parts, self.bucket.layout)
         else:
             foreach_add_([self._sums[slot] for slot in self.parts], list(self.parts.values()))
-        self._staging.clear()
+        self.flat.clear()
         self.parts.clear()
 
     def issue(self) -> Parts:
@@ -134,7 +134,7 @@ class Account:
             self.add_up()
             parts: Parts = self.local  # which is a flat already: nothing is copied
         else:
-            parts = self._staging.collect(self.parts)
+            parts = self.flat.collect(self.parts)
         self.parts, self.local, self._sums, self.issued = {}, None, [], True
         return parts
 
@@ -153,7 +153,7 @@ class Account:
         self._announced.clear()
         self._expected.clear()
         if not self.parts:
-            self._staging.clear()  # what was lent for gradients that nobody wanted
+            self.flat.clear()  # what was lent for gradients that nobody wanted
         self.issued = self.reported = self._armed = False
 
     # ------------------------------------------------------------------ between two backwards

@@ -1,9 +1,10 @@
 """Reductions in flight: from the moment they are issued until their results are used.
 
-    start    the parts are laid out in a staging flat and the collective is issued
+    start    the parts are laid out in a gradient flat, if they do not lie in one, and the collective is issued
     settle   the current stream waits for the result, which goes where `then` puts it
 
-Staging and result exist from start to settle only, so that nothing is left of them when the optimizer allocates.
+What is laid out here, and the result, exist from start to settle only, so that nothing is left of them when the
+optimizer allocates. A group of one rank has its result where the parts lay.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ class _Flight(NamedTuple):
 
 
 class Reductions:
-    """Reductions in flight, oldest first. `staging` counts the bytes of their flats.
+    """Reductions in flight, oldest first. `flats` counts the bytes of their flats.
 
     `op` and `dtype` (None: that of the gradients) are those of every reduction.
     """
 
-    def __init__(self, transport: Transport, op: ReduceOp, dtype: torch.dtype | None, staging: Gauge) -> None:
+    def __init__(self, transport: Transport, op: ReduceOp, dtype: torch.dtype | None, flats: Gauge) -> None:
         self._transport, self._op, self.dtype = transport, op, dtype
         self._flights: deque[_Flight] = deque()
-        self._staging = staging
+        self._flats = flats
 
     def start(
         self,
@@ -60,7 +61,7 @@ class Reductions:
             out = torch.empty(numel, dtype=dtype, device=like.device)
         reduce = self._transport.all_reduce if whole else self._transport.reduce_scatter
         flight = _Flight(key, reduce(out, parts, layout, self._op), out, then, layout.numel * dtype.itemsize)
-        self._staging.add(flight.nbytes)
+        self._flats.add(flight.nbytes)
         self._flights.append(flight)
 
     @property
@@ -89,9 +90,9 @@ class Reductions:
     def forget(self) -> None:
         """What is under way will never come."""
         for flight in self._flights:
-            self._staging.add(-flight.nbytes)
+            self._flats.add(-flight.nbytes)
         self._flights.clear()
 
     def _land(self, flight: _Flight) -> None:
         flight.pending.wait()
-        self._staging.add(-flight.nbytes)
+        self._flats.add(-flight.nbytes)

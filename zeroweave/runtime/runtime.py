@@ -256,7 +256,7 @@ class Runtime:
         """Where a compiled backward may write these gradients, (bucket id, slot index); see `Gradients.destination`."""
         if not self.replay.reducing:
             return [None] * len(parts)
-        wanted = self._wanted(parts)
+        wanted = set(self._wanted(parts))
         return [self.gradients.destination(*place) if place in wanted else None for place in parts]
 
     def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -270,7 +270,7 @@ class Runtime:
     ) -> None:
         """Gradients of a compiled backward; see `Gradients.deliver`."""
         if len(wanted := self._wanted(announced)) < len(announced):
-            announced, parts = wanted, [part for part in parts if part[:2] in wanted]
+            announced, parts = wanted, [part for part in parts if part[:2] in set(wanted)]
         if not announced:
             return
         self.note_backward()

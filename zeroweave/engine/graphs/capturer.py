@@ -89,14 +89,13 @@ class Capturer:
         segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)
         return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
 
-    def home(self, nbytes: int, peak: int) -> torch.device | None:
-        """Where so many bytes have room, beside what a step takes; None for the device. Local.
+    def spare(self, peak: int) -> int:
+        """Bytes on the device beside what a step takes, and its graphs, which have memory of their own. Local.
 
         `peak`: bytes that were in use at most.
         """
         busy = peak - torch.cuda.memory_allocated(self._device)
-        room = Room.now(self._device).device or 0
-        return None if room > nbytes + busy + busy // 4 else torch.device("cpu")
+        return (Room.now(self._device).device or 0) - 2 * busy - busy // 4
 
     def finish(self) -> None:
         """The host waits for the device."""

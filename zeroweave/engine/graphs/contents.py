@@ -76,13 +76,17 @@ def check(parts: EngineParts) -> None:
 
 
 class Copies:
-    """Copies of such contents; `home`: where they live, the host's memory, None for where the tensors do."""
+    """Copies of such contents, where the tensors are as long as `spare` bytes are left there; others in host memory."""
 
-    def __init__(self, parts: EngineParts, named: Contents, home: torch.device | None) -> None:
-        self._parts = parts
-        tensors = [tensor for tensors in named.values() for tensor in tensors]
-        away = None if home is None else Away(parts.device)
-        self._kept = [(t, [t.detach().clone()] if away is None else away.copy(t)) for t in tensors]
+    def __init__(self, parts: EngineParts, named: Contents, spare: int | None = None) -> None:
+        """`spare`: None for no limit."""
+        self._parts, away = parts, Away(parts.device)
+        self._kept: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        for tensor in (tensor for tensors in named.values() for tensor in tensors):
+            stays = spare is None or tensor.nbytes <= spare
+            self._kept.append((tensor, [tensor.detach().clone()] if stays else away.copy(tensor)))
+            if spare is not None and stays:
+                spare -= tensor.nbytes
 
     @torch.no_grad()
     def restore(self) -> None:

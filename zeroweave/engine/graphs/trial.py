@@ -94,8 +94,7 @@ class Bench:
 
     def copies(self, named: Contents) -> Copies:
         """Of what a window changes, where they have room."""
-        nbytes = sum(tensor.nbytes for tensors in named.values() for tensor in tensors)
-        return Copies(self.parts, named, self.capturer.home(nbytes, self.parts.transport.clock.peak()))
+        return Copies(self.parts, named, self.capturer.spare(self.parts.transport.clock.peak()))
 
     def check_leaves(self, results: Sequence[torch.Tensor]) -> None:
         """Uncapturable where a backward of these would train something else than the engine's parameters.

@@ -13,25 +13,36 @@ from collections.abc import Mapping
 
 import torch
 
+from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.runtime.bucket import Bucket
 
 
-class Staging:
-    """That of one bucket, in the dtype of its gradients. It is for one reduction, then there is another."""
+class GradientFlat:
+    """That of one bucket, in the dtype of its gradients. It is for one reduction, then there is another.
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
-        self.clear()
+    `flats` counts the bytes of gradient flats: here from the first place that is lent until it goes into a reduction.
+    """
 
-    def clear(self) -> None:
-        """Forgets the flat. Whoever has a part of it keeps its memory."""
+    def __init__(self, bucket: Bucket, flats: Gauge) -> None:
+        self._bucket, self._flats = bucket, flats
         self._flat: torch.Tensor | None = None
         self._lent: dict[int, torch.Tensor] = {}
         """slot -> its place, into which something may be written at any time"""
         self._there: set[int] = set()
         """slots whose gradient lies in its place"""
+        self.collected = 0
+        """gradients that went into reductions from where they were written"""
+
+    def clear(self) -> None:
+        """Forgets the flat. Whoever has a part of it keeps its memory."""
+        self._keep(None)
+        self._lent, self._there = {}, set()
+
+    def _keep(self, flat: torch.Tensor | None) -> None:
+        before, self._flat = self._flat, flat
+        self._flats.add((0 if flat is None else flat.nbytes) - (0 if before is None else before.nbytes))
 
     def lend(self, slot: int) -> torch.Tensor | None:
         """The place of a slot, of its shape, to be written; None if somebody has it, or it is aligned as no matrix is.
@@ -43,7 +54,8 @@ class Staging:
             return None
         if self._flat is None:
             layout = self._bucket.layout
-            self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
+            self._keep(torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device))
+        assert self._flat is not None
         view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
         return view
 
@@ -65,4 +77,5 @@ class Staging:
         if flat is None or lent or not there:
             return parts
         lay_out(flat, parts, self._bucket.layout, there)
+        self.collected += len(there)
         return flat
