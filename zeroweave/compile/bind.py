@@ -19,7 +19,7 @@ from zeroweave._torch.aot import aot_base, aot_gradient_of, aot_position
 from zeroweave._torch.autograd import recomputing
 from zeroweave._torch.dynamo import dynamo_example
 from zeroweave._torch.fx import mark_boxed
-from zeroweave.errors import ParameterError
+from zeroweave.errors import EngineError, ParameterError
 
 Place = tuple[int, int]  # (bucket id, slot index); slot -1: a view of the flat that is no whole slot
 Part = tuple[int, int, Tensor | None]  # (bucket id, slot index, gradient)
@@ -107,7 +107,8 @@ class Split:
     delivers, in the order in which it does, and the parameters that the backward takes as well, in its order.
     `aliases` are the forward's outputs that autograd saves and that may view an argument, `fresh` the
     backward's arguments that are saved tensors and do not. `reads`: the backward reads values of parameters.
-    `regions`: places of the shared parameters -> the region whose forward ran last with them.
+    `regions`: places of the shared parameters -> the region whose forward ran last with them. `elsewhere`: forwards
+    have run for another engine, see `Caller`.
     """
 
     announce: tuple[int, ...] = ()
@@ -116,17 +117,26 @@ class Split:
     fresh: frozenset[int] = frozenset()
     reads: bool = False
     regions: dict[tuple[Place | None, ...], str] = field(default_factory=dict)
+    elsewhere: bool = False
 
 
 class Caller(Protocol):
-    """What a bound template knows about where it runs; `Templates` is one."""
+    """What a bound template knows about where it runs: the engine that it was compiled for, as long as that is there.
+
+    Dynamo keeps the code of a frame below a graph break for all engines, and past its limit runs it for any of them,
+    also when the one that it was compiled for has ended. There it is code like any other: parameters are arguments, and
+    their gradients are results.
+    """
 
     @property
-    def host(self) -> TemplateHost:
-        """The runtime."""
+    def host(self) -> TemplateHost | None:
+        """The runtime; None where the engine has ended."""
 
-    def region(self) -> tuple[str, frozenset[int]]:
-        """The name of the region that is running, and the buckets that are usable while it does."""
+    def region(self) -> tuple[str, frozenset[int]] | None:
+        """The name of the region that is running, and the buckets that are usable while it does.
+
+        None where none of this engine is.
+        """
 
 
 def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Callable[[Boxed], Boxed]:
@@ -137,8 +147,12 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
     tensors = tensor_arguments(graph)
 
     def forward(run: Boxed, args: list[Any]) -> Any:
-        host = caller.host
-        region, held = caller.region()
+        host, running = caller.host, caller.region()
+        if host is None or running is None:
+            if split is not None:
+                split.elsewhere = True
+            return run(args)
+        region, held = running
         find = host.find
         places = {i: find(args[i]) for i in tensors}
         others = {place[0] for place in places.values() if place is not None} - held
@@ -174,19 +188,19 @@ def backward_binder(
 
     def backward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
-        find = host.find
-        places = {i: find(args[i]) for i in bound}
+        if host is None and not split.elsewhere:
+            raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
+        places = dict.fromkeys(bound) if host is None else {i: host.find(args[i]) for i in bound}
+        if host is None or (shared and split.elsewhere and not any(places.values())):
+            made = [(output, _made_like(args[i])) for output, i in targets]
+            return _run_into(run, args, made)
         uses = {place[0] for i in reads if (place := places[i]) is not None}
 
         def run_into(args: list[Any]) -> list[Any]:
             slots = {i: place for _, i in targets if _is_slot(place := places[i])}
             lent = dict(zip(slots, host.destinations(list(slots.values())), strict=True))
             into = [(output, _made_like(args[i]) if (t := lent.get(i)) is None else t) for output, i in targets]
-            args.extend(tensor for _, tensor in into)
-            outputs = list(run(args))
-            for output, tensor in into:
-                outputs[output] = tensor
-            return outputs
+            return _run_into(run, args, into)
 
         if shared or uses:
             region = split.regions.get(tuple(places[i] for i in shared), "")
@@ -204,6 +218,15 @@ def backward_binder(
         return outputs
 
     return lambda run: mark_boxed(partial(backward, run))
+
+
+def _run_into(run: Boxed, args: list[Any], into: Sequence[tuple[int, Tensor]]) -> list[Any]:
+    """The results of code that writes some of them, by index, into further arguments."""
+    args.extend(tensor for _, tensor in into)
+    outputs = list(run(args))
+    for output, tensor in into:
+        outputs[output] = tensor
+    return outputs
 
 
 def _made_like(parameter: Tensor) -> Tensor:

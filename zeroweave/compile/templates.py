@@ -78,10 +78,8 @@ class Templates:
         self._own: dict[nn.Module, frozenset[int]] = {}
 
     @property
-    def host(self) -> TemplateHost:
-        """The runtime; EngineError after `close`."""
-        if self._host is None:
-            raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
+    def host(self) -> TemplateHost | None:
+        """The runtime; None after `close`."""
         return self._host
 
     def compile(self, key: Hashable, dynamic: bool | None = None) -> Callable[..., Any]:
@@ -108,7 +106,8 @@ class Templates:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module not in self._own:
-                found = (self.host.find(p) for p in module.parameters())
+                assert self._host is not None
+                found = map(self._host.find, module.parameters())
                 self._own[module] = frozenset(place[0] for place in found if place is not None)
             before = dynamo_graph_breaks() if key not in self._breaks else None
             frames, backends = len(dynamo_frame_seconds()), self.phases.total
@@ -148,11 +147,13 @@ class Templates:
             self._journal.tell("recompiled", f"{region or 'the model'} is compiled once more: {'; '.join(reasons)}")
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if self._host is None:
+            raise EngineError("a region of a destroyed engine was called")
         self.graphs += 1
         module = self._running[-1] if self._running else None
         name = self._names.get(module, "") if module else ""
-        roles = roles_of(graph.graph, self.host, module, name)
-        compilation = _Compilation(weakref.proxy(self), self._lower, self._budget, roles, name)
+        roles = roles_of(graph.graph, self._host, module, name)
+        compilation = _Compilation(self, self._lower, self._budget, roles, name)
         with self.phases("aot"):
             return dynamo_backend(
                 fw_compiler=compilation.forward,
@@ -172,10 +173,10 @@ class Templates:
         self.found += inductor_cache_hits() - hits
         return run
 
-    def region(self) -> tuple[str, frozenset[int]]:
-        """The name of the region that is running, and the buckets that its caller holds."""
+    def region(self) -> tuple[str, frozenset[int]] | None:
+        """The name of the region that is running, and the buckets that its caller holds; None where none is."""
         if not self._running:
-            return "", frozenset()
+            return None
         module = self._running[-1]
         return self._names.get(module, ""), self._own[module]
 
@@ -193,11 +194,28 @@ class Templates:
         self._host = None
 
 
+class _Engine:
+    """The engine of a template, as far as it is there; see `bind.Caller`."""
+
+    def __init__(self, templates: Templates) -> None:
+        self._templates = weakref.ref(templates)
+
+    @property
+    def host(self) -> TemplateHost | None:
+        templates = self._templates()
+        return None if templates is None else templates.host
+
+    def region(self) -> tuple[str, frozenset[int]] | None:
+        templates = self._templates()
+        return None if templates is None else templates.region()
+
+
 class _Compilation:
     """The compilers of one Dynamo graph. The backward comes last, perhaps only when it is first needed."""
 
     def __init__(self, templates: Templates, lower: Lower, activation_budget: float, roles: Roles, region: str) -> None:
-        self._templates = templates
+        self._templates = weakref.proxy(templates)
+        self._caller = _Engine(templates)
         self._lower = lower
         self._budget = activation_budget
         self._roles = roles
@@ -221,12 +239,12 @@ class _Compilation:
         metadata = aot_metadata()
         lowering.check_mutations(graph.graph, self._roles, metadata.input_info)
         metadata.bw_donated_idxs = []
-        bind = forward_binder(self._templates, graph.graph, split)
+        bind = forward_binder(self._caller, graph.graph, split)
         kind: Kind = "forward" if split else "inference"
         return bind(self._templates.lowered(self._region, kind, graph, inputs))
 
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         written = written_gradients(graph.graph, self._roles)
-        bind = backward_binder(self._templates, graph.graph, self._split, self._roles, [*written])
+        bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written])
         inputs = [*inputs, *write_into_arguments(graph, written)]
         return bind(self._templates.lowered(self._region, "backward", graph, inputs))
