@@ -76,6 +76,7 @@ def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.devic
             "departures": stats.departures,
             "templates": stats.templates,
             "graphs": stats.graphs,
+            "compile_seconds": stats.compile_seconds,
             "eager_regions": dict(stats.eager_regions),
             "captured_windows": stats.captured_windows,
             "replayed_steps": stats.replayed_steps,

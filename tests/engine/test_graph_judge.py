@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.marks import daily
 from zeroweave.engine.graphs.contents import Print, prints, sketch
 from zeroweave.engine.graphs.judge import compared
 from zeroweave.optim.codes import Coded, encode_
@@ -95,7 +96,7 @@ GARBAGE: dict[str, Value] = {
 }
 
 
-@pytest.mark.parametrize("share", SHARES)
+@daily("share", (0.0, 0.5), SHARES[1:3] + SHARES[4:])
 @pytest.mark.parametrize("what", GARBAGE)
 def test_memory_of_others_is_not_taken_for_noise(share: float, what: str) -> None:
     """Replays that read what was not written yet, or is not theirs, lie anywhere, and are right now and then."""
@@ -103,7 +104,7 @@ def test_memory_of_others_is_not_taken_for_noise(share: float, what: str) -> Non
     assert all(each is not None and each.startswith("its replay differs in") for each in told)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@daily("share", (0.5,), (0.0, 1.0))
 def test_what_is_all_noise_is_used(share: float) -> None:
     """Gradients that are zero in theory, whose norm is that of their noise."""
     found = [judged(Windows(noisy(share, 1, 0.0), noisy(share, 1, 0.0), seed)) for seed in range(20)]

@@ -249,6 +249,7 @@ def test_a_backward_that_is_another_one_now_and_then_is_captured(share: float, s
         for step in range(16):
             engine.train_step(batch_of(Case(), step, 0), loss_of)
         assert engine.stats.captured_windows == 1 and engine.stats.replayed_steps >= 4, engine.stats.uncaptured_steps
+        assert engine.stats.compile_seconds["graphs"] > 0
         engine.destroy()
 
 

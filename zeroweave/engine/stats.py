@@ -94,7 +94,7 @@ class Stats:
     `on_demand_unshards`: gathers that a schedule should have ordered and did not. `departures`: steps that
     left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `found_templates`: those of them that
     Inductor's cache had, from an earlier run or another rank. `compile_seconds`: by phase, see `compile.phases`,
-    and what making schedules took. `eager_regions`: regions that are not compiled, with the reason.
+    and what making schedules and capturing steps took. `eager_regions`: regions that are not compiled, with the reason.
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
     micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
@@ -147,7 +147,7 @@ class Stats:
             graphs=0 if templates is None else templates.graphs,
             templates=0 if templates is None else templates.templates,
             found_templates=0 if templates is None else templates.found,
-            compile_seconds={**compiled, "schedule": scheduler.seconds},
+            compile_seconds={**compiled, "schedule": scheduler.seconds, "graphs": graphs.seconds},
             eager_regions=dict(calls.eager_regions),
             eager_modules=calls.eager_modules,
             captured_windows=graphs.known.captured,

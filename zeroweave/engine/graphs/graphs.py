@@ -76,6 +76,11 @@ class Graphs:
         return 0 if self._engaged is None else self._engaged[1].replayed
 
     @property
+    def seconds(self) -> float:
+        """What captures took so far, with the comparisons and the copies for them."""
+        return 0.0 if self._engaged is None else self._engaged[0].seconds
+
+    @property
     def nbytes(self) -> int:
         """Bytes that they have beside tensors."""
         return 0 if self._capturer is None else self._capturer.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -31,6 +32,8 @@ class Trials:
         """why it tells nothing"""
         self._aborted = 0
         """windows that had been given up when it began"""
+        self.seconds = 0.0
+        """what trials took so far beside the windows that they tried: copies, captures, comparisons"""
 
     @property
     def on(self) -> bool:
@@ -42,7 +45,7 @@ class Trials:
 
     def begin(self) -> None:
         """The window that begins is tried. On all ranks."""
-        self._aborted = self._bench.window.aborted
+        began, self._aborted = time.perf_counter(), self._bench.window.aborted
         assert self._scheduler.schedule is not None
         self._parts.runtime.release_kept()
         self._scheduler.uncounted()
@@ -51,6 +54,7 @@ class Trials:
             self._trial.begin()
         except (Uncapturable, RuntimeError) as error:  # on this rank, which tells the others behind the window
             self.spoil(str(error))
+        self.seconds += time.perf_counter() - began
 
     def spoil(self, why: str) -> None:
         """On this rank, for now."""
@@ -118,11 +122,13 @@ class Trials:
         trial, self._trial = self._trial if self.on else None, None
         if trial is None:
             return
+        began = time.perf_counter()
         with self._parts.guard("the capture of a step"):
             try:
                 self._judge(trial)
             finally:
                 trial.forget()
+                self.seconds += time.perf_counter() - began
 
     def _judge(self, trial: Trial) -> None:
         """Are its graphs to be used? Collective."""
