@@ -119,6 +119,10 @@ class Split:
     regions: dict[tuple[Place | None, ...], str] = field(default_factory=dict)
     elsewhere: bool = False
 
+    def runs_elsewhere(self) -> None:
+        """A forward runs for another engine."""
+        self.elsewhere = True
+
 
 class Caller(Protocol):
     """What a bound template knows about where it runs: the engine that it was compiled for, as long as that is there.
@@ -150,7 +154,7 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
         host, running = caller.host, caller.region()
         if host is None or running is None:
             if split is not None:
-                split.elsewhere = True
+                split.runs_elsewhere()
             return run(args)
         region, held = running
         find = host.find
