@@ -191,7 +191,7 @@ class _Sums:
             wide = piece.to(torch.float64)
             total[0] += torch.dot(wide, self._weights[: len(wide)])
             total[1] += torch.dot(wide, wide)
-        total[1].sqrt_()
+        total[1] = total[1].sqrt() if tensor.is_floating_point() or tensor.is_complex() else inf
         return total.nan_to_num_(inf, inf, inf)
 
 
@@ -238,7 +238,8 @@ def sketch(tensor: torch.Tensor) -> tuple[float, float]:
     """A sum with weights, so that what differs little moves it little; and the norm. Waits for the device.
 
     Of the elements x_i, whatever their dtype: the sum of x_i * w_i, with w_i in [-1, 1] made of i alone (modulo the
-    elements that are looked at in one go). Both are infinite where an element is not finite.
+    elements that are looked at in one go). Both are infinite where an element is not finite. The norm is, too, where
+    elements are integers: those may be the lower bits of something, of which the norm says nothing.
     """
     value, norm = _sums([tensor])[tensor.device].sketch(tensor).tolist()
     return value, norm

@@ -4,7 +4,8 @@ Where the replay left what the window had left, they do. Where it did not, the w
 replayed again, and so on: the backward of attention, for one, adds up in an order that is another one now and then.
 The graphs are used once each tensor agrees: some replay left the bits that some run left, or runs differ from each
 other, too, and some replay lies among them; and no replay is astray. One is that lies far from all runs, by what they
-differ from each other and by the tensor's own size, or that is not finite where they are.
+differ from each other and by the tensor's own size, or that is not finite where they are. Of integers none is: such as
+the remainders of masters, of which a little noise leaves nothing.
 
 They are refused for a tensor where chance brings that about less than once in ten million times: most runs left the
 same bits and no replay did, or no replay lies among the runs. And where replays are astray in the end, or so many are
@@ -104,11 +105,12 @@ def _lie_among(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
 def _strays(runs: Sequence[Print], replays: Sequence[Print]) -> int:
     """How many replays are astray."""
     known = {each.digest for each in runs}
-    ours = [each.sketch for each in runs if math.isfinite(each.sketch)]
-    if not ours:
+    finite = [each for each in runs if math.isfinite(each.sketch)]
+    if not finite:
         return sum(math.isfinite(each.sketch) for each in replays)
-    low, high, whole = min(ours), max(ours), len(ours) == len(runs)
-    near = max(_WIDE * (high - low), _SMALL * max(each.norm for each in runs if math.isfinite(each.norm)))
+    whole, sketches = len(finite) == len(runs), [each.sketch for each in finite]
+    low, high = min(sketches), max(sketches)
+    near = max(_WIDE * (high - low), _SMALL * max(each.norm for each in finite))
     return sum(
         each.digest not in known
         and (not low - near <= each.sketch <= high + near if math.isfinite(each.sketch) else whole)
