@@ -114,6 +114,33 @@ def test_the_optimizer_can_step_itself_behind_kernels(compact: bool) -> None:
     assert all(torch.allclose(parameters[0][name], value, rtol, 1e-5) for name, value in parameters[1].items())
 
 
+def for_a_while(world: World, step: int, why: str) -> None:
+    """In two steps of seven, the optimizers step themselves: somebody listens, or there is no kernel for an option."""
+    for rank in world.ranks:
+        if why == "no kernel":
+            for group in rank.optimizer.param_groups:
+                group["eps"] = 0.0 if step in (2, 3) else 1e-8
+        elif step == 2:
+            rank.optimizer.hook = rank.optimizer.register_step_post_hook(lambda *_: None)
+        elif step == 4:
+            rank.optimizer.hook.remove()
+
+
+@pytest.mark.parametrize(("offload", "compact"), [("", False), ("optimizer", False), ("", True)])
+@pytest.mark.parametrize("why", ["listened to", "no kernel"])
+def test_kernels_go_on_where_the_optimizer_has_stepped_itself(why: str, offload: str, compact: bool) -> None:
+    """Step counters are the same tensors then, with other numbers."""
+    parameters = []
+    for kernels in (rules, None):
+        world = World(build_net(), KINDS["adamw"], 2, torch.bfloat16, offload, kernels, compact=compact)
+        for step in range(7):
+            for_a_while(world, step, why)
+            world.step(random_gradients(world.ranks[0].model, step))
+        parameters.append(world.parameters())
+    rtol = 2**-15 if compact else 2e-6
+    assert all(torch.allclose(parameters[0][name], value, rtol, 1e-5) for name, value in parameters[1].items())
+
+
 def test_nothing_of_the_device_is_kept_of_what_lives_in_host_memory() -> None:
     assert not passes(trained("adamw", "optimizer", torch.bfloat16, True))
 

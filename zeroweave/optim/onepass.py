@@ -6,7 +6,7 @@ if they had made the step. A range is what lies side by side in a shard of one g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -95,8 +95,8 @@ class OnePass:
             for bucket, each in buckets.items()
         }
         self._known: dict[int, tuple[frozenset[int], list[Range]]] = {}
-        self._behind: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
-        """of those that were released: (bucket id, slot) -> its step counter, and the number there"""
+        self._behind: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
+        """of those that were released: bucket id -> slot -> its step counter, and the number there"""
         self._at_hand: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """in a step: by the id of a range's first step counter, that and its scalars"""
         self._more: torch.Tensor | float = 1.0
@@ -184,14 +184,15 @@ class OnePass:
     def release(self, bucket: int) -> None:
         """The tensors of the states go elsewhere, and none is kept here."""
         _, known = self._known.pop(bucket, (None, []))
+        behind = self._behind.setdefault(bucket, {})
         for each in known:
-            for slot, counter in zip(each.slots, each.steps, strict=False):
-                self._behind[bucket, slot.slot] = counter, each.step
+            behind |= {s.slot: (counter, each.step) for s, counter in zip(each.slots, each.steps, strict=False)}
 
-    def forget(self) -> None:
-        """Others than steps have written into the states."""
-        self._known.clear()
-        self._behind.clear()
+    def forget(self, buckets: Iterable[int]) -> None:
+        """Somebody else writes into the states of these: step counters may stay the same tensors with other numbers."""
+        for bucket in buckets:
+            self._known.pop(bucket, None)
+            self._behind.pop(bucket, None)
 
     def _ranges(self, bucket: int, absent: frozenset[int]) -> list[Range]:
         before, known = self._known.get(bucket, (None, []))
@@ -226,7 +227,7 @@ class OnePass:
         if "step" not in state:
             state["step"] = torch.zeros((), device=slot.fragment.device if _on_device(group) else "cpu")
             return 0
-        counter, step = self._behind.get((bucket, slot.slot), (None, 0))
+        counter, step = self._behind.get(bucket, {}).get(slot.slot, (None, 0))
         return step if counter is state["step"] else int(state["step"])
 
     def _range(self, bucket: int, slots: Sequence[_Slot], step: int, first: bool) -> Range:
