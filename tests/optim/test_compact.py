@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -217,6 +218,30 @@ def test_states_can_be_written() -> None:
     assert list(sharded.state_of(bucket, 0)) == list(held)
     assert all(torch.equal(sharded.state_of(bucket, 0)[key], held[key]) for key in held)
     world.step(random_gradients(world.ranks[0].model, 0))
+
+
+RESETS: dict[str, Any] = {
+    "emptied": lambda optimizer: optimizer.state.clear(),
+    "replaced": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+}
+
+
+@pytest.mark.parametrize("way", RESETS)
+def test_an_optimizer_whose_state_is_emptied_begins_anew(way: str) -> None:
+    world, fresh = trained("adam", 2), World(build_net(), KINDS["adam"], 2, BF16, compact=True)
+    for rank, other in zip(world.ranks, fresh.ranks, strict=True):
+        RESETS[way](rank.optimizer)
+        for bucket, view in rank.views.items():
+            other.views[bucket].home.put(view.home.values())
+    for where, slot in world.ranks[0].sharded.sharded:
+        assert world.ranks[0].sharded.state_of(where, slot) == {}
+        assert world.ranks[0].sharded.offload.outline_of(where, slot) == {}
+    for each in (world, fresh):
+        each.step(random_gradients(each.ranks[0].model, 9, {"tiny"}))
+    found, wanted = states(world), states(fresh)
+    assert found.keys() == wanted.keys() and ("tiny", "exp_avg") not in found
+    assert all(torch.equal(value, wanted[place]) for place, value in found.items())
+    assert all(torch.equal(value, fresh.parameters()[name]) for name, value in world.parameters().items())
 
 
 def test_states_that_were_there_before_are_taken_over() -> None:

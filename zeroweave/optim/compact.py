@@ -3,7 +3,8 @@
     land     the update finds them in float32: `optimizer.state` refers to them
     lower    they are coded, see `optim.codes`, and `optimizer.state` lets go of them
 
-Step counters, and whatever else an optimizer keeps, stay in its state.
+Step counters, and whatever else an optimizer keeps, stay in its state. That decides: where it has no step counter of a
+parameter, since somebody has emptied it for instance, there are no moments either.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class CompactMoments:
     # ------------------------------------------------------------------ around an update
     def land(self) -> None:
         """The state refers to float32 copies."""
+        self.let_go()
         self._lifted = {key: decode(coded) for key, coded in self.coded.items()}
         for slot, keys in self.slots.items():
             held = self._optimizer.state[self._fragments.parameters[slot]]
@@ -113,8 +115,11 @@ class CompactMoments:
     def _places(self) -> Iterator[tuple[int, int]]:
         """The slots that have taken a step, and where they start."""
         for slot, (parameter, start) in enumerate(zip(self._fragments.parameters, self._fragments.starts, strict=True)):
-            if parameter.numel() and "step" in self._optimizer.state.get(parameter, {}):
+            if parameter.numel() and self._has_stepped(slot):
                 yield slot, start
+
+    def _has_stepped(self, slot: int) -> bool:
+        return "step" in self._optimizer.state.get(self._fragments.parameters[slot], {})
 
     def _step(self, slot: int) -> torch.Tensor | int:
         step = self._optimizer.state[self._fragments.parameters[slot]]["step"]
@@ -123,6 +128,10 @@ class CompactMoments:
     # ------------------------------------------------------------------ for others
     def parts(self, slot: int) -> dict[str, Coded]:
         """What is coded of a slot's fragment, by key."""
+        return self._coded(slot) if self._has_stepped(slot) else {}
+
+    def _coded(self, slot: int) -> dict[str, Coded]:
+        """The same, of a slot that is to be forgotten, too."""
         place = self._bucket.layout.fragment(slot, self._bucket.rank)
         keys = self.slots.get(slot, [])
         return {key: self.coded[key].of(place.start, place.start + place.numel) for key in keys}
@@ -146,10 +155,14 @@ class CompactMoments:
     def forget(self, slots: Iterable[int]) -> None:
         """These slots have no moments any more."""
         for slot in slots:
-            for codes, scales in self.parts(slot).values():
+            for codes, scales in self._coded(slot).values():
                 codes.zero_()
                 scales.zero_()
             self.slots.pop(slot, None)
+
+    def let_go(self) -> None:
+        """Of slots that the state has nothing of any more nothing is coded. To be called before it has something."""
+        self.forget([slot for slot in self.slots if not self._has_stepped(slot)])
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -41,6 +41,8 @@ class Range(NamedTuple):
     slots: tuple[_Slot, ...]
     moments: tuple[torch.Tensor, ...]
     """by key, of the whole range"""
+    states: tuple[State, ...]
+    """by slot"""
     held: tuple[tuple[State, str, torch.Tensor], ...]
     """what the states had when this was made"""
     steps: tuple[torch.Tensor, ...]
@@ -60,9 +62,10 @@ class Range(NamedTuple):
     def stop(self) -> int:
         return self.slots[-1].stop
 
-    def holds(self) -> bool:
-        """Have the states still those tensors?"""
-        return all(state.get(key) is tensor for state, key, tensor in self.held)
+    def holds(self, now: Mapping[Any, State]) -> bool:
+        """Has the optimizer, with the states that it has `now`, still those tensors?"""
+        same = all(now.get(slot.fragment) is state for slot, state in zip(self.slots, self.states, strict=True))
+        return same and all(state.get(key) is tensor for state, key, tensor in self.held)
 
 
 class OnePass:
@@ -196,7 +199,7 @@ class OnePass:
 
     def _ranges(self, bucket: int, absent: frozenset[int]) -> list[Range]:
         before, known = self._known.get(bucket, (None, []))
-        if before != absent or not all(each.holds() for each in known):
+        if before != absent or not all(each.holds(self._optimizer.state) for each in known):
             known = list(self._cut(bucket, absent))
             self._known[bucket] = absent, known
         return known
@@ -204,6 +207,8 @@ class OnePass:
     def _cut(self, bucket: int, absent: Set[int]) -> Iterator[Range]:
         """The ranges of a bucket, with states for those that had none."""
         assert self._rule is not None
+        if bucket in self._compact:
+            self._compact[bucket].let_go()
         kinds = list[tuple[_Slot, tuple[int, int, bool] | None]]()
         for slot in self._slots[bucket]:
             if slot.group < 0 or slot.slot in absent:
@@ -242,7 +247,7 @@ class OnePass:
             moments = tuple(_side_by_side(slots, states, key) for key in keys)
         held = tuple((state, key, state[key]) for state in states for key in (*keys, *steps))
         counters = tuple(state[key] for state in states for key in steps)
-        return Range(tuple(slots), moments, held, counters, step, first)
+        return Range(tuple(slots), moments, states, held, counters, step, first)
 
 
 def _on_device(group: Mapping[str, Any]) -> bool:
