@@ -17,7 +17,7 @@ from tests.support.marks import daily
 from zeroweave.comm.rounding import join_, noise_, split_
 from zeroweave.errors import ParameterError
 from zeroweave.optim.codes import BLOCK, Coded, decode, encode_
-from zeroweave.optim.compact import CODES, refuse_compact
+from zeroweave.optim.compact import CODES, CompactMoments, refuse_compact
 from zeroweave.optim.state_offload import StateOffload
 from zeroweave.runtime.transfers import Transfers
 
@@ -179,6 +179,45 @@ def test_a_landing_that_fails_leaves_nothing_behind(broken: int) -> None:
         one.step(gradients, at_once=True)
     assert all(torch.equal(value, other.parameters()[name]) for name, value in world.parameters().items())
     assert all(torch.equal(value, states(other)[place]) for place, value in states(world).items())
+
+
+def no_memory(*_: object) -> Tensor:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def test_without_memory_for_noise_nothing_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made before the update: afterwards that would be lost."""
+    world = trained("adam", 1)
+    (rank,) = world.ranks
+    parameters, moments, memory = world.parameters(), states(world), alive(rank)
+    counters = {fragment: float(state["step"]) for fragment, state in rank.optimizer.state.items()}
+    monkeypatch.setattr(CompactMoments, "room_for_noise", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        world.step(random_gradients(rank.model, 4), at_once=True)
+    monkeypatch.undo()
+    assert alive(rank) == memory and all(set(state) == {"step"} for state in rank.optimizer.state.values())
+    assert {fragment: float(state["step"]) for fragment, state in rank.optimizer.state.items()} == counters
+    assert all(torch.equal(value, parameters[name]) for name, value in world.parameters().items())
+    assert all(torch.equal(value, moments[place]) for place, value in states(world).items())
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("broken", ["noise_", "encode_"])
+def test_a_lowering_that_fails_leaves_no_copies(broken: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = trained("adam", 1, steps)
+    (rank,) = world.ranks
+    masters = [view.home.master for view in rank.views.values() if view.layout.trainable]
+    monkeypatch.setattr(f"zeroweave.optim.compact.{broken}", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        world.step(random_gradients(rank.model, 4), at_once=True)
+    monkeypatch.undo()
+    assert {frozenset(state) for state in rank.optimizer.state.values()} == {frozenset({"step"} if steps else ())}
+    assert not any(master.untyped_storage().nbytes() for master in masters)
+    assert all(rank.sharded.state_of(*place).keys() in ({"step", *CODES}, set()) for place in rank.sharded.sharded)
+    before = world.parameters()
+    world.step(random_gradients(rank.model, 5))
+    assert len(states(world)) == 2 * len(rank.sharded.sharded)
+    assert not any(torch.equal(before[slot], now) for slot, now in world.parameters().items() if now.numel() > 100)
 
 
 def test_moments_land_where_the_master_is_at_hand() -> None:

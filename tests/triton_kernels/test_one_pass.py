@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,7 +146,8 @@ def test_kernels_go_on_where_the_optimizer_has_stepped_itself(why: str, offload:
 @pytest.mark.parametrize(("offload", "compact"), [("", False), ("optimizer", False), ("", True)])
 @pytest.mark.parametrize("way", RESETS)
 def test_an_optimizer_whose_state_is_emptied_begins_anew(way: str, offload: str, compact: bool) -> None:
-    world, fresh = (World(build_net(), KINDS["adamw"], 1, torch.bfloat16, offload, rules, compact=compact) for _ in "ab")
+    make = partial(World, build_net(), KINDS["adamw"], 1, torch.bfloat16, offload, rules, compact=compact)
+    world, fresh = make(), make()
     for step in range(2):
         world.step(random_gradients(world.ranks[0].model, step))
     (rank,), (other,) = world.ranks, fresh.ranks

@@ -20,7 +20,7 @@ from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.codes import Coded, decode, encode_
 from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.moments import moments_of
+from zeroweave.optim.moments import FragmentMoment, moments_of
 from zeroweave.runtime.bucket import Bucket
 
 CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
@@ -83,34 +83,47 @@ class CompactMoments:
                 held.pop(key, None)
         self._lifted = {}
 
+    def lose(self) -> None:
+        """The same after an update that cannot be coded. What the optimizer began with it begins anew."""
+        self.drop()
+        for moment in self._moments():
+            moment.held.clear()
+
     def lower(self, random: torch.Tensor | None = None) -> None:
         """What the state has of elements is coded, and no longer in it. `random`: see `codes.encode_`."""
-        for moment in moments_of(self._fragments, self._optimizer.state):
+        moments = self._moments()
+        for moment in moments:
             key, value = moment.key, moment.value
-            if key not in CODES:
-                continue
             if key not in self._lifted:
                 self._lifted[key] = torch.zeros(self._fragments.numel, device=value.device)
             lifted = self._lifted[key]
             if storage_key(value) != storage_key(lifted):  # somebody has just put it there
                 moment.view(lifted).copy_(value)
-            keys = self.slots.setdefault(moment.slot, [])
-            if key not in keys:
-                keys.append(key)
-            del moment.held[key]
         for key, values in self._lifted.items():
-            if key not in self.coded:
-                self.coded[key] = Coded.zeros(values.numel(), CODES[key], values.device)
-            encode_(self.coded[key], values, random)
+            coded = self.coded.get(key) or Coded.zeros(values.numel(), CODES[key], values.device)
+            encode_(coded, values, random)
+            self.coded[key] = coded
+        for moment in moments:
+            keys = self.slots.setdefault(moment.slot, [])
+            if moment.key not in keys:
+                keys.append(moment.key)
+            del moment.held[moment.key]
         self._lifted = {}
 
-    def noise(self) -> torch.Tensor:
-        """int32 [numel / world], for elements at the steps that their parameters are at."""
-        random = torch.zeros(self._fragments.numel, dtype=torch.int32, device=self._bucket.home.source.device)
+    def _moments(self) -> list[FragmentMoment]:
+        """What the state has in float32."""
+        every = moments_of(self._fragments, self._optimizer.state)
+        return [moment for moment in every if moment.key in CODES and self._has_stepped(moment.slot)]
+
+    def room_for_noise(self) -> torch.Tensor:
+        """int32 [numel / world], of zeros."""
+        return torch.zeros(self._fragments.numel, dtype=torch.int32, device=self._bucket.home.source.device)
+
+    def noise_(self, random: torch.Tensor) -> None:
+        """Overwrites that with noise for elements at the steps that their parameters are at."""
         first, _ = self._bucket.layout.shard_range(self._bucket.rank)
         for slot, start in self._places():
             noise_(self._bucket.fragment(random, slot), first + start, self._step(slot))
-        return random
 
     def _places(self) -> Iterator[tuple[int, int]]:
         """The slots that have taken a step, and where they start."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,6 +86,16 @@ class HostedMoments:
             moment.held[moment.key] = view
         self._device = {}
         return copies
+
+
+class _Landed(NamedTuple):
+    """What of a bucket's states is on the device for an update, beside moments of host memory."""
+
+    master: torch.Tensor | None
+    """where it was lifted"""
+    compact: CompactMoments | None
+    random: torch.Tensor | None
+    """room for the noise by which both are rounded"""
 
 
 class StateOffload:
@@ -160,23 +170,27 @@ class StateOffload:
         if buckets and buckets[-1] in self._after:
             self._lift(self._after[buckets[-1]])
         masters: dict[int, torch.Tensor] = {}
-        with ExitStack() as landed:
+        with ExitStack() as ends:
             for bucket in buckets:
                 if self._lands(bucket, whole):
-                    master = self._land(bucket, whole)
-                    landed.callback(self._lower, bucket, master, whole)
-                    if master is not None:
-                        masters[bucket] = master
+                    landed = self._land(bucket, whole)
+                    ends.callback(self._lower, bucket, landed)
+                    if landed.master is not None:
+                        masters[bucket] = landed.master
             yield masters
 
     def _lands(self, bucket: int, whole: bool) -> bool:
         return bucket in self._moments or (whole and bucket in self.compact) or self._lifts(bucket, whole)
 
-    def _land(self, bucket: int, whole: bool) -> torch.Tensor | None:
-        """The master, where it was lifted. What raises leaves the bucket as it was."""
-        home, master = self._buckets[bucket].home, None
+    def _land(self, bucket: int, whole: bool) -> _Landed:
+        """What raises leaves the bucket as it was. So all that an update needs in memory is made here, as far as known.
+
+        After the update an error would lose it.
+        """
+        home, master, random = self._buckets[bucket].home, None, None
         compact = self.compact.get(bucket) if whole else None
         if compact is not None:
+            random = compact.room_for_noise()
             compact.land()
         try:
             if self._lifts(bucket, whole):
@@ -190,16 +204,27 @@ class StateOffload:
         self._lifted.pop(bucket, None)
         if master is not None:
             self._fragments[bucket].point(master)
-        return master
+        return _Landed(master, compact, random)
 
-    def _lower(self, bucket: int, master: torch.Tensor | None, whole: bool) -> None:
-        compact, copies = self.compact.get(bucket), list[Download]()
-        random = None if compact is None else compact.noise()
+    def _lower(self, bucket: int, landed: _Landed) -> None:
+        """What raises leaves no copies behind."""
+        master, compact, random = landed
+        home, copies = self._buckets[bucket].home, list[Download]()
         if master is not None:
             self._fragments[bucket].point_home()
-            copies = self._buckets[bucket].home.lower(master, random)
-        if whole and compact is not None:
-            compact.lower(random)
+        try:
+            if compact is not None and random is not None:
+                compact.noise_(random)
+            if master is not None:
+                copies = home.lower(master, random)
+            if compact is not None:
+                compact.lower(random)
+        except BaseException:
+            if compact is not None:
+                compact.lose()
+            if master is not None and master is home.master:  # split: it has memory only while it is lifted
+                master.untyped_storage().resize_(0)
+            raise
         if bucket in self._moments:
             copies += self._moments[bucket].lower()
         self._transfers.download(copies)
