@@ -307,13 +307,17 @@ def test_what_cannot_be_compact_is_refused() -> None:
     layouts = World(net, KINDS["adam"], 1, BF16).layouts
     refuse_compact(KINDS["adam"](net), layouts)
     for make, words in [
-        (one_group(torch.optim.SGD, lr=0.1), "AdamW, not SGD"),
-        (one_group(torch.optim.NAdam), "AdamW, not NAdam"),
-        (one_group(type("Own", (torch.optim.AdamW,), {})), "AdamW, not Own"),
+        (one_group(torch.optim.SGD, lr=0.1), "AdamW, and not for SGD"),
+        (one_group(torch.optim.NAdam), "AdamW, and not for NAdam"),
+        (one_group(type("Own", (torch.optim.AdamW,), {})), "AdamW, and not for Own"),
         (one_group(torch.optim.Adam, amsgrad=True), "set amsgrad to False"),
     ]:
         with pytest.raises(ParameterError, match=words):
             refuse_compact(make(net), layouts)
+    with pytest.raises(ParameterError, match="AdamW, and there is no optimizer"):
+        refuse_compact(None, layouts)
+    with pytest.raises(ParameterError, match="for parameters that are trained, and there are none"):
+        refuse_compact(KINDS["adam"](net), [layout for layout in layouts if not layout.trainable])
     world = trained("adam", 1)
     before = world.parameters()
     world.ranks[0].optimizer.param_groups[0]["amsgrad"] = True

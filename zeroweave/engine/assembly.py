@@ -216,7 +216,7 @@ def _assemble(
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     policy = policy_of(settings, layouts)
-    if (compact := settings.precision.optimizer == "compact") and optimizer is not None:
+    if compact := settings.precision.optimizer == "compact":
         refuse_compact(optimizer, layouts)
     _refuse_experts(layouts, {name for name, parameter in named.items() if id(parameter) in asked.whole})
     try:

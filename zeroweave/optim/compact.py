@@ -34,15 +34,21 @@ REFUSED: Final[Mapping[str, str]] = {
 State = Mapping[str, Any]
 
 
-def refuse_compact(optimizer: torch.optim.Optimizer, layouts: Iterable[BucketLayout]) -> None:
-    """ParameterError where `precision.optimizer` "compact" cannot be done; nothing was changed."""
-    reasons = []
-    if type(optimizer) not in _OPTIMIZERS:
-        reasons.append(f"it is for one torch.optim.Adam or AdamW, not {type(optimizer).__name__}")
+def refuse_compact(optimizer: torch.optim.Optimizer | None, layouts: Iterable[BucketLayout]) -> None:
+    """ParameterError where `precision.optimizer` "compact" cannot be done; nothing was changed.
+
+    Without an optimizer, too: masters would be rounded then, and nothing saved that an update needs.
+    """
+    reasons, trained = [], [each for each in layouts if each.trainable]
+    if optimizer is None or type(optimizer) not in _OPTIMIZERS:
+        given = "there is no optimizer" if optimizer is None else f"not for {type(optimizer).__name__}"
+        reasons.append(f"it is for one torch.optim.Adam or AdamW, and {given}")
     else:
         on = (key for key in REFUSED if any(group.get(key) for group in optimizer.param_groups))
         reasons += [f"{REFUSED[key]}: set {key} to False" for key in on]
-    wide = [slot.name for each in layouts if each.trainable and each.dtype != "bfloat16" for slot in each.slots]
+    wide = [slot.name for each in trained if each.dtype != "bfloat16" for slot in each.slots]
+    if not trained:
+        reasons.append("it is for parameters that are trained, and there are none")
     if wide:
         names = ", ".join(wide[:8]) + (f" and {len(wide) - 8} more" if len(wide) > 8 else "")
         reasons.append(f"it is for bfloat16 parameters, and not {names}: set precision.params to 'bfloat16'")

@@ -158,10 +158,12 @@ def test_states_are_passed_on(pools: Pools) -> None:
 # ---------------------------------------------------------------------- what is refused
 def refused() -> None:
     for optimizer, precision, words in [
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), COMPACT, "AdamW, not SGD"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), COMPACT, "AdamW, and not for SGD"),
         (lambda p: torch.optim.Adam(p, amsgrad=True), COMPACT, "set amsgrad to False"),
-        (lambda p: [torch.optim.Adam(p[:1]), torch.optim.AdamW(p[1:])], COMPACT, "not Several"),
+        (lambda p: [torch.optim.Adam(p[:1]), torch.optim.AdamW(p[1:])], COMPACT, "not for Several"),
         (lambda p: torch.optim.Adam(p), {"optimizer": "compact"}, "set precision.params to 'bfloat16'"),
+        (lambda p: None, COMPACT, "there is no optimizer"),
+        (lambda p: None, {"optimizer": "compact"}, "set precision.params to 'bfloat16'"),
     ]:
         model = build(MLP)
         before = [p.data_ptr() for p in model.parameters()]
