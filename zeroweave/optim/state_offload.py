@@ -282,6 +282,12 @@ class StateOffload:
         held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
         return {**held, **(self.compact[bucket].outline(slot) if bucket in self.compact else {})}
 
+    def value_of(self, bucket: int, slot: int, key: str) -> Any:
+        """One value of `state_of`; None where there is none. No other is decoded."""
+        coded = self.coded(bucket, slot).get(key)
+        held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+        return held.get(key) if coded is None else decode(coded)
+
     def coded(self, bucket: int, slot: int) -> Mapping[str, Coded]:
         """What has few bits of that, by key."""
         return self.compact[bucket].parts(slot) if bucket in self.compact else {}

@@ -299,7 +299,8 @@ class ShardedOptimizer:
         `destroy` needs it, and so do state dicts.
         """
         self.offload.finish()
-        return gather(self.state_of, self._views, self._fragments, transport, control, self._device, room)
+        held = self.offload.outline_of, self.offload.value_of
+        return gather(*held, self._views, self._fragments, transport, control, self._device, room)
 
     def take(
         self, held: Held, named: Mapping[str, nn.Parameter], told: Described, transport: Transport, world: int
