@@ -27,8 +27,8 @@ CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": torch.int8, "exp_avg_sq": 
 """What is coded, by its key, and how."""
 _OPTIMIZERS: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
 """Exact types: a subclass may do things of its own."""
-REFUSED: Final[Mapping[str, str]] = {
-    "amsgrad": "with precision.optimizer 'compact' its largest second moments would grow with each rounding"
+_REFUSED: Final[Mapping[str, str]] = {
+    "amsgrad": "with precision.optimizer 'compact' it has to be False: largest moments would grow with each rounding"
 }
 """Options of groups that have to be off, and why."""
 State = Mapping[str, Any]
@@ -44,8 +44,7 @@ def refuse_compact(optimizer: torch.optim.Optimizer | None, layouts: Iterable[Bu
         given = "there is no optimizer" if optimizer is None else f"not for {type(optimizer).__name__}"
         reasons.append(f"it is for one torch.optim.Adam or AdamW, and {given}")
     else:
-        on = (key for key in REFUSED if any(group.get(key) for group in optimizer.param_groups))
-        reasons += [f"{REFUSED[key]}: set {key} to False" for key in on]
+        reasons += [f"its {option}" for option in refused_in(optimizer.param_groups)]
     wide = [slot.name for each in trained if each.dtype != "bfloat16" for slot in each.slots]
     if not trained:
         reasons.append("it is for parameters that are trained, and there are none")
@@ -57,6 +56,12 @@ def refuse_compact(optimizer: torch.optim.Optimizer | None, layouts: Iterable[Bu
         raise ParameterError(
             f"precision.optimizer 'compact' cannot be used; nothing was changed:\n{lines}\n  or set it to 'full'"
         )
+
+
+def refused_in(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Those options of groups of parameters that have to be off, in words."""
+    numbered = ((index, key) for index, group in enumerate(groups) for key in _REFUSED if group.get(key))
+    return [f"group {index} has {key}: {_REFUSED[key]}" for index, key in numbered]
 
 
 class CompactMoments:

@@ -21,7 +21,7 @@ import torch
 
 from zeroweave._torch.storages import storage_key
 from zeroweave.optim.codes import Coded, decode
-from zeroweave.optim.compact import REFUSED, CompactMoments
+from zeroweave.optim.compact import CompactMoments, refused_in
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.moments import FragmentMoment, Kind, moments_of
 from zeroweave.runtime.bucket import Bucket
@@ -261,15 +261,9 @@ class StateOffload:
             self._fragments[bucket].point_home()
 
     # ------------------------------------------------------------------ what they are
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """Options of the optimizer's groups that have to be off, and why."""
-        return REFUSED if self.compact else {}
-
     def refused_in(self, groups: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Those that groups have, in words."""
-        numbered = [(index, key) for index, group in enumerate(groups) for key in self.refused if group.get(key)]
-        return [f"group {index} has {key}: {self.refused[key]}" for index, key in numbered]
+        """Options of groups of the optimizer's kind that its states cannot have, in words."""
+        return refused_in(groups) if self.compact else []
 
     def state_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
         """What the optimizer holds of a fragment, in float32 where that has few bits, by then as copies."""
