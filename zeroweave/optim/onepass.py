@@ -167,7 +167,7 @@ class OnePass:
             part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
             step = each.step + 1
             launch = Launch(masters_of, part, found, each.moments, each.first, group, step, scalars, first + each.start)
-            self._rule.launch(self._kernels, launch)
+            launch.issue(self._kernels, self._rule.own(self._kernels, launch))
             ranges[index] = each._replace(step=step, first=False)
 
     def _on_device(self, gradient: Scaled) -> tuple[Scaled, torch.Tensor | None]:
