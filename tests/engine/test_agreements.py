@@ -16,7 +16,8 @@ from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control, Decision
-from zeroweave.ranks.signals import Signals
+from zeroweave.ranks.notes import Notes
+from zeroweave.ranks.signals import NUMBERS
 from zeroweave.schedule import compile_schedule
 
 SCHEDULE = compile_schedule(stack(2, 1, 1), stack_facts(2, 1))
@@ -42,7 +43,7 @@ class Others:
 def agreements() -> tuple[Agreements, Others, Wire, Ledger]:
     others, ledger, device = Others(), Ledger(2, 0), torch.device("cpu")
     transport = Wire(LocalTransport(device), device)
-    made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4), Signals().notes)
+    made = Agreements(cast(Control, others), transport, cast(Alarm, others), Progress(ledger, step=4), Notes(NUMBERS))
     return made, others, transport, ledger
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.marks import daily
 from zeroweave.comm.rounding import join_, noise_, split_
 from zeroweave.errors import ParameterError
 from zeroweave.optim.codes import BLOCK, Coded, decode, encode_
-from zeroweave.optim.compact import CODES, refuse_compact
+from zeroweave.optim.compact import CODES, CompactMoments, refuse_compact
 from zeroweave.optim.state_offload import StateOffload
 from zeroweave.runtime.transfers import Transfers
 
@@ -180,6 +181,45 @@ def test_a_landing_that_fails_leaves_nothing_behind(broken: int) -> None:
     assert all(torch.equal(value, states(other)[place]) for place, value in states(world).items())
 
 
+def no_memory(*_: object) -> Tensor:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def test_without_memory_for_noise_nothing_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made before the update: afterwards that would be lost."""
+    world = trained("adam", 1)
+    (rank,) = world.ranks
+    parameters, moments, memory = world.parameters(), states(world), alive(rank)
+    counters = {fragment: float(state["step"]) for fragment, state in rank.optimizer.state.items()}
+    monkeypatch.setattr(CompactMoments, "room_for_noise", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        world.step(random_gradients(rank.model, 4), at_once=True)
+    monkeypatch.undo()
+    assert alive(rank) == memory and all(set(state) == {"step"} for state in rank.optimizer.state.values())
+    assert {fragment: float(state["step"]) for fragment, state in rank.optimizer.state.items()} == counters
+    assert all(torch.equal(value, parameters[name]) for name, value in world.parameters().items())
+    assert all(torch.equal(value, moments[place]) for place, value in states(world).items())
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("broken", ["noise_", "encode_"])
+def test_a_lowering_that_fails_leaves_no_copies(broken: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = trained("adam", 1, steps)
+    (rank,) = world.ranks
+    masters = [view.home.master for view in rank.views.values() if view.layout.trainable]
+    monkeypatch.setattr(f"zeroweave.optim.compact.{broken}", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        world.step(random_gradients(rank.model, 4), at_once=True)
+    monkeypatch.undo()
+    assert {frozenset(state) for state in rank.optimizer.state.values()} == {frozenset({"step"} if steps else ())}
+    assert not any(master.untyped_storage().nbytes() for master in masters)
+    assert all(rank.sharded.state_of(*place).keys() in ({"step", *CODES}, set()) for place in rank.sharded.sharded)
+    before = world.parameters()
+    world.step(random_gradients(rank.model, 5))
+    assert len(states(world)) == 2 * len(rank.sharded.sharded)
+    assert not any(torch.equal(before[slot], now) for slot, now in world.parameters().items() if now.numel() > 100)
+
+
 def test_moments_land_where_the_master_is_at_hand() -> None:
     """No engine has such a bucket: its masters are split."""
     full, compact = (World(build_net(), KINDS["adam"], 1, BF16) for _ in range(2))
@@ -219,6 +259,30 @@ def test_states_can_be_written() -> None:
     world.step(random_gradients(world.ranks[0].model, 0))
 
 
+RESETS: dict[str, Any] = {
+    "emptied": lambda optimizer: optimizer.state.clear(),
+    "replaced": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+}
+
+
+@pytest.mark.parametrize("way", RESETS)
+def test_an_optimizer_whose_state_is_emptied_begins_anew(way: str) -> None:
+    world, fresh = trained("adam", 2), World(build_net(), KINDS["adam"], 2, BF16, compact=True)
+    for rank, other in zip(world.ranks, fresh.ranks, strict=True):
+        RESETS[way](rank.optimizer)
+        for bucket, view in rank.views.items():
+            other.views[bucket].home.put(view.home.values())
+    for where, slot in world.ranks[0].sharded.sharded:
+        assert world.ranks[0].sharded.state_of(where, slot) == {}
+        assert world.ranks[0].sharded.offload.outline_of(where, slot) == {}
+    for each in (world, fresh):
+        each.step(random_gradients(each.ranks[0].model, 9, {"tiny"}))
+    found, wanted = states(world), states(fresh)
+    assert found.keys() == wanted.keys() and ("tiny", "exp_avg") not in found
+    assert all(torch.equal(value, wanted[place]) for place, value in found.items())
+    assert all(torch.equal(value, fresh.parameters()[name]) for name, value in world.parameters().items())
+
+
 def test_states_that_were_there_before_are_taken_over() -> None:
     net = build_net()
 
@@ -243,13 +307,17 @@ def test_what_cannot_be_compact_is_refused() -> None:
     layouts = World(net, KINDS["adam"], 1, BF16).layouts
     refuse_compact(KINDS["adam"](net), layouts)
     for make, words in [
-        (one_group(torch.optim.SGD, lr=0.1), "AdamW, not SGD"),
-        (one_group(torch.optim.NAdam), "AdamW, not NAdam"),
-        (one_group(type("Own", (torch.optim.AdamW,), {})), "AdamW, not Own"),
-        (one_group(torch.optim.Adam, amsgrad=True), "set amsgrad to False"),
+        (one_group(torch.optim.SGD, lr=0.1), "AdamW, and not for SGD"),
+        (one_group(torch.optim.NAdam), "AdamW, and not for NAdam"),
+        (one_group(type("Own", (torch.optim.AdamW,), {})), "AdamW, and not for Own"),
+        (one_group(torch.optim.Adam, amsgrad=True), "its group 0 has amsgrad: .* has to be False"),
     ]:
         with pytest.raises(ParameterError, match=words):
             refuse_compact(make(net), layouts)
+    with pytest.raises(ParameterError, match="AdamW, and there is no optimizer"):
+        refuse_compact(None, layouts)
+    with pytest.raises(ParameterError, match="for parameters that are trained, and there are none"):
+        refuse_compact(KINDS["adam"](net), [layout for layout in layouts if not layout.trainable])
     world = trained("adam", 1)
     before = world.parameters()
     world.ranks[0].optimizer.param_groups[0]["amsgrad"] = True

@@ -76,3 +76,20 @@ def test_an_update_takes_what_its_kernel_reads_and_writes() -> None:
     assert clock.now == HARDWARE.compute(0, 26 * numel, 2)
     kernels.sgd[kernels.programs(numel)](first, first, gradient, gradient, gradient, gradient, gradient, numel)
     assert clock.now == HARDWARE.compute(0, 26 * numel, 2) + HARDWARE.compute(0, 10 * numel, 2)
+
+
+def test_an_update_of_compact_states_takes_what_was_measured() -> None:
+    """Llama-1B on one H200: steps of 31.0 ms, and of 22.5 with full states. On an A100 arithmetic takes longer."""
+    numel, seconds = 1_240_000_000, {}
+    for gpu in ("h200", "a100"):
+        clock = PlannedClock()
+        kernels = PlannedKernels(clock, Hardware(GPUS[gpu], Efficiency()))
+        master, gradient = (torch.empty(numel, dtype=torch.bfloat16, device="meta") for _ in range(2))
+        remainder, first, second = (torch.empty(numel, dtype=torch.int8, device="meta") for _ in range(3))
+        scales = torch.empty(numel // 64, device="meta"), torch.empty(numel // 64, device="meta")
+        here = master, remainder, gradient, first, second, *scales, gradient, gradient, gradient, numel, 0.9
+        kernels.compact_adam[kernels.programs(numel)](*here, SPLIT=True)
+        seconds[gpu] = clock.now
+    full = HARDWARE.compute(0, 26 * numel, 2)
+    assert seconds["h200"] - full == pytest.approx(31.0e-3 - 22.5e-3, rel=0.05)
+    assert seconds["a100"] == pytest.approx(seconds["h200"] * 67 / 19.5, rel=1e-3)

@@ -99,7 +99,7 @@ def test_what_is_offloaded_is_not_on_the_device_and_takes_time_on_the_way() -> N
 
 
 @pytest.mark.matrix
-def test_compact_states_take_less_memory_and_less_time() -> None:
+def test_compact_states_take_less_memory_and_more_time() -> None:
     def row(optimizer: str) -> Row:
         precision = {"params": "bfloat16", "optimizer": optimizer}
         settings = {"precision": precision, "compile": {"enabled": False}}
@@ -109,7 +109,7 @@ def test_compact_states_take_less_memory_and_less_time() -> None:
     assert compact.parameters == full.parameters * 3 / 4
     numel = full.parameters / 4
     assert 0 <= compact.optimizer - numel * (2 + 8 / 64) <= 4 * 100, "codes, scales and step counters"
-    assert compact.peak < full.peak and compact.seconds < full.seconds
+    assert compact.peak < full.peak and compact.seconds > full.seconds
 
 
 @pytest.mark.matrix

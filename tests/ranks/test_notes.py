@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zeroweave.ranks.notes import Notes
 
 
@@ -23,3 +25,9 @@ def test_what_comes_behind_the_agreement_is_noted_anew() -> None:
     notes.agree(notes.flags)
     notes.note("a")
     assert notes.take(("a",)) == {"a"} and notes.flags == b"\1"
+
+
+def test_nine_things_have_no_room_in_a_byte() -> None:
+    assert Notes("abcdefgh").flags == b"\0"
+    with pytest.raises(ValueError, match="eight things at most"):
+        Notes("abcdefghi")

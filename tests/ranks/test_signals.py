@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from zeroweave.errors import EngineError
+from zeroweave.ranks.notes import Notes
 from zeroweave.ranks.signals import NUMBERS, Signals, check_thread
 
 TERM, USR1 = NUMBERS
@@ -32,56 +33,60 @@ def send(number: int) -> None:
 
 
 def test_a_signal_is_noted_until_the_ranks_know_of_it(heard: list[int]) -> None:
-    signals = Signals()
-    assert signals.notes.flags == b"\0"
+    notes = Notes(NUMBERS)
+    signals = Signals(notes)
+    assert notes.flags == b"\0"
     signals.listen()
     send(USR1)
-    assert signals.notes.flags == b"\2" and not signals.take()
-    signals.notes.agree(b"\3")  # another rank has had the other one
-    assert signals.notes.flags == b"\0"
+    assert notes.flags == b"\2" and not signals.take()
+    notes.agree(b"\3")  # another rank has had the other one
+    assert notes.flags == b"\0"
     assert signals.take() == {TERM, USR1} and not signals.take()
     assert heard == [USR1], "what handled it before hears of it"
     signals.close()
 
 
 def test_a_signal_that_comes_after_the_agreement_is_another_one(heard: list[int]) -> None:
-    signals = Signals()
+    notes = Notes(NUMBERS)
+    signals = Signals(notes)
     signals.listen()
     send(TERM)
-    signals.notes.agree(signals.notes.flags)
+    notes.agree(notes.flags)
     send(TERM)
-    assert signals.take() == {TERM} and signals.notes.flags == b"\1"
+    assert signals.take() == {TERM} and notes.flags == b"\1"
     signals.close()
 
 
 def test_what_was_there_before_comes_back(heard: list[int]) -> None:
     before = [signal.getsignal(number) for number in NUMBERS]
-    signals = Signals()
+    notes = Notes(NUMBERS)
+    signals = Signals(notes)
     signals.listen()
     assert [signal.getsignal(number) for number in NUMBERS] != before
     signals.close()
     signals.close()
     assert [signal.getsignal(number) for number in NUMBERS] == before
     send(TERM)
-    assert signals.notes.flags == b"\0" and heard == [TERM]
+    assert notes.flags == b"\0" and heard == [TERM]
 
 
 def test_two_engines_both_note_a_signal(heard: list[int]) -> None:
-    first, second = Signals(), Signals()
+    one, other = Notes(NUMBERS), Notes(NUMBERS)
+    first, second = Signals(one), Signals(other)
     first.listen()
     second.listen()
     send(USR1)
-    assert first.notes.flags == second.notes.flags == b"\2" and heard == [USR1]
+    assert one.flags == other.flags == b"\2" and heard == [USR1]
     first.close()  # the second one's handler was put there later, and stays
     send(TERM)
-    assert (first.notes.flags, second.notes.flags) == (b"\2", b"\3") and heard == [USR1, TERM]
+    assert (one.flags, other.flags) == (b"\2", b"\3") and heard == [USR1, TERM]
     second.close()
     send(TERM)
     assert heard == [USR1, TERM, TERM]
 
 
 def test_without_its_engine_a_handler_only_passes_on(heard: list[int]) -> None:
-    signals = Signals()
+    signals = Signals(Notes(NUMBERS))
     signals.listen()
     del signals
     gc.collect()
@@ -93,7 +98,7 @@ def test_without_its_engine_a_handler_only_passes_on(heard: list[int]) -> None:
 def test_a_child_dies_of_a_signal_as_it_would_have(closed: bool) -> None:
     """A pool of processes that were forked ends them with SIGTERM; and so does one whose engine is gone."""
     before = signal.signal(TERM, signal.SIG_DFL)
-    signals = Signals()
+    signals = Signals(Notes(NUMBERS))
     signals.listen()
     child = os.fork()
     if not child:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.optim.test_compact import RESETS
 from tests.optim.test_state_offload import KINDS, STEPS, states
 from tests.optim.world import World, build_net, random_gradients
 from tests.triton_kernels.kernels import HERE, rules
@@ -112,6 +114,54 @@ def test_the_optimizer_can_step_itself_behind_kernels(compact: bool) -> None:
         parameters.append(world.parameters())
     rtol = 2**-15 if compact else 2e-6
     assert all(torch.allclose(parameters[0][name], value, rtol, 1e-5) for name, value in parameters[1].items())
+
+
+def for_a_while(world: World, step: int, why: str) -> None:
+    """In two steps of seven, the optimizers step themselves: somebody listens, or there is no kernel for an option."""
+    for rank in world.ranks:
+        if why == "no kernel":
+            for group in rank.optimizer.param_groups:
+                group["eps"] = 0.0 if step in (2, 3) else 1e-8
+        elif step == 2:
+            rank.optimizer.hook = rank.optimizer.register_step_post_hook(lambda *_: None)
+        elif step == 4:
+            rank.optimizer.hook.remove()
+
+
+@pytest.mark.parametrize(("offload", "compact"), [("", False), ("optimizer", False), ("", True)])
+@pytest.mark.parametrize("why", ["listened to", "no kernel"])
+def test_kernels_go_on_where_the_optimizer_has_stepped_itself(why: str, offload: str, compact: bool) -> None:
+    """Step counters are the same tensors then, with other numbers."""
+    parameters = []
+    for kernels in (rules, None):
+        world = World(build_net(), KINDS["adamw"], 2, torch.bfloat16, offload, kernels, compact=compact)
+        for step in range(7):
+            for_a_while(world, step, why)
+            world.step(random_gradients(world.ranks[0].model, step))
+        parameters.append(world.parameters())
+    rtol = 2**-15 if compact else 2e-6
+    assert all(torch.allclose(parameters[0][name], value, rtol, 1e-5) for name, value in parameters[1].items())
+
+
+@pytest.mark.parametrize(("offload", "compact"), [("", False), ("optimizer", False), ("", True)])
+@pytest.mark.parametrize("way", RESETS)
+def test_an_optimizer_whose_state_is_emptied_begins_anew(way: str, offload: str, compact: bool) -> None:
+    make = partial(World, build_net(), KINDS["adamw"], 1, torch.bfloat16, offload, rules, compact=compact)
+    world, fresh = make(), make()
+    for step in range(2):
+        world.step(random_gradients(world.ranks[0].model, step))
+    (rank,), (other,) = world.ranks, fresh.ranks
+    RESETS[way](rank.optimizer)
+    for bucket, view in rank.views.items():
+        other.views[bucket].home.put(view.home.values())
+    for step in range(2, 4):
+        for each in (world, fresh):
+            each.step(random_gradients(rank.model, step, {"tiny"} if step == 2 else set()))
+    assert [len(one.optimizer.state) for one in (rank, other)] == [8, 8], "what a save would have"
+    for mine, theirs in zip(states(rank), states(other), strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert all(torch.equal(value, fresh.parameters()[name]) for name, value in world.parameters().items())
 
 
 def test_nothing_of_the_device_is_kept_of_what_lives_in_host_memory() -> None:

@@ -7,11 +7,13 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from zeroweave.layout import ALIGN_BYTES
+from zeroweave._triton.constants import CHANCES, CODED_BLOCK, LEAST_SCALE
 
-PER_SCALE: Final = tl.constexpr(ALIGN_BYTES // 2)
+PER_SCALE: Final = tl.constexpr(CODED_BLOCK)
 """Elements of a block."""
-_LEAST: Final = tl.constexpr(2.0**-94)
+_LEAST: Final = tl.constexpr(LEAST_SCALE)
+_CHANCES: Final = tl.constexpr(CHANCES)
+_CHANCE: Final = tl.constexpr(1 / CHANCES)
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def first_codes(values, scales):
 @triton.jit
 def second_codes(values, scales, random):
     """`random`: int32, as of `masters.noise`."""
-    up = (((random >> 8) & 0xFFF).to(tl.float32) + 0.5) * 0.000244140625
+    up = (((random >> 8) & (_CHANCES - 1)).to(tl.float32) + 0.5) * _CHANCE
     size = tl.floor(tl.sqrt_rn(tl.sqrt_rn(tl.div_rn(values, scales[:, None]))) * 255.0 + up)
     size = tl.where(size == size, tl.maximum(size, 1.0), 0.0)
     lasting = (values > 0) & (scales[:, None] < float("inf"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import torch
@@ -88,8 +88,8 @@ class Wanted:
     """What an engine has: the shapes of its parameters and of its buffers, by NAME, and its optimizer, if any.
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
-    `trained`: the NAMEs of what is not frozen. `micro_steps`: of a window. `refused`: options of groups that have to be
-    off, and why.
+    `trained`: the NAMEs of what is not frozen. `micro_steps`: of a window. `refused`: what, in words, it cannot have
+    of the options of its groups.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -98,7 +98,7 @@ class Wanted:
     lr_scheduler: str | None = None
     trained: Set[str] = frozenset()
     micro_steps: int = 1
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
 
 
 class Fitting:
@@ -225,10 +225,8 @@ class Fitting:
 
     def _refused(self) -> Iterator[str]:
         saved = self.facts.optimizer
-        for index, group in enumerate(() if saved is None else saved.groups):
-            for key, why in self._wanted.refused.items():
-                if group.options.get(key):
-                    yield f"group {index} of its optimizer has {key}: {why}"
+        options = [] if saved is None else [group.options for group in saved.groups]
+        return (f"its optimizer's {option}" for option in self._wanted.refused(options))
 
     def _scheduler(self) -> Iterator[str]:
         saved, wanted = self.facts.lr_scheduler, self._wanted.lr_scheduler

@@ -54,7 +54,7 @@ def split_(
 ) -> None:
     """Overwrites `shard`, bfloat16, and `remainder`, int16 or int8, with what together are `masters`, float32; all [n].
 
-    `random`, int32 [n], as of `noise`: what an int8 has no room for is rounded by it; None: to the nearest.
+    `random`, int32 [n], as of `noise_`: what an int8 has no room for is rounded by it; None: to the nearest.
     """
     if (fast := kernels("masters", masters.device.type)) is not None:
         fast.split_(masters, shard, remainder, random)

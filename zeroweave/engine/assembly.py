@@ -216,7 +216,7 @@ def _assemble(
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     policy = policy_of(settings, layouts)
-    if (compact := settings.precision.optimizer == "compact") and optimizer is not None:
+    if compact := settings.precision.optimizer == "compact":
         refuse_compact(optimizer, layouts)
     _refuse_experts(layouts, {name for name, parameter in named.items() if id(parameter) in asked.whole})
     try:
@@ -248,7 +248,7 @@ def _assemble(
     original = {name: p.dtype for name, p in named.items()}
     slot_of = {id(p): place[name] for name, p in named.items()}
     del named
-    stubs, signals = StubStatus(), Signals(Notes((*NUMBERS, SHORT)))
+    stubs, notes = StubStatus(), Notes[Any]((*NUMBERS, SHORT))
     places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
@@ -270,7 +270,7 @@ def _assemble(
         progress=guard.progress,
         guard=guard,
         journal=Journal(control.rank),
-        agreements=Agreements(control, transport, guard.alarm, guard.progress, signals.notes),
+        agreements=Agreements(control, transport, guard.alarm, guard.progress, notes),
         places=places,
         stubs=stubs,
         optimizer=sharded,
@@ -281,7 +281,7 @@ def _assemble(
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
     facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least)
-    return _compose(parts, facts, asked.scheduler, signals, faults, sinks)
+    return _compose(parts, facts, asked.scheduler, Signals(notes), faults, sinks)
 
 
 def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:

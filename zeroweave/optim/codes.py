@@ -33,13 +33,11 @@ from typing import Final, NamedTuple
 
 import torch
 
-from zeroweave.layout import ALIGN_BYTES
+from zeroweave._triton.constants import CHANCES, CODED_BLOCK, LEAST_SCALE
 
-BLOCK: Final = ALIGN_BYTES // torch.bfloat16.itemsize
+BLOCK: Final = CODED_BLOCK
 _AT_ONCE: Final = 1 << 22
 """Elements, whole blocks: what is made on the way takes some bytes of each."""
-_LEAST: Final = 2.0**-94
-"""Scales are not smaller: the least share of it is a normal float32 still, and keeps its code."""
 
 
 class Coded(NamedTuple):
@@ -74,13 +72,13 @@ def encode_(coded: Coded, values: torch.Tensor, random: torch.Tensor | None = No
         codes, scales = coded.of(start, start + part.numel())
         size = part.abs()
         torch.amax(torch.where(size.isfinite(), size, torch.inf), 1, out=scales)
-        scales.clamp_(min=_LEAST)
+        scales.clamp_(min=LEAST_SCALE)
         size = size.div_(scales.unsqueeze(1)).sqrt_()
         if signed:
             size = size.mul_(127.0).add_(0.5).floor_().copysign_(part)
         else:
             own = None if random is None else random[start : start + part.numel()].view_as(part)
-            up = 0.5 if own is None else (((own >> 8) & 0xFFF) + 0.5) / 4096
+            up = 0.5 if own is None else (((own >> 8) & (CHANCES - 1)) + 0.5) / CHANCES
             lasting = (part > 0).logical_and_(scales.isfinite().unsqueeze(1))  # infinity times zero is NaN
             size = size.sqrt_().mul_(255.0).add_(up).floor_().clamp_(min=1.0).mul_(lasting)
         codes.copy_(size.nan_to_num_(0.0).view(-1))

@@ -3,7 +3,8 @@
     land     the update finds them in float32: `optimizer.state` refers to them
     lower    they are coded, see `optim.codes`, and `optimizer.state` lets go of them
 
-Step counters, and whatever else an optimizer keeps, stay in its state.
+Step counters, and whatever else an optimizer keeps, stay in its state. That decides: where it has no step counter of a
+parameter, since somebody has emptied it for instance, there are no moments either.
 """
 
 from __future__ import annotations
@@ -19,29 +20,34 @@ from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.codes import Coded, decode, encode_
 from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.moments import moments_of
+from zeroweave.optim.moments import FragmentMoment, moments_of
 from zeroweave.runtime.bucket import Bucket
 
 CODES: Final[Mapping[str, torch.dtype]] = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
 """What is coded, by its key, and how."""
 _OPTIMIZERS: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
 """Exact types: a subclass may do things of its own."""
-REFUSED: Final[Mapping[str, str]] = {
-    "amsgrad": "with precision.optimizer 'compact' its largest second moments would grow with each rounding"
+_REFUSED: Final[Mapping[str, str]] = {
+    "amsgrad": "with precision.optimizer 'compact' it has to be False: largest moments would grow with each rounding"
 }
 """Options of groups that have to be off, and why."""
 State = Mapping[str, Any]
 
 
-def refuse_compact(optimizer: torch.optim.Optimizer, layouts: Iterable[BucketLayout]) -> None:
-    """ParameterError where `precision.optimizer` "compact" cannot be done; nothing was changed."""
-    reasons = []
-    if type(optimizer) not in _OPTIMIZERS:
-        reasons.append(f"it is for one torch.optim.Adam or AdamW, not {type(optimizer).__name__}")
+def refuse_compact(optimizer: torch.optim.Optimizer | None, layouts: Iterable[BucketLayout]) -> None:
+    """ParameterError where `precision.optimizer` "compact" cannot be done; nothing was changed.
+
+    Without an optimizer, too: masters would be rounded then, and nothing saved that an update needs.
+    """
+    reasons, trained = [], [each for each in layouts if each.trainable]
+    if optimizer is None or type(optimizer) not in _OPTIMIZERS:
+        given = "there is no optimizer" if optimizer is None else f"not for {type(optimizer).__name__}"
+        reasons.append(f"it is for one torch.optim.Adam or AdamW, and {given}")
     else:
-        on = (key for key in REFUSED if any(group.get(key) for group in optimizer.param_groups))
-        reasons += [f"{REFUSED[key]}: set {key} to False" for key in on]
-    wide = [slot.name for each in layouts if each.trainable and each.dtype != "bfloat16" for slot in each.slots]
+        reasons += [f"its {option}" for option in refused_in(optimizer.param_groups)]
+    wide = [slot.name for each in trained if each.dtype != "bfloat16" for slot in each.slots]
+    if not trained:
+        reasons.append("it is for parameters that are trained, and there are none")
     if wide:
         names = ", ".join(wide[:8]) + (f" and {len(wide) - 8} more" if len(wide) > 8 else "")
         reasons.append(f"it is for bfloat16 parameters, and not {names}: set precision.params to 'bfloat16'")
@@ -50,6 +56,12 @@ def refuse_compact(optimizer: torch.optim.Optimizer, layouts: Iterable[BucketLay
         raise ParameterError(
             f"precision.optimizer 'compact' cannot be used; nothing was changed:\n{lines}\n  or set it to 'full'"
         )
+
+
+def refused_in(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Those options of groups of parameters that have to be off, in words."""
+    numbered = ((index, key) for index, group in enumerate(groups) for key in _REFUSED if group.get(key))
+    return [f"group {index} has {key}: {_REFUSED[key]}" for index, key in numbered]
 
 
 class CompactMoments:
@@ -67,6 +79,7 @@ class CompactMoments:
     # ------------------------------------------------------------------ around an update
     def land(self) -> None:
         """The state refers to float32 copies."""
+        self.let_go()
         self._lifted = {key: decode(coded) for key, coded in self.coded.items()}
         for slot, keys in self.slots.items():
             held = self._optimizer.state[self._fragments.parameters[slot]]
@@ -81,40 +94,56 @@ class CompactMoments:
                 held.pop(key, None)
         self._lifted = {}
 
+    def lose(self) -> None:
+        """The same after an update that cannot be coded. What the optimizer began with it begins anew."""
+        self.drop()
+        for moment in self._moments():
+            moment.held.clear()
+
     def lower(self, random: torch.Tensor | None = None) -> None:
         """What the state has of elements is coded, and no longer in it. `random`: see `codes.encode_`."""
-        for moment in moments_of(self._fragments, self._optimizer.state):
+        moments = self._moments()
+        for moment in moments:
             key, value = moment.key, moment.value
-            if key not in CODES:
-                continue
             if key not in self._lifted:
                 self._lifted[key] = torch.zeros(self._fragments.numel, device=value.device)
             lifted = self._lifted[key]
             if storage_key(value) != storage_key(lifted):  # somebody has just put it there
                 moment.view(lifted).copy_(value)
-            keys = self.slots.setdefault(moment.slot, [])
-            if key not in keys:
-                keys.append(key)
-            del moment.held[key]
         for key, values in self._lifted.items():
-            if key not in self.coded:
-                self.coded[key] = Coded.zeros(values.numel(), CODES[key], values.device)
-            encode_(self.coded[key], values, random)
+            coded = self.coded.get(key) or Coded.zeros(values.numel(), CODES[key], values.device)
+            encode_(coded, values, random)
+            self.coded[key] = coded
+        for moment in moments:
+            keys = self.slots.setdefault(moment.slot, [])
+            if moment.key not in keys:
+                keys.append(moment.key)
+            del moment.held[moment.key]
         self._lifted = {}
 
-    def noise(self) -> torch.Tensor:
-        """int32 [numel / world], for elements at the steps that their parameters are at."""
-        random = torch.zeros(self._fragments.numel, dtype=torch.int32, device=self._bucket.home.source.device)
+    def _moments(self) -> list[FragmentMoment]:
+        """What the state has in float32."""
+        every = moments_of(self._fragments, self._optimizer.state)
+        return [moment for moment in every if moment.key in CODES and self._has_stepped(moment.slot)]
+
+    def room_for_noise(self) -> torch.Tensor:
+        """int32 [numel / world], of zeros."""
+        return torch.zeros(self._fragments.numel, dtype=torch.int32, device=self._bucket.home.source.device)
+
+    def noise_(self, random: torch.Tensor) -> None:
+        """Overwrites that with noise for elements at the steps that their parameters are at."""
         first, _ = self._bucket.layout.shard_range(self._bucket.rank)
         for slot, start in self._places():
             noise_(self._bucket.fragment(random, slot), first + start, self._step(slot))
-        return random
 
     def _places(self) -> Iterator[tuple[int, int]]:
         """The slots that have taken a step, and where they start."""
         for slot, (parameter, start) in enumerate(zip(self._fragments.parameters, self._fragments.starts, strict=True)):
-            if parameter.numel() and "step" in self._optimizer.state.get(parameter, {}):
+            if parameter.numel() and self._has_stepped(slot):
                 yield slot, start
+
+    def _has_stepped(self, slot: int) -> bool:
+        return "step" in self._optimizer.state.get(self._fragments.parameters[slot], {})
 
     def _step(self, slot: int) -> torch.Tensor | int:
         step = self._optimizer.state[self._fragments.parameters[slot]]["step"]
@@ -123,6 +152,10 @@ class CompactMoments:
     # ------------------------------------------------------------------ for others
     def parts(self, slot: int) -> dict[str, Coded]:
         """What is coded of a slot's fragment, by key."""
+        return self._coded(slot) if self._has_stepped(slot) else {}
+
+    def _coded(self, slot: int) -> dict[str, Coded]:
+        """The same, of a slot that is to be forgotten, too."""
         place = self._bucket.layout.fragment(slot, self._bucket.rank)
         keys = self.slots.get(slot, [])
         return {key: self.coded[key].of(place.start, place.start + place.numel) for key in keys}
@@ -146,10 +179,14 @@ class CompactMoments:
     def forget(self, slots: Iterable[int]) -> None:
         """These slots have no moments any more."""
         for slot in slots:
-            for codes, scales in self.parts(slot).values():
+            for codes, scales in self._coded(slot).values():
                 codes.zero_()
                 scales.zero_()
             self.slots.pop(slot, None)
+
+    def let_go(self) -> None:
+        """Of slots that the state has nothing of any more nothing is coded. To be called before it has something."""
+        self.forget([slot for slot in self.slots if not self._has_stepped(slot)])
 
     @property
     def tensors(self) -> list[torch.Tensor]:

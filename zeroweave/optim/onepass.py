@@ -6,7 +6,7 @@ if they had made the step. A range is what lies side by side in a shard of one g
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -41,6 +41,8 @@ class Range(NamedTuple):
     slots: tuple[_Slot, ...]
     moments: tuple[torch.Tensor, ...]
     """by key, of the whole range"""
+    states: tuple[State, ...]
+    """by slot"""
     held: tuple[tuple[State, str, torch.Tensor], ...]
     """what the states had when this was made"""
     steps: tuple[torch.Tensor, ...]
@@ -60,9 +62,10 @@ class Range(NamedTuple):
     def stop(self) -> int:
         return self.slots[-1].stop
 
-    def holds(self) -> bool:
-        """Have the states still those tensors?"""
-        return all(state.get(key) is tensor for state, key, tensor in self.held)
+    def holds(self, now: Mapping[Any, State]) -> bool:
+        """Has the optimizer, with the states that it has `now`, still those tensors?"""
+        same = all(now.get(slot.fragment) is state for slot, state in zip(self.slots, self.states, strict=True))
+        return same and all(state.get(key) is tensor for state, key, tensor in self.held)
 
 
 class OnePass:
@@ -95,8 +98,8 @@ class OnePass:
             for bucket, each in buckets.items()
         }
         self._known: dict[int, tuple[frozenset[int], list[Range]]] = {}
-        self._behind: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
-        """of those that were released: (bucket id, slot) -> its step counter, and the number there"""
+        self._behind: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
+        """of those that were released: bucket id -> slot -> its step counter, and the number there"""
         self._at_hand: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """in a step: by the id of a range's first step counter, that and its scalars"""
         self._more: torch.Tensor | float = 1.0
@@ -164,7 +167,7 @@ class OnePass:
             part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
             step = each.step + 1
             launch = Launch(masters_of, part, found, each.moments, each.first, group, step, scalars, first + each.start)
-            self._rule.launch(self._kernels, launch)
+            launch.issue(self._kernels, self._rule.own(self._kernels, launch))
             ranges[index] = each._replace(step=step, first=False)
 
     def _on_device(self, gradient: Scaled) -> tuple[Scaled, torch.Tensor | None]:
@@ -184,18 +187,19 @@ class OnePass:
     def release(self, bucket: int) -> None:
         """The tensors of the states go elsewhere, and none is kept here."""
         _, known = self._known.pop(bucket, (None, []))
+        behind = self._behind.setdefault(bucket, {})
         for each in known:
-            for slot, counter in zip(each.slots, each.steps, strict=False):
-                self._behind[bucket, slot.slot] = counter, each.step
+            behind |= {s.slot: (counter, each.step) for s, counter in zip(each.slots, each.steps, strict=False)}
 
-    def forget(self) -> None:
-        """Others than steps have written into the states."""
-        self._known.clear()
-        self._behind.clear()
+    def forget(self, buckets: Iterable[int]) -> None:
+        """Somebody else writes into the states of these: step counters may stay the same tensors with other numbers."""
+        for bucket in buckets:
+            self._known.pop(bucket, None)
+            self._behind.pop(bucket, None)
 
     def _ranges(self, bucket: int, absent: frozenset[int]) -> list[Range]:
         before, known = self._known.get(bucket, (None, []))
-        if before != absent or not all(each.holds() for each in known):
+        if before != absent or not all(each.holds(self._optimizer.state) for each in known):
             known = list(self._cut(bucket, absent))
             self._known[bucket] = absent, known
         return known
@@ -203,6 +207,8 @@ class OnePass:
     def _cut(self, bucket: int, absent: Set[int]) -> Iterator[Range]:
         """The ranges of a bucket, with states for those that had none."""
         assert self._rule is not None
+        if bucket in self._compact:
+            self._compact[bucket].let_go()
         kinds = list[tuple[_Slot, tuple[int, int, bool] | None]]()
         for slot in self._slots[bucket]:
             if slot.group < 0 or slot.slot in absent:
@@ -226,7 +232,7 @@ class OnePass:
         if "step" not in state:
             state["step"] = torch.zeros((), device=slot.fragment.device if _on_device(group) else "cpu")
             return 0
-        counter, step = self._behind.get((bucket, slot.slot), (None, 0))
+        counter, step = self._behind.get(bucket, {}).get(slot.slot, (None, 0))
         return step if counter is state["step"] else int(state["step"])
 
     def _range(self, bucket: int, slots: Sequence[_Slot], step: int, first: bool) -> Range:
@@ -241,7 +247,7 @@ class OnePass:
             moments = tuple(_side_by_side(slots, states, key) for key in keys)
         held = tuple((state, key, state[key]) for state in states for key in (*keys, *steps))
         counters = tuple(state[key] for state in states for key in steps)
-        return Range(tuple(slots), moments, held, counters, step, first)
+        return Range(tuple(slots), moments, states, held, counters, step, first)
 
 
 def _on_device(group: Mapping[str, Any]) -> bool:

@@ -43,31 +43,26 @@ class Launch(NamedTuple):
     position: int
     """of its first element, in the flat"""
 
-    def sources(self) -> tuple[torch.Tensor, ...]:
-        """Master, remainder and gradient."""
-        return *self.masters[:2], self.gradient.values
-
-    def pointers(self) -> tuple[Any, ...]:
-        """`factor`, `found` and `scalars`, or what stands in for them, and the number of elements."""
+    def issue(self, kernels: Kernels, own: Own) -> None:
+        """Launches the kernel with what all kernels take, and its own. What is not there the gradient stands in for."""
         factor, values = self.gradient.factor, self.gradient.values
         found, scalars = (values if each is None else each for each in (self.found, self.scalars))
-        return values if factor is None else factor, found, scalars, values.numel()
+        own.kernel[kernels.programs(values.numel())](
+            *self.masters[:2], values, *own.moments, values if factor is None else factor, found, scalars,
+            values.numel(), *own.numbers, **own.flags,
+            SPLIT=self.masters[2], FACTOR=0 if factor is None else 1 if isinstance(factor, float) else 2,
+            FOUND=self.found is not None, DEVICE=self.scalars is not None, MAXIMIZE=self.options["maximize"],
+            SIZE=kernels.BLOCK, enable_fp_fusion=False,
+        )  # fmt: skip
 
-    def flags(self, kernels: Kernels) -> dict[str, Any]:
-        """What all kernels are compiled for."""
-        factor = self.gradient.factor
-        return {
-            "SPLIT": self.masters[2],
-            "FACTOR": 0 if factor is None else 1 if isinstance(factor, float) else 2,
-            "FOUND": self.found is not None,
-            "DEVICE": self.scalars is not None,
-            "MAXIMIZE": self.options["maximize"],
-            "SIZE": kernels.BLOCK,
-            "enable_fp_fusion": False,
-        }
 
-    def programs(self, kernels: Kernels) -> tuple[int]:
-        return kernels.programs(self.gradient.values.numel())
+class Own(NamedTuple):
+    """What one kernel takes that others do not, in its order."""
+
+    kernel: Any
+    moments: Sequence[torch.Tensor]
+    numbers: Sequence[float]
+    flags: Mapping[str, bool]
 
 
 class Kernels(Protocol):
@@ -96,8 +91,8 @@ class Rule(Protocol):
     def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """The keys of what it keeps of each element, in the order of torch."""
 
-    def launch(self, kernels: Kernels, launch: Launch) -> None:
-        """Issues the update."""
+    def own(self, kernels: Kernels, launch: Launch) -> Own:
+        """What its kernel takes for an update."""
 
     def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
         """What depends on the learning rate and the step, float32 on the device, where the rate is there.
@@ -135,7 +130,7 @@ class AdamRule:
         keep = (1 - rate * group["weight_decay"]).expand_as(step)
         return torch.stack([keep, rate / (1 - beta1**step), (1 - beta2**step).sqrt(), step], dim=-1).float()
 
-    def launch(self, kernels: Kernels, launch: Launch) -> None:
+    def own(self, kernels: Kernels, launch: Launch) -> Own:
         group, moments = launch.options, launch.moments
         beta1, beta2 = group["betas"]
         numbers = (0.0, 0.0, 0.0)
@@ -147,17 +142,11 @@ class AdamRule:
                 math.sqrt(1 - beta2**launch.step),
             )
         more = (*numbers, float(group["weight_decay"]), 1 - beta1, beta2, 1 - beta2, group["eps"])
-        flags = {"COUPLED": self._coupled(group) and group["weight_decay"] != 0, **launch.flags(kernels)}
+        flags = {"COUPLED": self._coupled(group) and group["weight_decay"] != 0}
         if self._compact:
-            kernels.compact_adam[launch.programs(kernels)](
-                *launch.sources(), *moments, *launch.pointers(), *more, launch.position, launch.step, **flags
-            )
-            return
+            return Own(kernels.compact_adam, moments, (*more, launch.position, launch.step), flags)
         largest = moments[2] if group["amsgrad"] else moments[1]
-        kernels.adam[launch.programs(kernels)](
-            *launch.sources(), moments[0], moments[1], largest, *launch.pointers(), *more,
-            AMSGRAD=group["amsgrad"], **flags,
-        )  # fmt: skip
+        return Own(kernels.adam, (*moments[:2], largest), more, {**flags, "AMSGRAD": group["amsgrad"]})
 
 
 class SGDRule:
@@ -175,14 +164,12 @@ class SGDRule:
     def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
         return rate.float()
 
-    def launch(self, kernels: Kernels, launch: Launch) -> None:
-        group = launch.options
-        kernels.sgd[launch.programs(kernels)](
-            *launch.sources(), launch.moments[0] if launch.moments else launch.gradient.values, *launch.pointers(),
-            float(group["lr"]) if launch.scalars is None else 0.0, float(group["weight_decay"]),
-            float(group["momentum"]), 1.0 - group["dampening"], DECAY=group["weight_decay"] != 0,
-            MOMENTUM=bool(launch.moments), FIRST=launch.first, NESTEROV=group["nesterov"], **launch.flags(kernels),
-        )  # fmt: skip
+    def own(self, kernels: Kernels, launch: Launch) -> Own:
+        group, decay, momentum = launch.options, float(launch.options["weight_decay"]), bool(launch.moments)
+        rate = float(group["lr"]) if launch.scalars is None else 0.0
+        flags = {"DECAY": decay != 0, "MOMENTUM": momentum, "FIRST": launch.first, "NESTEROV": group["nesterov"]}
+        numbers = rate, decay, float(group["momentum"]), 1.0 - group["dampening"]
+        return Own(kernels.sgd, launch.moments if momentum else [launch.gradient.values], numbers, flags)
 
 
 class AdagradRule:
@@ -201,13 +188,11 @@ class AdagradRule:
         step = step.double() if isinstance(step, torch.Tensor) else step
         return (rate.double() / (1 + (step - 1) * group["lr_decay"])).float().unsqueeze(-1)
 
-    def launch(self, kernels: Kernels, launch: Launch) -> None:
+    def own(self, kernels: Kernels, launch: Launch) -> Own:
         group = launch.options
         rate = 0.0 if launch.scalars is not None else float(group["lr"]) / (1 + (launch.step - 1) * group["lr_decay"])
-        kernels.adagrad[launch.programs(kernels)](
-            *launch.sources(), launch.moments[0], *launch.pointers(), rate, float(group["weight_decay"]), group["eps"],
-            DECAY=group["weight_decay"] != 0, **launch.flags(kernels),
-        )  # fmt: skip
+        decay = float(group["weight_decay"])
+        return Own(kernels.adagrad, launch.moments, (rate, decay, group["eps"]), {"DECAY": decay != 0})
 
 
 RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from zeroweave._torch.storages import storage_key
 from zeroweave.optim.codes import Coded, decode
-from zeroweave.optim.compact import REFUSED, CompactMoments
+from zeroweave.optim.compact import CompactMoments, refused_in
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.moments import FragmentMoment, Kind, moments_of
 from zeroweave.runtime.bucket import Bucket
@@ -86,6 +86,16 @@ class HostedMoments:
             moment.held[moment.key] = view
         self._device = {}
         return copies
+
+
+class _Landed(NamedTuple):
+    """What of a bucket's states is on the device for an update, beside moments of host memory."""
+
+    master: torch.Tensor | None
+    """where it was lifted"""
+    compact: CompactMoments | None
+    random: torch.Tensor | None
+    """room for the noise by which both are rounded"""
 
 
 class StateOffload:
@@ -160,23 +170,27 @@ class StateOffload:
         if buckets and buckets[-1] in self._after:
             self._lift(self._after[buckets[-1]])
         masters: dict[int, torch.Tensor] = {}
-        with ExitStack() as landed:
+        with ExitStack() as ends:
             for bucket in buckets:
                 if self._lands(bucket, whole):
-                    master = self._land(bucket, whole)
-                    landed.callback(self._lower, bucket, master, whole)
-                    if master is not None:
-                        masters[bucket] = master
+                    landed = self._land(bucket, whole)
+                    ends.callback(self._lower, bucket, landed)
+                    if landed.master is not None:
+                        masters[bucket] = landed.master
             yield masters
 
     def _lands(self, bucket: int, whole: bool) -> bool:
         return bucket in self._moments or (whole and bucket in self.compact) or self._lifts(bucket, whole)
 
-    def _land(self, bucket: int, whole: bool) -> torch.Tensor | None:
-        """The master, where it was lifted. What raises leaves the bucket as it was."""
-        home, master = self._buckets[bucket].home, None
+    def _land(self, bucket: int, whole: bool) -> _Landed:
+        """What raises leaves the bucket as it was. So all that an update needs in memory is made here, as far as known.
+
+        After the update an error would lose it.
+        """
+        home, master, random = self._buckets[bucket].home, None, None
         compact = self.compact.get(bucket) if whole else None
         if compact is not None:
+            random = compact.room_for_noise()
             compact.land()
         try:
             if self._lifts(bucket, whole):
@@ -190,16 +204,27 @@ class StateOffload:
         self._lifted.pop(bucket, None)
         if master is not None:
             self._fragments[bucket].point(master)
-        return master
+        return _Landed(master, compact, random)
 
-    def _lower(self, bucket: int, master: torch.Tensor | None, whole: bool) -> None:
-        compact, copies = self.compact.get(bucket), list[Download]()
-        random = None if compact is None else compact.noise()
+    def _lower(self, bucket: int, landed: _Landed) -> None:
+        """What raises leaves no copies behind."""
+        master, compact, random = landed
+        home, copies = self._buckets[bucket].home, list[Download]()
         if master is not None:
             self._fragments[bucket].point_home()
-            copies = self._buckets[bucket].home.lower(master, random)
-        if whole and compact is not None:
-            compact.lower(random)
+        try:
+            if compact is not None and random is not None:
+                compact.noise_(random)
+            if master is not None:
+                copies = home.lower(master, random)
+            if compact is not None:
+                compact.lower(random)
+        except BaseException:
+            if compact is not None:
+                compact.lose()
+            if master is not None and master is home.master:  # split: it has memory only while it is lifted
+                master.untyped_storage().resize_(0)
+            raise
         if bucket in self._moments:
             copies += self._moments[bucket].lower()
         self._transfers.download(copies)
@@ -236,15 +261,9 @@ class StateOffload:
             self._fragments[bucket].point_home()
 
     # ------------------------------------------------------------------ what they are
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """Options of the optimizer's groups that have to be off, and why."""
-        return REFUSED if self.compact else {}
-
     def refused_in(self, groups: Iterable[Mapping[str, Any]]) -> list[str]:
-        """Those that groups have, in words."""
-        numbered = [(index, key) for index, group in enumerate(groups) for key in self.refused if group.get(key)]
-        return [f"group {index} has {key}: {self.refused[key]}" for index, key in numbered]
+        """Options of groups of the optimizer's kind that its states cannot have, in words."""
+        return refused_in(groups) if self.compact else []
 
     def state_of(self, bucket: int, slot: int) -> Mapping[str, Any]:
         """What the optimizer holds of a fragment, in float32 where that has few bits, by then as copies."""
@@ -256,6 +275,12 @@ class StateOffload:
         """The same, but what has few bits is not decoded: tensors without memory have its shapes and dtypes."""
         held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
         return {**held, **(self.compact[bucket].outline(slot) if bucket in self.compact else {})}
+
+    def value_of(self, bucket: int, slot: int, key: str) -> Any:
+        """One value of `state_of`; None where there is none. No other is decoded."""
+        coded = self.coded(bucket, slot).get(key)
+        held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
+        return held.get(key) if coded is None else decode(coded)
 
     def coded(self, bucket: int, slot: int) -> Mapping[str, Coded]:
         """What has few bits of that, by key."""

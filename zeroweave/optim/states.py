@@ -195,7 +195,8 @@ class _Kind(NamedTuple):
 
 @torch.no_grad()
 def gather(
-    state_of: Callable[[int, int], Mapping[str, Any]],
+    outline_of: Callable[[int, int], Mapping[str, Any]],
+    value_of: Callable[[int, int, str], Any],
     buckets: Mapping[int, Bucket],
     fragments: Mapping[int, Fragments],
     transport: Transport,
@@ -208,10 +209,11 @@ def gather(
     `room`: what this rank has; where there is room for the states of all ranks they lie on `device`, else in host
     memory, else there are none. None: rank 0 alone gets all of them, in host memory. Each kind of state is gathered
     bucket by bucket on `device`, and then goes where it is to lie. What belongs to the rank alone is in it as it is.
-    `state_of(bucket, slot)`: what the optimizer of this rank holds of a fragment; what it makes for the call is let go.
+    `outline_of(bucket, slot)`: what the optimizer of this rank holds of a fragment, perhaps without the values of what
+    is cut; `value_of(bucket, slot, key)`: such a value, which is asked for once, and let go.
     """
     mine = {
-        (bucket, slot): {key: _tell_fragment(parameter, value) for key, value in state_of(bucket, slot).items()}
+        (bucket, slot): {key: _tell_fragment(parameter, value) for key, value in outline_of(bucket, slot).items()}
         for bucket in buckets
         for slot, parameter in enumerate(fragments[bucket].parameters)
         if parameter.numel()
@@ -234,7 +236,7 @@ def gather(
         for key, dtype, slots in _to_gather(told, bucket, found):
             shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
             for i in slots:
-                if (id, i) in mine and (value := state_of(id, i).get(key)) is not None:
+                if (id, i) in mine and (value := value_of(id, i, key)) is not None:
                     bucket.fragment(shard, i).copy_(value)
             flat = torch.empty(layout.numel, dtype=dtype, device=device)
             transport.all_gather(flat, shard, layout).wait()
@@ -244,7 +246,8 @@ def gather(
         for i, state in enumerate(found if wanted else ()):
             if state:
                 gathered = {key: whole.get((i, key)) for key in state}
-                states[id, i] = _taken(state, gathered, state_of(id, i) if (id, i) in mine else {}, home_of_scalars)
+                own = outline_of(id, i) if (id, i) in mine else {}
+                states[id, i] = _taken(state, gathered, own, home_of_scalars)
     return Gathered(states)
 
 

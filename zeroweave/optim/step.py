@@ -241,7 +241,7 @@ class ShardedOptimizer:
         if self._matrices is not None:
             self._matrices.forget()
         if self._one_pass is not None:
-            self._one_pass.forget()
+            self._one_pass.forget(self._views)
 
     def replace(self, bucket: int, states: Mapping[int, dict[str, Any]]) -> None:
         """What the optimizer holds of these slots' fragments is `states` from now on; that of others stays."""
@@ -299,7 +299,8 @@ class ShardedOptimizer:
         `destroy` needs it, and so do state dicts.
         """
         self.offload.finish()
-        return gather(self.state_of, self._views, self._fragments, transport, control, self._device, room)
+        held = self.offload.outline_of, self.offload.value_of
+        return gather(*held, self._views, self._fragments, transport, control, self._device, room)
 
     def take(
         self, held: Held, named: Mapping[str, nn.Parameter], told: Described, transport: Transport, world: int
@@ -355,6 +356,8 @@ class ShardedOptimizer:
     ) -> None:
         """Updates the fragments in `groups`, those of the buckets `moved`, by `gradients`, which are used up."""
         fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
+        if self._one_pass is not None:
+            self._one_pass.forget(moved)
         with self.groups.holding(groups), self.offload.on_device(moved), self._on_device():
             try:
                 for one, bucket in fragments:

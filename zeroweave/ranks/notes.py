@@ -12,6 +12,8 @@ class Notes(Generic[K]):
     """The notes of one engine. `kinds`: what can be noted, eight things at most; the same on all ranks."""
 
     def __init__(self, kinds: Sequence[K]) -> None:
+        if len(kinds) > 8:  # bits of a byte
+            raise ValueError(f"eight things at most can be noted, and not {len(kinds)}")
         self._noted = dict.fromkeys(kinds, False)
         self._agreed: set[K] = set()
 

@@ -19,11 +19,11 @@ class Signals:
     """The signals of one engine. None is noted before `listen`, nor after `close` or once the engine is gone.
 
     Then, and in forked children, they do what they did before. What handled them before `listen` hears of noted ones
-    as well. `notes`: where they are noted, perhaps beside other things.
+    as well. `notes`: where they are noted, by their numbers, beside other things.
     """
 
-    def __init__(self, notes: Notes[Any] | None = None) -> None:
-        self.notes = Notes(NUMBERS) if notes is None else notes
+    def __init__(self, notes: Notes[Any]) -> None:
+        self._notes = notes
         self._handlers: list[_Handler] = []
 
     def listen(self) -> None:
@@ -31,11 +31,11 @@ class Signals:
         self._handlers = [_Handler(number, self) for number in NUMBERS]
 
     def note(self, number: signal.Signals) -> None:
-        self.notes.note(number)
+        self._notes.note(number)
 
     def take(self) -> frozenset[signal.Signals]:
         """The signals that all ranks know of, once."""
-        return self.notes.take(NUMBERS)
+        return self._notes.take(NUMBERS)
 
     def close(self) -> None:
         """What handled signals before handles them again."""

@@ -40,7 +40,7 @@ class Loaded:
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
-        steps, refused = self._parts.config.gradient_accumulation_steps, optimizer.offload.refused
+        steps, refused = self._parts.config.gradient_accumulation_steps, optimizer.offload.refused_in
         return Wanted(parameters, buffers, told, kind, trained, steps, refused)
 
     @torch.no_grad()
