@@ -111,6 +111,7 @@ def test_every_function_of_every_module_is_found() -> None:
         own = {value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name}
         bridges = {value.__name__ for value in own if issubclass(value, nn.Module)}
         missing = {place(c) for c in functions_in(Path(module.__file__))} - {place(c) for c in code_of(module)}
-        assert not {what for what in missing if what[0].split(".")[0] not in bridges}, f"{name}: {missing}"
+        kernels = {each for each, value in vars(module).items() if hasattr(value, "fn")}  # of a GPU, where Triton is
+        assert not {what for what in missing if what[0].split(".")[0] not in bridges | kernels}, f"{name}: {missing}"
         assert not bridges or name.startswith("zeroweave.integrations."), f"{name}: {bridges}"
     assert "zeroweave.dc.runtime" in sys.modules
