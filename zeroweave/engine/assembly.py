@@ -215,7 +215,8 @@ def _assemble(
         warn(left, control.rank)
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
-    policy = policy_of(settings, layouts)
+    has = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
+    policy = policy_of(settings, layouts, {name for name, parameter in named.items() if id(parameter) in has})
     if compact := settings.precision.optimizer == "compact":
         refuse_compact(optimizer, layouts)
     _refuse_experts(layouts, {name for name, parameter in named.items() if id(parameter) in asked.whole})

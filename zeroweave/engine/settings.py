@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, TypedDict, Unpack
 
@@ -21,12 +21,13 @@ Prefetch = int | Literal["auto"]
 Keep = Literal["auto", "none", "all"] | Iterable[str]
 
 
-_REMAINDERS: Final = {"split": torch.int16, "compact": torch.int8, "float32": None}
+_REMAINDERS: Final = {"split": torch.int16, "float32": None}
 
 
-def policy_of(config: Config, layouts: Iterable[BucketLayout]) -> Policy:
-    """What of a config the runtime follows."""
+def policy_of(config: Config, layouts: Sequence[BucketLayout], updated: Set[str]) -> Policy:
+    """What of a config the runtime follows. `updated`: the names of what the optimizer has in its groups."""
     precision = config.precision
+    few = layouts if precision.optimizer == "compact" else ()
     kept = () if config.stage == 3 else tuple(layouts)
     return Policy(
         kept_by_stage=frozenset(b.id for b in kept),
@@ -36,7 +37,8 @@ def policy_of(config: Config, layouts: Iterable[BucketLayout]) -> Policy:
         accumulate_dtype=getattr(torch, precision.accumulate),
         masters_off=config.offload.optimizer != "none" or config.offload.params,
         params_off=config.offload.params,
-        remainder=_REMAINDERS["compact" if precision.optimizer == "compact" else precision.master],
+        remainder=_REMAINDERS[precision.master],
+        compact=frozenset(b.id for b in few if any(slot.name in updated for slot in b.slots)),
         keep_gradient_targets=config.debug.keep_gradient_targets,
         free_threshold=config.activations.free_threshold_bytes,
         offload_threshold=config.offload.activations_threshold_bytes if config.offload.activations else None,

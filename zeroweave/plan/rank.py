@@ -167,7 +167,7 @@ class PlannedRank:
             specs_of(model, named, frozenset(), config, None), world, config.bucket.bytes, config.bucket.by_block
         )
         _refuse(config, layouts)
-        policy, moments_off = policy_of(config, layouts), config.offload.optimizer != "none"
+        policy, moments_off = policy_of(config, layouts, named.keys()), config.offload.optimizer != "none"
         compact = config.precision.optimizer == "compact"
         self._fake = without_memory()
         with self._fake:

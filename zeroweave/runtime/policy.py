@@ -28,6 +28,8 @@ class Policy:
     """so do all shards"""
     remainder: torch.dtype | None = None
     """float32 masters of bfloat16 are kept as the bfloat16 and what that lacks, in this dtype; None: in float32"""
+    compact: frozenset[int] = frozenset()
+    """of these buckets in int8, which has no room for 8 bits of it"""
     free_threshold: int | None = None
     """bytes from which on an unused activation is freed before the optimizer step; None: none is"""
     offload_threshold: int | None = None

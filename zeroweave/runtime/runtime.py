@@ -63,9 +63,10 @@ class Runtime:
         """bytes of all flats that are unsharded"""
         device = transport.empty(0, torch.uint8).device
         self.transfers = Transfers(device, issuing, streams)
-        kept = policy.masters_off, policy.params_off, policy.remainder
+        off = policy.masters_off, policy.params_off
+        kinds = {b.id: torch.int8 if b.id in policy.compact else policy.remainder for b in layouts}
         dtypes = {b.id: getattr(torch, b.dtype) for b in layouts}
-        homes = {b.id: Shard(b, dtypes[b.id], transport, self.transfers, *kept) for b in layouts}
+        homes = {b.id: Shard(b, dtypes[b.id], transport, self.transfers, *off, kinds[b.id]) for b in layouts}
         self.buckets = {b.id: Bucket(b, dtypes[b.id], transport, self.flats, homes[b.id], device) for b in layouts}
         self.directory = Directory(self.buckets.values())
         self.find = self.directory.find
