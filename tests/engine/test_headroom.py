@@ -112,9 +112,9 @@ def grown(later: int) -> tuple[Any, Any, int]:
 
 def test_what_a_kind_has_grown_by_is_foreseen_of_others_once() -> None:
     one, other, most = grown(later=0)
-    assert fixed(other.costs, other.measured) == fixed(one.costs, one.measured), "it may come again"
+    assert fixed(other.costs) == fixed(one.costs), "it may come again"
     one, other, most = grown(later=MOST + 1)
-    assert fixed(other.costs, other.measured) > fixed(one.costs, one.measured)
+    assert fixed(other.costs) > fixed(one.costs)
     assert other.costs.peak <= most, "it was there when that was measured"
 
 

@@ -37,12 +37,12 @@ class Headroom:
         """Bytes that may be in use at most; 0 where nobody counts."""
         return self._wire.clock.room(self._sharing)
 
-    def foresee(self, costs: Costs, measured: Schedule) -> Costs:
+    def foresee(self, costs: Costs) -> Costs:
         """Costs that were agreed on, with as much beside flats as there was when memory was short: it may come again.
 
-        What they were `measured` on may have had some of it.
+        When they were measured, some of it may have been there.
         """
-        return costs.higher(max(0, self._fixed - fixed(costs, measured))) if self._fixed else costs
+        return costs.higher(max(0, self._fixed - fixed(costs))) if self._fixed else costs
 
     def watch(self, costs: Costs | None) -> None:
         """A schedule is followed that was made with a budget by these costs; None: with none of its own."""
@@ -68,11 +68,11 @@ class Headroom:
         """Do all ranks know that memory is short on one of them? True once for each time."""
         return bool(self._agreements.notes.take((SHORT,)))
 
-    def agree(self, costs: Costs, measured: Schedule, schedule: Schedule) -> Costs:
+    def agree(self, costs: Costs, schedule: Schedule) -> Costs:
         """What foresees the need of the last window, for all ranks; see `schedule.budget.grown`. Collective."""
         peak, room = self._agreements.memory(self._peak, self.room())
-        found = grown(costs, measured, schedule, peak, room)
-        self._fixed = max(self._fixed, fixed(found, measured))
+        found = grown(costs, schedule, peak, room)
+        self._fixed = max(self._fixed, fixed(found))
         return found
 
 

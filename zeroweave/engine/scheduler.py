@@ -123,9 +123,9 @@ class Scheduler:
     def foreseen(self) -> int:
         """Bytes of the device that the next window is expected to need at most; 0 where nobody knows."""
         kind = self._kind
-        if kind is None or kind.costs is None or kind.measured is None or not kind.costs.peak:
+        if kind is None or kind.costs is None or not kind.costs.peak:
             return 0
-        return foreseen(kind.costs, kind.measured, kind.schedule)
+        return foreseen(kind.costs, kind.schedule)
 
     @property
     def is_timed(self) -> bool:
@@ -226,11 +226,12 @@ class Scheduler:
         found = self._agreements.costs(schedule, mine)
         if found is None:  # the ranks compute different things, each in its own time
             return
-        agreed = self._headroom.foresee(found, schedule)
+        agreed = self._headroom.foresee(found)
         kind.measure(agreed)
         better = self._compile(schedule.record, self.settings, agreed, schedule)
+        # By all ranks: what they have measured on may differ in what waits for nobody, such as moves of activations.
+        self._agreements.schedule(better)
         if better.instructions != schedule.instructions:
-            self._agreements.schedule(better)
             self._runtime.restart_peaks()
             before, after = (1000 * simulate(each, agreed).seconds for each in (schedule, better))
             self._journal.tell(
@@ -253,7 +254,7 @@ class Scheduler:
         """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks."""
         if kind.costs is None or kind.measured is None or not self._fills(kind):
             return
-        before, costs = kind.schedule, self._headroom.agree(kind.costs, kind.measured, kind.schedule)
+        before, costs = kind.schedule, self._headroom.agree(kind.costs, kind.schedule)
         smaller = self._compile(before.record, self.settings, costs, kind.measured)
         if smaller.instructions == before.instructions:
             kind.revise(costs)
@@ -261,7 +262,7 @@ class Scheduler:
                 self._watch(kind)
             return
         self._agreements.schedule(smaller)
-        least, most = foreseen(costs, kind.measured, smaller), foreseen(costs, kind.measured, before)
+        least, most = foreseen(costs, smaller), foreseen(costs, before)
         self._journal.tell(
             "schedule",
             f"memory is short, with {most / 2**20:.0f} MiB in use at most: the next steps are expected to take "

@@ -15,7 +15,7 @@ from zeroweave.layout import BucketLayout
 from zeroweave.optim.scaler import checks
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.policy import Policy
-from zeroweave.schedule import BucketFacts, Costs, Facts, Pass, Schedule, beside, budget
+from zeroweave.schedule import BucketFacts, Costs, Facts, Pass, Schedule, budget
 
 Prefetch = int | Literal["auto"]
 Keep = Literal["auto", "none", "all"] | Iterable[str]
@@ -120,7 +120,7 @@ class ScheduleSettings:
             case "auto":
                 return budget(costs, measured, self.graphs)
             case int(most):
-                return most - beside(costs, measured) if costs.peak else most
+                return most - costs.beside
         return None
 
     def _kept(self, base: Facts, memory: int | None) -> frozenset[int] | Literal["auto"]:
