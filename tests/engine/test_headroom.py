@@ -92,6 +92,33 @@ def test_what_was_in_use_before_the_first_step_leaves_the_margin_on() -> None:
             assert len(kept(engine)) < count
 
 
+def alternating(other: bool) -> list[int]:
+    """Buckets that are kept while windows grow, behind windows of another kind or not; those fill nothing."""
+    with training(SMALL) as (engine, clock, step):
+        for _ in range(4):
+            step()
+        filled = engine._scheduler._kind
+        for _ in range(4 if other else 0):
+            regression(engine, engine.module, rows(engine.rank, 0), engine.backward)
+            step(60_000)
+        if other:
+            assert not engine._scheduler._fills(engine._scheduler._kind)
+        for _ in range(8):  # until others are not expected any more
+            step()
+        assert engine._scheduler._kind is filled
+        counts = [len(kept(engine))]
+        for most in (MOST, MOST + 1, 0):
+            step(most)
+            counts.append(len(kept(engine)))
+        return counts
+
+
+def test_each_kind_of_window_has_the_limit_of_its_own_schedule() -> None:
+    alone = alternating(other=False)
+    assert alone[0] == alone[1] > alone[2] == alone[3]
+    assert alternating(other=True) == alone
+
+
 def grown(later: int) -> tuple[Any, Any, int]:
     """Two kinds of windows, and the most that was in use: one has grown, and the other was measured after that.
 

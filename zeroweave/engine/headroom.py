@@ -30,6 +30,8 @@ class Headroom:
         """those before the open window; None: it tells nothing"""
         self._peak = 0
         """bytes in use at most in the last window; 0 where that is not known, as it was no more than before"""
+        self._had = 0
+        """bytes that windows had when it was found out how much they take: so much is there, for those of any kind"""
         self._fixed = 0
         """bytes that no schedule can change, as found where memory was short; the same on all ranks"""
 
@@ -45,9 +47,12 @@ class Headroom:
         return costs.higher(max(0, self._fixed - fixed(costs))) if self._fixed else costs
 
     def watch(self, costs: Costs | None) -> None:
-        """A schedule is followed that was made with a budget by these costs; None: with none of its own."""
-        # What the last window has had is there.
-        self._limit = None if costs is None else max(costs.room - margin(costs), self._peak)
+        """The next window follows a schedule that was made with a budget by these costs; None: with none of its own."""
+        self._limit = None if costs is None else max(costs.room - margin(costs), self._had)
+
+    def found_out(self) -> None:
+        """The costs that schedules are made by are others from now on; what the last window has had was there."""
+        self._had = max(self._had, self._peak)
 
     def begin(self, counts: bool) -> None:
         """A window begins with its first call. Does it count?"""

@@ -190,7 +190,8 @@ class Scheduler:
         step = self._take_step() if applied else None
         if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
             self._journal.tell("schedule", "the ranks' steps differ: the next one is gathered and reduced on demand")
-            self._kind, self._as_expected = None, False
+            self._as_expected = False
+            self._follow(None)
             self._kinds.restart(None)
             self._time(False)
             return None
@@ -206,9 +207,9 @@ class Scheduler:
                 kind.timed(step)
             if kind.followed == enough:
                 self._improve(kind)
-        self._kind = self._kinds.upcoming
-        if short:
-            self._fill_less(kind)
+        if not (short and self._fill_less(kind)):
+            self._follow(self._kinds.upcoming)
+        assert self._kind is not None
         wanted = self._automatic and _WARM_STEPS <= self._kind.followed < enough
         self._time(wanted or bool(self._recordings))
         return self._kind.schedule
@@ -239,28 +240,30 @@ class Scheduler:
             )
         kind.follow(better)
         self._transport.clock.give_back()  # blocks are of the sizes that the steps before have needed at once
-        self._watch(kind)
+        self._headroom.found_out()
 
-    def _watch(self, kind: WindowKind) -> None:
-        """Memory is looked at as long as schedules are followed that fill what is free."""
-        self._headroom.watch(kind.costs if self._fills(kind) else None)
+    def _follow(self, kind: WindowKind | None) -> None:
+        """The next window is of this kind. Memory is looked at where its schedule fills what is free."""
+        self._kind = kind
+        self._headroom.watch(kind.costs if kind is not None and self._fills(kind) else None)
 
     def _fills(self, kind: WindowKind) -> bool:
         """By what is known now, do its schedules fill what is free? Else they are as without a budget."""
-        auto = self.settings.memory_budget == "auto"
-        return auto and self.settings.facts(self._base, kind.costs, kind.measured).memory is not None
+        return self.settings.memory_budget == "auto" and self.settings.memory(kind.costs, kind.measured) is not None
 
-    def _fill_less(self, kind: WindowKind) -> None:
-        """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks."""
+    def _fill_less(self, kind: WindowKind) -> bool:
+        """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks.
+
+        False where nothing can be spared.
+        """
         if kind.costs is None or kind.measured is None or not self._fills(kind):
-            return
+            return False
         before, costs = kind.schedule, self._headroom.agree(kind.costs, kind.schedule)
         smaller = self._compile(before.record, self.settings, costs, kind.measured)
+        self._headroom.found_out()
         if smaller.instructions == before.instructions:
             kind.revise(costs)
-            if self._fills(kind):  # else nothing can be spared, and others of its kind are not asked again
-                self._watch(kind)
-            return
+            return False
         self._agreements.schedule(smaller)
         least, most = foreseen(costs, smaller), foreseen(costs, before)
         self._journal.tell(
@@ -268,11 +271,11 @@ class Scheduler:
             f"memory is short, with {most / 2**20:.0f} MiB in use at most: the next steps are expected to take "
             f"{least / 2**20:.0f} MiB",
         )
-        self._kind = WindowKind(smaller, None, costs, kind.measured, _WARM_STEPS + self._record_steps)
+        self._follow(WindowKind(smaller, None, costs, kind.measured, _WARM_STEPS + self._record_steps))
         self._kinds.restart(self._kind)  # the others were made with more room
         self._runtime.places.trim(len(smaller.place_sizes))
         self._runtime.restart_peaks()
-        self._watch(self._kind)
+        return True
 
     # ------------------------------------------------------------------ recording
     def _time(self, on: bool) -> None:
@@ -341,9 +344,10 @@ class Scheduler:
         # Whether costs were measured is known to all ranks; those in a schedule may be this rank's alone.
         costs = None if measured is None else schedule.facts.costs
         followed = 0 if measured is None else _WARM_STEPS + self._record_steps
-        self._kind, self._as_expected = WindowKind(schedule, None, costs, measured, followed), True
+        self._as_expected = True
+        self._headroom.found_out()
+        self._follow(WindowKind(schedule, None, costs, measured, followed))
         self._kinds.restart(self._kind)  # the others were made with other settings
-        self._watch(self._kind)
         self._runtime.next_window(schedule)
         self._runtime.restart_peaks()
         self._time(bool(self._recordings))

@@ -93,7 +93,7 @@ class ScheduleSettings:
 
     def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
         """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
-        memory = self._memory(costs, measured)
+        memory = self.memory(costs, measured)
         return replace(
             base,
             prefetch=self.prefetch,
@@ -111,7 +111,7 @@ class ScheduleSettings:
         ours, theirs = asdict(self), asdict(before)
         return ", ".join(f"{name} {value}" for name, value in ours.items() if value != theirs[name])
 
-    def _memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
+    def memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
         """See `Facts.memory`."""
         asked = self.memory_budget
         if costs is None or measured is None:
