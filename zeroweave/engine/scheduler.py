@@ -70,13 +70,13 @@ class Recording:
         return self.operations.graph
 
     def finish(self, room: int, agree: Callable[[Schedule | None, Costs | None], Costs | None]) -> None:
-        """Called at the end of the block, on all ranks; the costs are those that `agree` finds for all of them."""
+        """Called at the end of the block, on all ranks; the costs are those that `agree` finds, if it finds any."""
         schedule = self.steps[-1].schedule if self.steps else None
         steps = tuple(step for step in self.steps if step.schedule is schedule)
         mine = costs_of(steps, room) if steps else None
         agreed = agree(schedule, mine)
         if mine is not None:
-            self._operations = Operations(steps, mine if agreed is None else agreed)
+            self._operations = Operations(steps, mine if agreed is None else agreed, agreed is not None)
 
 
 class Scheduler:
@@ -341,7 +341,6 @@ class Scheduler:
             "schedule", f"another one was asked for: {settings.beside(self.settings) or 'settings stay'}"
         )
         self._settle_on(settings)
-        # Whether costs were measured is known to all ranks; those in a schedule may be this rank's alone.
         costs = None if measured is None else schedule.facts.costs
         followed = 0 if measured is None else _WARM_STEPS + self._record_steps
         self._as_expected = True
@@ -372,8 +371,10 @@ class Scheduler:
 
     def plan(self, operations: Operations, changes: Mapping[str, Any]) -> Plan:
         """A schedule that could be followed, made from what was recorded; nothing changes yet."""
-        settings, measured = replace(self.settings, **changes), operations.schedule
-        schedule = self._compile(measured.record, settings, operations.costs, measured)
+        settings, recorded = replace(self.settings, **changes), operations.schedule
+        # Ranks that decided by costs of their own would have other schedules.
+        costs, measured = (self._headroom.foresee(operations.costs), recorded) if operations.agreed else (None, None)
+        schedule = self._compile(recorded.record, settings, costs, measured)
         return Plan(self, self._guard, schedule, settings, measured)
 
 
@@ -385,7 +386,7 @@ class Plan:
     _guard: Guard
     schedule: Schedule
     settings: ScheduleSettings
-    _measured: Schedule
+    _measured: Schedule | None
 
     def use(self) -> None:
         """Follows it from the next step on. Collective, between two optimizer steps."""

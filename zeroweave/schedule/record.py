@@ -216,10 +216,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Operations(Sequence[Operation]):
-    """The collectives of a recorded step, in order, with what is needed to make another schedule of its record."""
+    """The collectives of a recorded step, in order, with what is needed to make another schedule of its record.
+
+    agreed: are the costs those of all ranks? Else the ranks compute different things, and these are one rank's own.
+    """
 
     steps: tuple[Step, ...]
     costs: Costs
+    agreed: bool
 
     @property
     def schedule(self) -> Schedule:
