@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +16,9 @@ from tests.support.memory import CountedClock, counted
 from tests.support.replays import Case, batch_of, loss_fn, start
 from tests.support.zoo import regression, rows
 from zeroweave.engine.agreements import Agreements
+from zeroweave.engine.headroom import Headroom
 from zeroweave.engine.window import Window
-from zeroweave.schedule import fixed
+from zeroweave.schedule import Costs, Line, fixed
 
 MUCH = 57_900
 """Bytes beside those between steps, with which the device is all but full."""
@@ -76,6 +77,48 @@ def test_growth_is_that_of_windows_that_train() -> None:
     plain = shrunk(None)
     assert plain[0] == plain[1] > plain[2] == plain[3]
     assert {name: shrunk(each) for name, each in BESIDE.items()} == dict.fromkeys(BESIDE, plain)
+
+
+class Board:
+    """What a rank notes, and a device whose allocator has tried again so often."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        self.note = self.noted.append
+        self.refused, self.tries = 0, False
+        self.notes = self.clock = self
+
+    def strain(self) -> tuple[int, int]:
+        return 0, self.refused
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_window_that_an_exception_has_ended_is_closed(aborted: bool) -> None:
+    board, costs = Board(), Costs((), {}, {}, {}, Line(), Line(), (), room=1000)
+    headroom = Headroom(cast(Any, board), cast(Any, board), 1)
+    headroom.watch(costs)
+    headroom.begin(True)
+    if aborted:
+        headroom.abort()
+    board.refused += 1
+    headroom.look()
+    assert bool(board.noted) is not aborted
+
+
+def test_zero_grad_behind_an_exception_closes_it() -> None:
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no memory is left")
+
+    with training(SMALL) as (engine, _, step):
+        for _ in range(4):
+            step()
+        headroom = engine._scheduler._headroom
+        engine.module.leave.register_forward_pre_hook(refuse)
+        with pytest.raises(MemoryError):
+            step()
+        assert headroom._refusals is not None
+        engine.zero_grad()
+        assert headroom._refusals is None
 
 
 def test_what_was_in_use_before_the_first_step_leaves_the_margin_on() -> None:

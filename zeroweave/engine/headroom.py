@@ -60,6 +60,10 @@ class Headroom:
         if counts and self._limit is not None and not self._wire.tries:
             _, self._refusals = self._wire.clock.strain()  # up to here
 
+    def abort(self) -> None:
+        """The open window is no step, and tells nothing: what happens until another one begins belongs to none."""
+        self._refusals, self._peak = None, 0
+
     def look(self) -> None:
         """Notes where memory is short. Before the ranks agree on a step; local."""
         refusals, self._refusals, self._peak = self._refusals, None, 0

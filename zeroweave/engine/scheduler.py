@@ -288,6 +288,7 @@ class Scheduler:
     def abort(self) -> None:
         """What was recorded and timed of the open window is no step."""
         self._recorded = self._counts = True
+        self._headroom.abort()
         self._time(self._timeline is not None)
 
     def _take_step(self) -> Step | None:
