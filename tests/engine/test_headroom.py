@@ -137,7 +137,7 @@ def test_what_was_in_use_before_the_first_step_leaves_the_margin_on() -> None:
 
 def alternating(other: bool) -> list[int]:
     """Buckets that are kept while windows grow, behind windows of another kind or not; those fill nothing."""
-    with training(SMALL) as (engine, clock, step):
+    with training(SMALL) as (engine, _, step):
         for _ in range(4):
             step()
         filled = engine._scheduler._kind

@@ -95,7 +95,7 @@ class Executor:
         self.executed: list[Instruction] = []
         """of this window, in order"""
         self._late: Exception | None = None
-        """what a gather behind an update has failed with, until `finish` raises it: its frames live as long as it does"""
+        """what a gather behind an update has failed with, until `finish` raises it: it keeps the program's frames"""
         self._timeline: Timeline | None = None
 
     def note_times(self, timeline: Timeline | None) -> None:

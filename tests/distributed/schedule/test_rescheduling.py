@@ -289,12 +289,12 @@ def refused() -> None:
         assert engine.schedule is None and engine.executed == ()
         step(engine)
         for changes, message in (
-            ({"prefetch": -1}, "prefetch must be a whole number of at least 0, not -1"),
+            ({"prefetch": -1}, "prefetch must be 'auto' or greater than or equal to 0, not -1"),
             ({"prefetch": 1.5}, "prefetch must be"),
             ({"prefetch": "far"}, "prefetch must be"),
-            ({"depth": 0}, "depth must be a whole number of at least 1, not 0"),
+            ({"depth": 0}, "depth must be greater than or equal to 1, not 0"),
             ({"memory_budget": "all"}, "memory_budget must be"),
-            ({"keep": "some"}, "keep must be 'auto', 'none', 'all' or names of buckets, not 'some'"),
+            ({"keep": "some"}, "keep must be 'auto', 'none' or 'all' or a valid tuple, not 'some'"),
             ({"keep": ["blocks.0", "nothing"]}, r"keep names buckets that do not exist: \['nothing'\]"),
         ):
             with pytest.raises(EngineError, match=message):
