@@ -12,7 +12,7 @@ was found for other kinds stays: see `schedule.kinds`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -20,6 +20,7 @@ from typing import Any, Final
 from zeroweave.engine.guard import Guard
 from zeroweave.engine.headroom import Headroom
 from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.recording import Recording
 from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
 from zeroweave.errors import EngineError, ScheduleError
 from zeroweave.ranks.control import Decision
@@ -29,7 +30,6 @@ from zeroweave.schedule import (
     Costs,
     Event,
     Facts,
-    Graph,
     Operations,
     Pass,
     Schedule,
@@ -45,38 +45,6 @@ from zeroweave.schedule import (
 _WARM_STEPS = 1
 _LONGEST_HOLD: Final = 1.0
 """Seconds; see `Timeline`."""
-
-
-class Recording:
-    """What `engine.record()` yields: empty inside the block, filled at its end."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self._operations: Operations | None = None
-
-    @property
-    def operations(self) -> Operations:
-        """Every collective of the last recorded step, in order. EngineError if no step was recorded."""
-        if self._operations is None:
-            raise EngineError(
-                "no step was recorded: record() must surround whole steps that follow a schedule, which the first "
-                "step and one that departs do not"
-            )
-        return self._operations
-
-    @property
-    def graph(self) -> Graph:
-        """The dependencies between the instructions of the recorded schedule."""
-        return self.operations.graph
-
-    def finish(self, room: int, agree: Callable[[Schedule | None, Costs | None], Costs | None]) -> None:
-        """Called at the end of the block, on all ranks; the costs are those that `agree` finds, if it finds any."""
-        schedule = self.steps[-1].schedule if self.steps else None
-        steps = tuple(step for step in self.steps if step.schedule is schedule)
-        mine = costs_of(steps, room) if steps else None
-        agreed = agree(schedule, mine)
-        if mine is not None:
-            self._operations = Operations(steps, mine if agreed is None else agreed, agreed is not None)
 
 
 class Scheduler:
