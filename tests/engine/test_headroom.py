@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +16,9 @@ from tests.support.memory import CountedClock, counted
 from tests.support.replays import Case, batch_of, loss_fn, start
 from tests.support.zoo import regression, rows
 from zeroweave.engine.agreements import Agreements
+from zeroweave.engine.headroom import Headroom
 from zeroweave.engine.window import Window
-from zeroweave.schedule import fixed
+from zeroweave.schedule import Costs, Line, fixed
 
 MUCH = 57_900
 """Bytes beside those between steps, with which the device is all but full."""
@@ -78,6 +79,48 @@ def test_growth_is_that_of_windows_that_train() -> None:
     assert {name: shrunk(each) for name, each in BESIDE.items()} == dict.fromkeys(BESIDE, plain)
 
 
+class Board:
+    """What a rank notes, and a device whose allocator has tried again so often."""
+
+    def __init__(self) -> None:
+        self.noted: list[str] = []
+        self.note = self.noted.append
+        self.refused, self.tries = 0, False
+        self.notes = self.clock = self
+
+    def strain(self) -> tuple[int, int]:
+        return 0, self.refused
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_window_that_an_exception_has_ended_is_closed(aborted: bool) -> None:
+    board, costs = Board(), Costs((), {}, {}, {}, Line(), Line(), (), room=1000)
+    headroom = Headroom(cast(Any, board), cast(Any, board), 1)
+    headroom.watch(costs)
+    headroom.begin(True)
+    if aborted:
+        headroom.abort()
+    board.refused += 1
+    headroom.look()
+    assert bool(board.noted) is not aborted
+
+
+def test_zero_grad_behind_an_exception_closes_it() -> None:
+    def refuse(*_: Any) -> None:
+        raise MemoryError("no memory is left")
+
+    with training(SMALL) as (engine, _, step):
+        for _ in range(4):
+            step()
+        headroom = engine._scheduler._headroom
+        engine.module.leave.register_forward_pre_hook(refuse)
+        with pytest.raises(MemoryError):
+            step()
+        assert headroom._refusals is not None
+        engine.zero_grad()
+        assert headroom._refusals is None
+
+
 def test_what_was_in_use_before_the_first_step_leaves_the_margin_on() -> None:
     for before in (False, True):
         with training(SMALL) as (engine, clock, step):
@@ -90,6 +133,33 @@ def test_what_was_in_use_before_the_first_step_leaves_the_margin_on() -> None:
             assert len(kept(engine)) == count
             step(MOST + 1)
             assert len(kept(engine)) < count
+
+
+def alternating(other: bool) -> list[int]:
+    """Buckets that are kept while windows grow, behind windows of another kind or not; those fill nothing."""
+    with training(SMALL) as (engine, _, step):
+        for _ in range(4):
+            step()
+        filled = engine._scheduler._kind
+        for _ in range(4 if other else 0):
+            regression(engine, engine.module, rows(engine.rank, 0), engine.backward)
+            step(60_000)
+        if other:
+            assert not engine._scheduler._fills(engine._scheduler._kind)
+        for _ in range(8):  # until others are not expected any more
+            step()
+        assert engine._scheduler._kind is filled
+        counts = [len(kept(engine))]
+        for most in (MOST, MOST + 1, 0):
+            step(most)
+            counts.append(len(kept(engine)))
+        return counts
+
+
+def test_each_kind_of_window_has_the_limit_of_its_own_schedule() -> None:
+    alone = alternating(other=False)
+    assert alone[0] == alone[1] > alone[2] == alone[3]
+    assert alternating(other=True) == alone
 
 
 def grown(later: int) -> tuple[Any, Any, int]:
@@ -112,9 +182,9 @@ def grown(later: int) -> tuple[Any, Any, int]:
 
 def test_what_a_kind_has_grown_by_is_foreseen_of_others_once() -> None:
     one, other, most = grown(later=0)
-    assert fixed(other.costs, other.measured) == fixed(one.costs, one.measured), "it may come again"
+    assert fixed(other.costs) == fixed(one.costs), "it may come again"
     one, other, most = grown(later=MOST + 1)
-    assert fixed(other.costs, other.measured) > fixed(one.costs, one.measured)
+    assert fixed(other.costs) > fixed(one.costs)
     assert other.costs.peak <= most, "it was there when that was measured"
 
 

@@ -24,6 +24,7 @@ from zeroweave.schedule import (
     Schedule,
     compile_schedule,
 )
+from zeroweave.schedule.moves import moves_of
 
 PARTS = (
     "attention.q",
@@ -59,8 +60,9 @@ def _costs(schedule: Schedule, seed: int) -> Costs:
         gather=Line(1e-4, 1e-11),
         reduce=Line(1e-4, 1e-11),
         activations=tuple(rng.randrange(1 << 20, 8 << 20) for _ in events),
-        peak=1 << 32,
+        beside=1 << 32,
         copy=Line(1e-5, 2e-10),
+        moves=moves_of(schedule.record),
     )
 
 

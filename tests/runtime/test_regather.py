@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -56,3 +58,30 @@ def test_the_error_of_one_step_is_not_that_of_the_next() -> None:
     (note,) = raised.value.__notes__
     assert "a gather behind an update failed: MemoryError" in note  # it may be the reason
     executor.finish([Update(0)], update)
+
+
+def test_an_error_that_was_raised_keeps_no_frames() -> None:
+    """Nor does one that another error came behind."""
+
+    class Large:
+        pass
+
+    def fails(executor: Executor, error: type[Exception]) -> weakref.ref[Large]:
+        large = Large()  # of the program
+
+        def update(buckets: Sequence[int]) -> None:
+            if error is KeyError and buckets == [1]:
+                raise KeyError("another")
+
+        with pytest.raises(error):
+            executor.finish([Update(0), Regather(0), Update(1)], update)
+        return weakref.ref(large)
+
+    class Failing(Bucket):
+        def regather(self) -> None:
+            raise MemoryError("no memory is left")
+
+    executor = executor_of(Failing(), Bucket())
+    found = [fails(executor, error) for error in (MemoryError, KeyError)]
+    gc.collect()
+    assert [each() for each in found] == [None, None]

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from zeroweave.schedule import Costs, End, Line, Measured, Moment, Reduce, Run, Schedule, Step, Update, simulate
+from zeroweave.schedule.moves import moves_of
 
 
 def with_costs(schedule: Schedule, seed: int = 0) -> Schedule:
@@ -21,8 +22,9 @@ def with_costs(schedule: Schedule, seed: int = 0) -> Schedule:
         gather=Line(rng.random(), rng.random()),
         reduce=Line(),
         activations=tuple(rng.randrange(100) for _ in range(events)),
-        peak=rng.randrange(1000),
+        beside=rng.randrange(1000),
         copy=Line(rng.random(), rng.random()),
+        moves=moves_of(schedule.record),
     )
     return replace(schedule, facts=replace(schedule.facts, costs=costs))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.schedule.test_overlap import SIZE, blocks_of
-from zeroweave.schedule import Costs, Schedule, beside, budget, compile_schedule, foreseen, grown, margin, simulate
+from zeroweave.schedule import Costs, Schedule, budget, compile_schedule, fixed, foreseen, grown, margin, simulate
 from zeroweave.schedule.budget import reserve
 
 BLOCKS, ACTIVATION, REST = 8, 50, 10_000
@@ -22,7 +22,7 @@ def measured(room: int) -> tuple[Costs, Schedule]:
     backward = len(costs.activations) // 2
     activations = tuple(ACTIVATION * min(i + 1, 2 * backward - i) for i in range(len(costs.activations)))
     costs = replace(costs, activations=activations, room=room)
-    return costs.higher(REST + simulate(schedule, costs).peak), schedule
+    return replace(costs, beside=REST, filled=simulate(schedule, costs).peak), schedule
 
 
 def follow(costs: Costs, of: Schedule, graphs: bool = False) -> Schedule:
@@ -35,7 +35,6 @@ def follow(costs: Costs, of: Schedule, graphs: bool = False) -> Schedule:
 
 def test_it_is_the_room_less_margin_reserve_and_what_is_beside() -> None:
     costs, of = measured(20_000)
-    assert beside(costs, of) == REST
     assert margin(costs) == 1000 and reserve(costs) == max(1000, *costs.activations)
     assert budget(costs, of, graphs=False) == 20_000 - 1000 - reserve(costs) - REST
     assert budget(costs, of, graphs=True) == (20_000 - 1000 - reserve(costs) - REST) // 2
@@ -66,6 +65,24 @@ def test_the_rank_with_least_room_and_the_one_that_needs_most_decide() -> None:
         assert (Costs.merge(order).room, Costs.merge(order).peak) == (19_000, costs.peak + 70)
 
 
+def test_what_is_beside_is_that_of_a_rank_and_not_of_two() -> None:
+    """Much model state on one rank, large batches on the other: what is foreseen is no less than either takes."""
+    costs, of = measured(40_000)
+    state, none = 16_000, tuple(0 for _ in costs.activations)
+    batch = (8_000, *none[1:])
+    ranks = []
+    for beside, activations in ((state, none), (1_000, batch)):
+        own = replace(costs, activations=activations, beside=beside)
+        ranks.append(replace(own, filled=simulate(of, own).peak))
+    merged = Costs.merge(ranks)
+    assert (merged.beside, fixed(merged)) == (state, state + 8_000)
+    memory = budget(merged, of, graphs=False)
+    assert memory == 40_000 - 2_000 - 8_000 - state
+    schedule = follow(merged, of)
+    assert foreseen(merged, schedule) >= max(foreseen(rank, schedule) for rank in ranks)
+    assert foreseen(merged, schedule) <= 40_000 - margin(merged) - reserve(merged)
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_steps_that_grow_shrink_it_by_the_reserve_at_least_until_there_is_none(graphs: bool) -> None:
     rng = random.Random(3)
@@ -73,15 +90,15 @@ def test_steps_that_grow_shrink_it_by_the_reserve_at_least_until_there_is_none(g
         costs, of = measured(rng.randrange(12_000, 16_000))
         schedule, steps, before = follow(costs, of, graphs), 0, budget(costs, of, graphs)
         while before is not None:
-            assert foreseen(costs, of, schedule) + margin(costs) + reserve(costs) <= costs.room
+            assert foreseen(costs, schedule) + margin(costs) + reserve(costs) <= costs.room
             peak = costs.room - margin(costs) + rng.randrange(1, 300)  # less than the margin is left
-            later = grown(costs, of, schedule, peak, costs.room - rng.randrange(2) * 10)
-            assert foreseen(later, of, schedule) >= peak and later.room <= costs.room
+            later = grown(costs, schedule, peak, costs.room - rng.randrange(2) * 10)
+            assert foreseen(later, schedule) >= peak and later.room <= costs.room
             after = budget(later, of, graphs)
             assert after is None or after <= before - reserve(costs) // (1 + graphs)
             costs, before, steps = later, after, steps + 1
             smaller = follow(costs, of, graphs)
-            assert foreseen(costs, of, smaller) <= max(costs.room - margin(costs), foreseen(costs, of, of) + SIZE)
+            assert foreseen(costs, smaller) <= max(costs.room - margin(costs), foreseen(costs, of) + SIZE)
             schedule = smaller
         assert steps <= 20
         assert schedule.facts.keep == frozenset()
@@ -90,5 +107,5 @@ def test_steps_that_grow_shrink_it_by_the_reserve_at_least_until_there_is_none(g
 def test_a_refusal_without_growth_shrinks_it_by_the_reserve() -> None:
     costs, of = measured(20_000)
     schedule = follow(costs, of)
-    later = grown(costs, of, schedule, peak=0, room=25_000)
+    later = grown(costs, schedule, peak=0, room=25_000)
     assert later.peak == costs.peak + reserve(costs) and later.room == 20_000

@@ -156,7 +156,8 @@ def test_all_ranks_decide_by_the_worst_of_each() -> None:
         gather=Line(0.25, 0.5),
         reduce=Line(1.0, 0.0),
         activations=(4, 3, 2, 1),
-        peak=7,
+        beside=3,
+        filled=4,
     )
     assert (
         Costs.merge([COSTS, other])
@@ -169,7 +170,8 @@ def test_all_ranks_decide_by_the_worst_of_each() -> None:
             gather=Line(0.5, 0.5),
             reduce=Line(1.0, 0.0),
             activations=(4, 3, 3, 4),
-            peak=7,
+            beside=3,
+            filled=4,
         )
     )
     assert Costs.merge([COSTS]) == COSTS

@@ -33,6 +33,7 @@ from zeroweave.schedule import (
     simulate,
     verify,
 )
+from zeroweave.schedule.moves import moves_of
 from zeroweave.schedule.passes import offload
 
 
@@ -256,7 +257,9 @@ def test_a_move_that_nobody_asked_for() -> None:
 
 # ---------------------------------------------------------------------- the simulator
 def costs(copy: Line, activations: tuple[int, ...], seconds: float = 1.0) -> Costs:
-    return Costs((seconds,) * 9, {}, {}, {}, Line(), Line(), activations, copy=copy)
+    """Of `around` four blocks, where nothing else is said."""
+    moves = moves_of(around(*range(len(activations) // 2)))
+    return Costs((seconds,) * 9, {}, {}, {}, Line(), Line(), activations, copy=copy, moves=moves)
 
 
 KEPT = (8, 16, 24, 32, 32, 24, 16, 8, 0)
@@ -304,6 +307,38 @@ def test_costs_that_were_measured_while_activations_moved() -> None:
     assert found.copy(8) == pytest.approx(1.0) and found.activations == KEPT
     assert found.compute == pytest.approx(wanted.compute)
     assert Costs.merge([found, replace(found, copy=Line(2.0))]).copy(0) == 2.0
+
+
+def test_ranks_whose_batches_differ_decide_alike_by_costs_that_were_agreed_on() -> None:
+    """They ask for other bytes, at other moments, or for nothing of a call; each has its own record all the same."""
+    facts = replace(stack_facts(1, 0), kept_by_stage=frozenset({0}), offload=True)
+    some, many = around(0, 1, 2, 3), list(around(0, 1, 2, 3))
+    less = tuple(event for event in some if event != Needed(forward(1), 0, 8))
+    first = many.index(Needed(forward(0), 0, 8))
+    many[first - 2 : first + 1] = [many[first], *many[first - 2 : first]]  # a call earlier
+    more = tuple(replace(event, nbytes=24) if isinstance(event, Needed) else event for event in many)
+    plain = [build(record, facts) for record in (less, more)]
+    assert offload(plain[0]).instructions != offload(plain[1]).instructions
+    agreed = Costs.merge([replace(costs(Line(0.0, 0.125), KEPT), moves=moves_of(each.record)) for each in plain])
+    found = [compile_schedule(each.record, replace(facts, costs=agreed)) for each in plain]
+    assert found[0].instructions == found[1].instructions
+    assert simulate(found[0], agreed) == simulate(found[1], agreed)
+    assert {i.call for i in found[0].instructions if isinstance(i, Offload)} == {forward(0), forward(1)}
+    untils = [{move.key: move.until for move in moves} for moves in (agreed.moves, moves_of(more), moves_of(less))]
+    assert untils[0][forward(0), 0] == untils[1][forward(0), 0] < untils[2][forward(0), 0]
+
+
+def test_a_rank_that_moves_less_has_what_it_keeps_in_the_merged_costs() -> None:
+    """By merged costs no rank takes more than is predicted, whatever has been moved."""
+    record = around(0, 1, 2, 3)
+    larger = tuple(replace(event, nbytes=24) if isinstance(event, Needed) else event for event in record)
+    keeps, moves = costs(Line(), tuple(4 * each for each in KEPT)), costs(Line(), tuple(3 * each for each in KEPT))
+    ranks = [replace(keeps, filled=1), replace(moves, filled=1, moves=moves_of(larger))]
+    merged = Costs.merge(ranks)
+    for schedule in (offload(of(record)), of(record)):
+        memory = [simulate(schedule, each).memory for each in (merged, *ranks)]
+        assert all(most >= max(rest) for most, *rest in zip(*memory, strict=True))
+    assert Costs.merge([replace(each, filled=0) for each in ranks]).activations == keeps.activations, "nobody counts"
 
 
 def test_a_release_that_waits_is_no_computation() -> None:

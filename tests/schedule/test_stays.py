@@ -26,6 +26,7 @@ from zeroweave.schedule import (
     simulate,
     verify,
 )
+from zeroweave.schedule.cost import flats_of
 from zeroweave.schedule.instructions import project
 from zeroweave.schedule.passes.room import price
 
@@ -81,7 +82,7 @@ def test_at_stages_1_and_2_only_what_is_updated_is_gathered(micro_steps: int, fu
 def test_what_stays_is_there_from_the_beginning_to_the_end() -> None:
     record = record_of()
     schedule = compile_schedule(record, facts_of(2, costs=costs_of(record)))
-    flats = [flats for flats, _ in schedule.memory]
+    flats = flats_of(schedule)
     assert flats[0] in (len(FROZEN) * SIZE, (len(FROZEN) + 1) * SIZE) and flats[-1] == len(FROZEN) * SIZE
     assert schedule.costs is not None
     prediction = simulate(schedule, schedule.costs)

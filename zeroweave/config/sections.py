@@ -171,6 +171,26 @@ class CompileConfig(Section):
     def _no_budget(cls, budget: object) -> object:
         return "none" if budget is None else budget
 
+    @model_validator(mode="after")
+    def _values_fit_together(self) -> Self:
+        if not self.regather or self.passes:  # a pass of one's own may do it as well
+            return self
+        if self.keep != "auto":
+            raise ValueError(
+                f"compile.regather is for compile.keep 'auto', not {self.keep!r}: leave one of them out, since "
+                "otherwise nothing is gathered anew"
+            )
+        if self.memory_budget == "none":
+            raise ValueError(
+                "compile.regather fills a memory budget, and compile.memory_budget is 'none': leave one of them out"
+            )
+        if not self.record_steps:
+            raise ValueError(
+                "compile.regather is decided by steps that were timed, and compile.record_steps is 0: leave one of "
+                "them out, or pass regather=True to engine.compile_schedule()"
+            )
+        return self
+
 
 class TransportConfig(Section):
     """How data crosses ranks."""

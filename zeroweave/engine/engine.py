@@ -15,7 +15,8 @@ from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.followers import Followers
 from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.parts import EngineParts
-from zeroweave.engine.scheduler import Plan, Recording, Scheduler
+from zeroweave.engine.recording import Recording
+from zeroweave.engine.scheduler import Plan, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats

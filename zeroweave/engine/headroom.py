@@ -30,6 +30,8 @@ class Headroom:
         """those before the open window; None: it tells nothing"""
         self._peak = 0
         """bytes in use at most in the last window; 0 where that is not known, as it was no more than before"""
+        self._had = 0
+        """bytes that windows had when it was found out how much they take: so much is there, for those of any kind"""
         self._fixed = 0
         """bytes that no schedule can change, as found where memory was short; the same on all ranks"""
 
@@ -37,23 +39,30 @@ class Headroom:
         """Bytes that may be in use at most; 0 where nobody counts."""
         return self._wire.clock.room(self._sharing)
 
-    def foresee(self, costs: Costs, measured: Schedule) -> Costs:
+    def foresee(self, costs: Costs) -> Costs:
         """Costs that were agreed on, with as much beside flats as there was when memory was short: it may come again.
 
-        What they were `measured` on may have had some of it.
+        When they were measured, some of it may have been there.
         """
-        return costs.higher(max(0, self._fixed - fixed(costs, measured))) if self._fixed else costs
+        return costs.higher(max(0, self._fixed - fixed(costs))) if self._fixed else costs
 
     def watch(self, costs: Costs | None) -> None:
-        """A schedule is followed that was made with a budget by these costs; None: with none of its own."""
-        # What the last window has had is there.
-        self._limit = None if costs is None else max(costs.room - margin(costs), self._peak)
+        """The next window follows a schedule that was made with a budget by these costs; None: with none of its own."""
+        self._limit = None if costs is None else max(costs.room - margin(costs), self._had)
+
+    def found_out(self) -> None:
+        """The costs that schedules are made by are others from now on; what the last window has had was there."""
+        self._had = max(self._had, self._peak)
 
     def begin(self, counts: bool) -> None:
         """A window begins with its first call. Does it count?"""
         self._refusals = None
         if counts and self._limit is not None and not self._wire.tries:
             _, self._refusals = self._wire.clock.strain()  # up to here
+
+    def abort(self) -> None:
+        """The open window is no step, and tells nothing: what happens until another one begins belongs to none."""
+        self._refusals, self._peak = None, 0
 
     def look(self) -> None:
         """Notes where memory is short. Before the ranks agree on a step; local."""
@@ -68,11 +77,11 @@ class Headroom:
         """Do all ranks know that memory is short on one of them? True once for each time."""
         return bool(self._agreements.notes.take((SHORT,)))
 
-    def agree(self, costs: Costs, measured: Schedule, schedule: Schedule) -> Costs:
+    def agree(self, costs: Costs, schedule: Schedule) -> Costs:
         """What foresees the need of the last window, for all ranks; see `schedule.budget.grown`. Collective."""
         peak, room = self._agreements.memory(self._peak, self.room())
-        found = grown(costs, measured, schedule, peak, room)
-        self._fixed = max(self._fixed, fixed(found, measured))
+        found = grown(costs, schedule, peak, room)
+        self._fixed = max(self._fixed, fixed(found))
         return found
 
 

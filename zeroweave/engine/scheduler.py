@@ -12,7 +12,7 @@ was found for other kinds stays: see `schedule.kinds`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -20,6 +20,7 @@ from typing import Any, Final
 from zeroweave.engine.guard import Guard
 from zeroweave.engine.headroom import Headroom
 from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.recording import Recording
 from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
 from zeroweave.errors import EngineError, ScheduleError
 from zeroweave.ranks.control import Decision
@@ -29,7 +30,6 @@ from zeroweave.schedule import (
     Costs,
     Event,
     Facts,
-    Graph,
     Operations,
     Pass,
     Schedule,
@@ -45,38 +45,6 @@ from zeroweave.schedule import (
 _WARM_STEPS = 1
 _LONGEST_HOLD: Final = 1.0
 """Seconds; see `Timeline`."""
-
-
-class Recording:
-    """What `engine.record()` yields: empty inside the block, filled at its end."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self._operations: Operations | None = None
-
-    @property
-    def operations(self) -> Operations:
-        """Every collective of the last recorded step, in order. EngineError if no step was recorded."""
-        if self._operations is None:
-            raise EngineError(
-                "no step was recorded: record() must surround whole steps that follow a schedule, which the first "
-                "step and one that departs do not"
-            )
-        return self._operations
-
-    @property
-    def graph(self) -> Graph:
-        """The dependencies between the instructions of the recorded schedule."""
-        return self.operations.graph
-
-    def finish(self, room: int, agree: Callable[[Schedule | None, Costs | None], Costs | None]) -> None:
-        """Called at the end of the block, on all ranks; the costs are those that `agree` finds for all of them."""
-        schedule = self.steps[-1].schedule if self.steps else None
-        steps = tuple(step for step in self.steps if step.schedule is schedule)
-        mine = costs_of(steps, room) if steps else None
-        agreed = agree(schedule, mine)
-        if mine is not None:
-            self._operations = Operations(steps, mine if agreed is None else agreed)
 
 
 class Scheduler:
@@ -123,9 +91,9 @@ class Scheduler:
     def foreseen(self) -> int:
         """Bytes of the device that the next window is expected to need at most; 0 where nobody knows."""
         kind = self._kind
-        if kind is None or kind.costs is None or kind.measured is None or not kind.costs.peak:
+        if kind is None or kind.costs is None or not kind.costs.peak:
             return 0
-        return foreseen(kind.costs, kind.measured, kind.schedule)
+        return foreseen(kind.costs, kind.schedule)
 
     @property
     def is_timed(self) -> bool:
@@ -190,7 +158,8 @@ class Scheduler:
         step = self._take_step() if applied else None
         if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
             self._journal.tell("schedule", "the ranks' steps differ: the next one is gathered and reduced on demand")
-            self._kind, self._as_expected = None, False
+            self._as_expected = False
+            self._follow(None)
             self._kinds.restart(None)
             self._time(False)
             return None
@@ -206,9 +175,9 @@ class Scheduler:
                 kind.timed(step)
             if kind.followed == enough:
                 self._improve(kind)
-        self._kind = self._kinds.upcoming
-        if short:
-            self._fill_less(kind)
+        if not (short and self._fill_less(kind)):
+            self._follow(self._kinds.upcoming)
+        assert self._kind is not None
         wanted = self._automatic and _WARM_STEPS <= self._kind.followed < enough
         self._time(wanted or bool(self._recordings))
         return self._kind.schedule
@@ -226,11 +195,12 @@ class Scheduler:
         found = self._agreements.costs(schedule, mine)
         if found is None:  # the ranks compute different things, each in its own time
             return
-        agreed = self._headroom.foresee(found, schedule)
+        agreed = self._headroom.foresee(found)
         kind.measure(agreed)
         better = self._compile(schedule.record, self.settings, agreed, schedule)
+        # By all ranks: what they have measured on may differ in what waits for nobody, such as moves of activations.
+        self._agreements.schedule(better)
         if better.instructions != schedule.instructions:
-            self._agreements.schedule(better)
             self._runtime.restart_peaks()
             before, after = (1000 * simulate(each, agreed).seconds for each in (schedule, better))
             self._journal.tell(
@@ -238,40 +208,42 @@ class Scheduler:
             )
         kind.follow(better)
         self._transport.clock.give_back()  # blocks are of the sizes that the steps before have needed at once
-        self._watch(kind)
+        self._headroom.found_out()
 
-    def _watch(self, kind: WindowKind) -> None:
-        """Memory is looked at as long as schedules are followed that fill what is free."""
-        self._headroom.watch(kind.costs if self._fills(kind) else None)
+    def _follow(self, kind: WindowKind | None) -> None:
+        """The next window is of this kind. Memory is looked at where its schedule fills what is free."""
+        self._kind = kind
+        self._headroom.watch(kind.costs if kind is not None and self._fills(kind) else None)
 
     def _fills(self, kind: WindowKind) -> bool:
         """By what is known now, do its schedules fill what is free? Else they are as without a budget."""
-        auto = self.settings.memory_budget == "auto"
-        return auto and self.settings.facts(self._base, kind.costs, kind.measured).memory is not None
+        return self.settings.memory_budget == "auto" and self.settings.memory(kind.costs, kind.measured) is not None
 
-    def _fill_less(self, kind: WindowKind) -> None:
-        """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks."""
+    def _fill_less(self, kind: WindowKind) -> bool:
+        """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks.
+
+        False where nothing can be spared.
+        """
         if kind.costs is None or kind.measured is None or not self._fills(kind):
-            return
-        before, costs = kind.schedule, self._headroom.agree(kind.costs, kind.measured, kind.schedule)
+            return False
+        before, costs = kind.schedule, self._headroom.agree(kind.costs, kind.schedule)
         smaller = self._compile(before.record, self.settings, costs, kind.measured)
+        self._headroom.found_out()
         if smaller.instructions == before.instructions:
             kind.revise(costs)
-            if self._fills(kind):  # else nothing can be spared, and others of its kind are not asked again
-                self._watch(kind)
-            return
+            return False
         self._agreements.schedule(smaller)
-        least, most = foreseen(costs, kind.measured, smaller), foreseen(costs, kind.measured, before)
+        least, most = foreseen(costs, smaller), foreseen(costs, before)
         self._journal.tell(
             "schedule",
             f"memory is short, with {most / 2**20:.0f} MiB in use at most: the next steps are expected to take "
             f"{least / 2**20:.0f} MiB",
         )
-        self._kind = WindowKind(smaller, None, costs, kind.measured, _WARM_STEPS + self._record_steps)
+        self._follow(WindowKind(smaller, None, costs, kind.measured, _WARM_STEPS + self._record_steps))
         self._kinds.restart(self._kind)  # the others were made with more room
         self._runtime.places.trim(len(smaller.place_sizes))
         self._runtime.restart_peaks()
-        self._watch(self._kind)
+        return True
 
     # ------------------------------------------------------------------ recording
     def _time(self, on: bool) -> None:
@@ -284,6 +256,7 @@ class Scheduler:
     def abort(self) -> None:
         """What was recorded and timed of the open window is no step."""
         self._recorded = self._counts = True
+        self._headroom.abort()
         self._time(self._timeline is not None)
 
     def _take_step(self) -> Step | None:
@@ -337,12 +310,12 @@ class Scheduler:
             "schedule", f"another one was asked for: {settings.beside(self.settings) or 'settings stay'}"
         )
         self._settle_on(settings)
-        # Whether costs were measured is known to all ranks; those in a schedule may be this rank's alone.
         costs = None if measured is None else schedule.facts.costs
         followed = 0 if measured is None else _WARM_STEPS + self._record_steps
-        self._kind, self._as_expected = WindowKind(schedule, None, costs, measured, followed), True
+        self._as_expected = True
+        self._headroom.found_out()
+        self._follow(WindowKind(schedule, None, costs, measured, followed))
         self._kinds.restart(self._kind)  # the others were made with other settings
-        self._watch(self._kind)
         self._runtime.next_window(schedule)
         self._runtime.restart_peaks()
         self._time(bool(self._recordings))
@@ -367,8 +340,10 @@ class Scheduler:
 
     def plan(self, operations: Operations, changes: Mapping[str, Any]) -> Plan:
         """A schedule that could be followed, made from what was recorded; nothing changes yet."""
-        settings, measured = replace(self.settings, **changes), operations.schedule
-        schedule = self._compile(measured.record, settings, operations.costs, measured)
+        settings, recorded = replace(self.settings, **changes), operations.schedule
+        # Ranks that decided by costs of their own would have other schedules.
+        costs, measured = (self._headroom.foresee(operations.costs), recorded) if operations.agreed else (None, None)
+        schedule = self._compile(recorded.record, settings, costs, measured)
         return Plan(self, self._guard, schedule, settings, measured)
 
 
@@ -380,7 +355,7 @@ class Plan:
     _guard: Guard
     schedule: Schedule
     settings: ScheduleSettings
-    _measured: Schedule
+    _measured: Schedule | None
 
     def use(self) -> None:
         """Follows it from the next step on. Collective, between two optimizer steps."""

@@ -8,14 +8,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, TypedDict, Unpack
 
 import torch
+from pydantic import ValidationError
 
 from zeroweave.config import Config
+from zeroweave.config.messages import findings
+from zeroweave.config.sections import CompileConfig, ReduceConfig
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.scaler import checks
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.policy import Policy
-from zeroweave.schedule import BucketFacts, Costs, Facts, Pass, Schedule, beside, budget
+from zeroweave.schedule import BucketFacts, Costs, Facts, Pass, Schedule, budget
 
 Prefetch = int | Literal["auto"]
 Keep = Literal["auto", "none", "all"] | Iterable[str]
@@ -95,7 +98,7 @@ class ScheduleSettings:
 
     def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
         """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
-        memory = self._memory(costs, measured)
+        memory = self.memory(costs, measured)
         return replace(
             base,
             prefetch=self.prefetch,
@@ -113,7 +116,7 @@ class ScheduleSettings:
         ours, theirs = asdict(self), asdict(before)
         return ", ".join(f"{name} {value}" for name, value in ours.items() if value != theirs[name])
 
-    def _memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
+    def memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
         """See `Facts.memory`."""
         asked = self.memory_budget
         if costs is None or measured is None:
@@ -122,7 +125,7 @@ class ScheduleSettings:
             case "auto":
                 return budget(costs, measured, self.graphs)
             case int(most):
-                return most - beside(costs, measured) if costs.peak else most
+                return most - costs.beside
         return None
 
     def _kept(self, base: Facts, memory: int | None) -> frozenset[int] | Literal["auto"]:
@@ -150,19 +153,19 @@ class PlanChanges(TypedDict, total=False):
 
 
 def changes_of(prefetch: Prefetch | None = None, **others: Unpack[PlanChanges]) -> dict[str, Any]:
-    """What a user asks for, as `replace` of ScheduleSettings takes it. EngineError where it is no such setting."""
+    """What a user asks for, as `replace` of ScheduleSettings takes it. EngineError where it is no such setting.
+
+    What a setting may be is as in the config.
+    """
     asked = {"prefetch": prefetch, **others}
-    changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    words = {"prefetch": ("auto",), "memory_budget": ("auto", "none")}
-    for name, least in (("prefetch", 0), ("memory_budget", 0), ("depth", 1)):
-        value = changes.get(name, "auto")
-        if value not in words.get(name, ("auto",)) and (not isinstance(value, int) or value < least):
-            raise EngineError(f"{name} must be a whole number of at least {least}, not {value!r}")
-    keep = changes.get("keep", "auto")
-    if not isinstance(keep, str):
-        changes["keep"] = tuple(keep)
-    elif keep not in ("auto", "none", "all"):
-        raise EngineError(f"keep must be 'auto', 'none', 'all' or names of buckets, not {keep!r}")
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        section = ReduceConfig if name == "depth" else CompileConfig
+        try:
+            changes[name] = getattr(section.model_validate({name: value}), name)
+        except ValidationError as error:
+            raise EngineError("; ".join(findings(error, section))) from None
     return changes
 
 

@@ -13,6 +13,7 @@ from zeroweave.errors import EngineError
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.model import Source
 from zeroweave.plan.rank import Measured, Planned, PlannedRank
+from zeroweave.schedule import flats_of
 
 ROOM: Final = 0.9
 """The share of a GPU's memory that a plan may fill: the rest is for the driver, libraries and fragmentation."""
@@ -122,7 +123,7 @@ def _row(stage: int, world: int, schedule: str, plan: Planned, room: int) -> Row
         parameters=memory.shards + memory.masters - memory.host_shards - memory.host_masters,
         optimizer=memory.optimizer - memory.host_optimizer,
         gradients=memory.gradients + memory.local_sums,
-        flats=max((flats for flats, _ in plan.schedule.memory), default=0),
+        flats=max(flats_of(plan.schedule), default=0),
         activations=plan.activations,
         peak=plan.peak,
         fits=plan.peak <= room,

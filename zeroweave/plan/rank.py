@@ -128,8 +128,8 @@ class Measured:
         settings, costs = replace(self._settings, **changes), self.costs
         schedule = compile_schedule(self.first.record, settings.facts(self._facts, costs, self.first))
         expected = simulate(schedule, costs)
-        peak = costs.peak - simulate(self.first, costs).peak + expected.peak  # as settings have it
         seconds = expected.seconds + self._beside * self._hidden(expected, schedule)
+        peak = costs.beside + expected.peak
         return Planned(schedule, expected, seconds, self.memory, self.activations, self.host, peak)
 
     def _hidden(self, expected: Prediction, schedule: Schedule) -> float:

@@ -95,7 +95,7 @@ class Executor:
         self.executed: list[Instruction] = []
         """of this window, in order"""
         self._late: Exception | None = None
-        """what a gather behind an update has failed with, in the present `finish` or the last one"""
+        """what a gather behind an update has failed with, until `finish` raises it: it keeps the program's frames"""
         self._timeline: Timeline | None = None
 
     def note_times(self, timeline: Timeline | None) -> None:
@@ -145,7 +145,6 @@ class Executor:
         Where times are noted, each is done by itself. What a gather behind an update fails with comes at the end: half
         of an optimizer step would be lost before. Nothing is gathered behind it, since other ranks gather in turn.
         """
-        self._late = None
         try:
             for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
                 if not updates:
@@ -159,10 +158,15 @@ class Executor:
                         self._timeline.add(each, before)
         except BaseException as error:
             if self._late is not None:  # it may be the reason, as in a capture, where all fails behind an error
-                error.add_note(f"Before that, a gather behind an update failed: {self._late!r}")
+                error.add_note(f"Before that, a gather behind an update failed: {self._take_late()!r}")
             raise
         if self._late is not None:
-            raise self._late
+            raise self._take_late()
+
+    def _take_late(self) -> Exception:
+        late, self._late = self._late, None
+        assert late is not None
+        return late
 
     def _regather(self, bucket: int) -> None:
         if self._late is not None:

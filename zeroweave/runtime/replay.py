@@ -7,16 +7,15 @@ each event generates the instructions that it needs at that moment, and they go 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.cursor import Cursor
 from zeroweave.runtime.executor import Executor
 from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.open_calls import OpenCall, OpenCalls
 from zeroweave.runtime.timeline import Record
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.instructions import (
@@ -38,16 +37,6 @@ from zeroweave.schedule.instructions import (
     Update,
     Wait,
 )
-
-
-class _OpenCall(NamedTuple):
-    call: Call
-    uses: tuple[int, ...]
-    lasts: bool
-    """does the schedule have an `End` for it?"""
-    entered: int
-    """where the record has it"""
-    supposed: bool | None
 
 
 class Replay:
@@ -100,11 +89,7 @@ class Replay:
         self._cursor.restart()
         self._passed: dict[int, None] = {}
         """buckets whose turn has come in the present backward, in that order"""
-        self._calls: dict[Call, int] = {}
-        """the number of each call that was entered last among its equals"""
-        self._open: list[_OpenCall] = []
-        self._outlasted = 0
-        """open calls that are over by the schedule: what comes behind them may drop what they still read"""
+        self._open = OpenCalls()
 
     @property
     def executed(self) -> list[Instruction]:
@@ -113,7 +98,7 @@ class Replay:
 
     def is_used(self, bucket: int) -> bool:
         """Does an open call of the program need the bucket's values? The schedule may hold more."""
-        return any(bucket in each.uses for each in self._open)
+        return self._open.is_used(bucket)
 
     def limit_reductions(self, depth: int) -> None:
         """So many may be in flight from now on where no schedule says when they settle; at first it is one."""
@@ -139,18 +124,13 @@ class Replay:
             for bucket in uses:
                 self._acquire(bucket)
             self._execute(run)
-        self._open.append(_OpenCall(call, uses, lasts, index, supposed))
-        self._outlasted += not lasts
-        number = self._calls[call] = self._calls.get(call, -1) + 1
+        number = self._open.enter(OpenCall(call, uses, lasts, index, supposed))
         self.reduce_due()
         return number
 
     def left(self, call: Call) -> None:
         """A call ends: drops the holds that it does not need any more."""
-        index = len(self._open) - 1
-        while self._open[index].call != call:
-            index -= 1
-        ended = self._open[index]
+        ended = self._open.last(call)
         if ended.lasts:
             self._reduce_overdue(End(call))
         place = self.record.add(Left(call))
@@ -158,8 +138,7 @@ class Replay:
             # What nobody has used may be used in a later step, on some ranks only.
             unused = any(map(self._gradients.is_unused, ended.uses))
             self.record.suppose(ended.entered, place, ended.supposed or unused)
-        del self._open[index]
-        self._outlasted -= not ended.lasts
+        self._open.leave(ended)
         if self.following:
             if ended.lasts and not self._comes_next(End(call)):
                 self._depart(End(call))
@@ -283,7 +262,7 @@ class Replay:
     def _next_reductions(self) -> tuple[int, ...]:
         """The buckets of the schedule's next event, if that is a reduction whose turn has come, and of its launch."""
         due = self._cursor.reductions
-        return due if due and self.following and not self._outlasted else ()
+        return due if due and self.following and not self._open.outlasted else ()
 
     def reduce_due(self) -> None:
         """Reduces what is complete, if the schedule has it next; a bucket that was complete early has waited for it."""
@@ -312,7 +291,7 @@ class Replay:
 
     def _comes_next(self, event: Instruction) -> bool:
         """Is it the schedule's next event?"""
-        return self.following and not self._outlasted and self._cursor.event == event
+        return self.following and not self._open.outlasted and self._cursor.event == event
 
     def _depart(self, came: Instruction | None) -> None:
         """Leaves the schedule for the rest of the window; drops what it gathered ahead. `came`: None: the end."""
@@ -325,7 +304,7 @@ class Replay:
         self.departure = f"the step left its schedule: {instead} came, and {planned} was next"
         if self._offloading is not None:
             self._offloading.settle()
-        needed = Counter(b for each in self._open for b in each.uses)
+        needed = self._open.uses()
         for bucket, held in list(self.executor.holds.items()):
             if bucket not in self.kept_by_stage:
                 self._execute(*[Reshard(bucket)] * (held - needed[bucket]))
@@ -342,7 +321,7 @@ class Replay:
 
     def may_end(self, call: Call) -> bool:
         """May a call that is open end before the next event? By the schedule: not where others lie inside."""
-        return self.following and not any(each.lasts for each in self._open if each.call == call)
+        return self.following and not self._open.lasts(call)
 
     # ------------------------------------------------------------------ on demand
     def _acquire(self, bucket: int) -> None:
@@ -405,6 +384,5 @@ class Replay:
         """Drops every hold, whatever was going on: after an exception."""
         self.following = False
         self._open.clear()
-        self._outlasted = 0
         self.executor.drop_holds()
         self.lingering.sweep()

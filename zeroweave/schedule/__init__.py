@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroweave.errors import ScheduleError
-from zeroweave.schedule.budget import beside as beside
 from zeroweave.schedule.budget import budget as budget
 from zeroweave.schedule.budget import fixed as fixed
 from zeroweave.schedule.budget import foreseen as foreseen
@@ -15,6 +14,7 @@ from zeroweave.schedule.build import Schedule as Schedule
 from zeroweave.schedule.build import build as build
 from zeroweave.schedule.cost import Prediction as Prediction
 from zeroweave.schedule.cost import Span as Span
+from zeroweave.schedule.cost import flats_of as flats_of
 from zeroweave.schedule.cost import simulate as simulate
 from zeroweave.schedule.facts import BucketFacts as BucketFacts
 from zeroweave.schedule.facts import Costs as Costs

@@ -33,42 +33,36 @@ def reserve(costs: Costs) -> int:
     return max(margin(costs), *costs.activations, 0)
 
 
-def beside(costs: Costs, measured: Schedule) -> int:
-    """Bytes that are in use beside flats and activations, whatever the schedule. `measured`: what costs are of."""
-    return costs.peak - simulate(measured, costs).peak
-
-
-def fixed(costs: Costs, measured: Schedule) -> int:
+def fixed(costs: Costs) -> int:
     """Bytes that are in use at most and belong to no flat: the same by any schedule."""
-    return beside(costs, measured) + max(costs.activations, default=0)
+    return costs.beside + max(costs.activations, default=0)
 
 
-def foreseen(costs: Costs, measured: Schedule, schedule: Schedule) -> int:
+def foreseen(costs: Costs, schedule: Schedule) -> int:
     """Bytes that will be in use at most with `schedule`."""
-    return beside(costs, measured) + simulate(schedule, costs).peak
+    return costs.beside + simulate(schedule, costs).peak
 
 
 def budget(costs: Costs, measured: Schedule, graphs: bool) -> int | None:
     """Bytes of flats, reductions in flight and activations that "auto" may reach; None for no budget.
 
     None where nobody counts, and where there is not the room that "auto" takes without a budget: a bucket more than
-    `measured` needs. `graphs`: steps run as CUDA graphs, whose memory nobody else can use; a step that runs as ever
-    takes as much again, and each has half.
+    `measured`, which the costs are of, needs. `graphs`: steps run as CUDA graphs, whose memory nobody else can use; a
+    step that runs as ever takes as much again, and each has half.
     """
     if not costs.room:
         return None
-    rest = beside(costs, measured)
-    fills = costs.room - margin(costs) - reserve(costs) - sum(measured.place_sizes) - rest
+    fills = costs.room - margin(costs) - reserve(costs) - sum(measured.place_sizes) - costs.beside
     if graphs:
         fills //= 2
     largest = max(measured.facts.sizes.values(), default=0)
-    return fills if fills >= costs.peak - rest + largest else None
+    return fills if fills >= costs.filled + largest else None
 
 
-def grown(costs: Costs, measured: Schedule, schedule: Schedule, peak: int, room: int) -> Costs:
+def grown(costs: Costs, schedule: Schedule, peak: int, room: int) -> Costs:
     """Costs that foresee what has come: `peak` bytes were in use at most with `schedule`, and `room` is left now.
 
     The budget that follows is smaller by the reserve at least: so it changes a few times at most, never back.
     """
-    more = max(peak - foreseen(costs, measured, schedule), reserve(costs))
+    more = max(peak - foreseen(costs, schedule), reserve(costs))
     return replace(costs.higher(more), room=min(costs.room, room))

@@ -41,9 +41,9 @@ from zeroweave.schedule.instructions import (
     Wait,
     ends,
     is_backward,
-    needs,
     project,
 )
+from zeroweave.schedule.moves import Move, moves_of
 from zeroweave.schedule.places import assign
 from zeroweave.schedule.save import read, write
 from zeroweave.schedule.verify import verify
@@ -144,27 +144,10 @@ class Schedule:
         return tuple(sizes)
 
     @cached_property
-    def memory(self) -> tuple[tuple[int, int], ...]:
-        """After each instruction, bytes of flats and gradient flats, and of activations in host memory only."""
-        sizes, moved = self.facts.sizes, needs(self.record)
-        flats, away = sum(sizes[bucket] for bucket in self.stays), 0
-        found: list[tuple[int, int]] = []
-        for index, instruction in enumerate(self.instructions):
-            match instruction:
-                case Unshard(bucket) if index in self.gathers:
-                    flats += sizes[bucket]
-                case Reshard(bucket) if index in self.drops:
-                    flats -= sizes[bucket]
-                case Reduce(bucket):
-                    flats += sizes[bucket]
-                case Settle(bucket):
-                    flats -= sizes[bucket]
-                case Release(call, number):
-                    away += moved[call, number][1]
-                case Reload(call, number):
-                    away -= moved[call, number][1]
-            found.append((flats, away))
-        return tuple(found)
+    def moves(self) -> dict[tuple[Call, int], Move]:
+        """What there is to move to host memory, by call: as all ranks have agreed, else what this record has."""
+        agreed = moves_of(self.record) if self.costs is None else self.costs.moves
+        return {move.key: move for move in agreed}
 
     def rearranged(self, moved: Mapping[int, Iterable[Instruction]], taken: Collection[int] = ()) -> Schedule:
         """With ``moved[i]`` in front of index i, and without the instructions at the indices ``taken``."""

@@ -8,7 +8,7 @@ waiting for communication left out. Whatever a pass moves, these stay.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
@@ -33,8 +33,8 @@ from zeroweave.schedule.instructions import (
     Unshard,
     Update,
     Wait,
-    needs,
 )
+from zeroweave.schedule.moves import Move
 
 Lane: TypeAlias = Literal["compute", "all_gather", "reduce_scatter", "copy"]
 
@@ -113,6 +113,39 @@ def held_by_reductions(schedule: Schedule, held: Sequence[int]) -> list[int]:
     return memory
 
 
+def flats_of(schedule: Schedule) -> list[int]:
+    """After each instruction, bytes of flats and gradient flats."""
+    sizes = schedule.facts.sizes
+    now = sum(sizes[bucket] for bucket in schedule.stays)
+    memory: list[int] = []
+    for index, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Unshard(bucket) if index in schedule.gathers:
+                now += sizes[bucket]
+            case Reshard(bucket) if index in schedule.drops:
+                now -= sizes[bucket]
+            case Reduce(bucket):
+                now += sizes[bucket]
+            case Settle(bucket):
+                now -= sizes[bucket]
+        memory.append(now)
+    return memory
+
+
+def away_of(schedule: Schedule, moves: Iterable[Move]) -> list[int]:
+    """After each instruction, bytes of activations that are in host memory only, where there is so much to move."""
+    nbytes, now = {move.key: move.nbytes for move in moves}, 0
+    memory: list[int] = []
+    for instruction in schedule.instructions:
+        match instruction:
+            case Release(call, number):
+                now += nbytes.get((call, number), 0)
+            case Reload(call, number):
+                now -= nbytes.get((call, number), 0)
+        memory.append(now)
+    return memory
+
+
 def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
     """While each event is the last: the most of ``memory``, which is known of each instruction."""
     most: list[int] = []
@@ -138,8 +171,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     activations for theirs. Costs must be the record's.
     """
     _check(schedule, costs)
-    copies, held = _Copies(schedule, costs), held_by_reductions(schedule, costs.held)
-    sizes = schedule.facts.sizes
+    copies, held = _Copies(costs), held_by_reductions(schedule, costs.held)
+    flats, away, sizes = flats_of(schedule), away_of(schedule, costs.moves), schedule.facts.sizes
     now = copied = 0.0  # of the compute lane; seconds of gathers by copy engine
     free = {False: 0.0, True: 0.0}  # of the lanes of collectives: by kernel, by copy engine
     event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
@@ -211,8 +244,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                 now = wait(index, copies.over[call, number])
             case Update(bucket):
                 now = compute(index, costs.update.get(bucket, 0.0))
-        flats, away = schedule.memory[index]
-        memory.append(flats + held[index] + (max(0, costs.activations[event] - away) if event >= 0 else 0))
+        activations = max(0, costs.activations[event] - away[index]) if event >= 0 else 0
+        memory.append(flats[index] + held[index] + activations)
     if behind is not None:
         now = compute(*behind)
     return Prediction(max(now, *free.values()), tuple(starts), waits, tuple(memory), tuple(spans), copied=copied)
@@ -221,18 +254,18 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
 class _Copies:
     """Moves of activations. over: when each call's last copy is done."""
 
-    def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self._needs, self._line = needs(schedule.record), costs.copy
+    def __init__(self, costs: Costs) -> None:
+        self._nbytes, self._line = {move.key: move.nbytes for move in costs.moves}, costs.copy
         self._calls: dict[int, list[tuple[Call, int]]] = {}
-        for call, (event, _) in self._needs.items():
-            self._calls.setdefault(event, []).append(call)
+        for move in costs.moves:
+            self._calls.setdefault(move.until, []).append(move.key)
         self._free = 0.0
         self.over: dict[tuple[Call, int], float] = {}
 
     def start(self, index: int, call: tuple[Call, int], now: float) -> Span:
         """A copy is issued."""
         start = max(now, self._free)
-        self._free = self.over[call] = start + self._line(self._needs[call][1])
+        self._free = self.over[call] = start + self._line(self._nbytes.get(call, 0))
         return Span("copy", index, start, self._free)
 
     def needed(self, event: int) -> float:

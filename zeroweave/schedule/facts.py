@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from pydantic import Field
 
 from zeroweave.errors import ScheduleError
+from zeroweave.schedule.moves import Move, beyond, merge
 
 Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
 
@@ -55,8 +56,9 @@ class Costs:
     gathers, reductions: measured times by bucket; ``gather`` and ``reduce`` predict the others by size.
     activations[i]: bytes beside the model's state and all flats while event i is the last, against the start
     of the step, as if none of them were moved to host memory, without what reductions in flight have. copy: of such a
-    move, by its bytes, no time where nothing was moved. peak: bytes allocated at most while it was measured, by
-    everything; room: bytes that could be allocated at most; 0 where nobody knows. held[i]: bytes beside its gradient
+    move, by its bytes, no time where nothing was moved; moves: what there is to move, whoever moves it. filled: bytes
+    of flats, reductions in flight and activations at most while it was measured; beside: of all else, model state
+    included; room: bytes that could be allocated at most; 0 where nobody knows. held[i]: bytes beside its gradient
     flat that event i, if it is a reduction, has until it is settled; empty where nobody knows.
     """
 
@@ -67,14 +69,19 @@ class Costs:
     gather: Line
     reduce: Line
     activations: tuple[int, ...]
-    peak: int = 0
+    filled: int = 0
+    beside: int = 0
     copy: Line = Line()
+    moves: tuple[Move, ...] = ()
     room: int = 0
     held: tuple[int, ...] = ()
 
     @classmethod
     def merge(cls, ranks: Sequence[Costs]) -> Costs:
-        """What all ranks decide by: the longest time, the most memory and the least room of any."""
+        """What all ranks decide by: the longest time, the most memory and the least room of any.
+
+        By these costs no rank takes more memory than is predicted, with any schedule.
+        """
         if len({len(rank.compute) for rank in ranks}) != 1:
             raise ScheduleError("costs of different records cannot be merged")
 
@@ -84,6 +91,13 @@ class Costs:
         def line(lines: Sequence[Line]) -> Line:
             return Line(max(one.alpha for one in lines), max(one.beta for one in lines))
 
+        def stays(rank: Costs) -> list[int]:
+            if not rank.peak:  # nobody counts
+                return list(rank.activations)
+            more = beyond(moves, rank.moves, len(rank.activations))
+            return [nbytes + each for nbytes, each in zip(rank.activations, more, strict=True)]
+
+        moves = merge([r.moves for r in ranks])
         return cls(
             compute=tuple(map(max, zip(*(r.compute for r in ranks), strict=True))),
             update=most([r.update for r in ranks]),
@@ -91,16 +105,26 @@ class Costs:
             reductions=most([r.reductions for r in ranks]),
             gather=line([r.gather for r in ranks]),
             reduce=line([r.reduce for r in ranks]),
-            activations=tuple(map(max, zip(*(r.activations for r in ranks), strict=True))),
-            peak=max(r.peak for r in ranks),
+            activations=tuple(map(max, zip(*map(stays, ranks), strict=True))),
+            filled=max(r.filled for r in ranks),
+            beside=max(r.beside for r in ranks),
             copy=line([r.copy for r in ranks]),
+            moves=moves,
             room=min(r.room for r in ranks),
             held=tuple(map(max, zip(*(r.held for r in ranks), strict=True))),
         )
 
     def higher(self, nbytes: int) -> Costs:
         """With so many bytes more in use, whatever the schedule."""
-        return replace(self, peak=self.peak + nbytes)
+        return replace(self, beside=self.beside + nbytes)
+
+    @property
+    def peak(self) -> int:
+        """Bytes allocated at most while it was measured, by everything; 0 where nobody knows.
+
+        Merged: no less than of any rank.
+        """
+        return self.filled + self.beside
 
     def seconds(self, kind: Kind, bucket: int, nbytes: int) -> float:
         """How long a collective takes once it runs."""

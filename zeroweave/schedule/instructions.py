@@ -224,7 +224,7 @@ def ends(record: Iterable[Event]) -> frozenset[int]:
     return frozenset(marked)
 
 
-def _numbered(record: tuple[Event, ...]) -> Iterator[tuple[int, Event, bool]]:
+def numbered(record: tuple[Event, ...]) -> Iterator[tuple[int, Event, bool]]:
     """Each event, behind how many instructions of ``project`` it comes, and whether it becomes one of them."""
     marked = ends(record)
     before = 0
@@ -237,7 +237,7 @@ def _numbered(record: tuple[Event, ...]) -> Iterator[tuple[int, Event, bool]]:
 def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
     """The ``Run``, ``End`` and ``Reduce`` instructions of every schedule of this record, in order."""
     out: list[Run | End | Reduce] = []
-    for _, event, becomes in _numbered(record):
+    for _, event, becomes in numbered(record):
         match event:
             case Entered(call, uses):
                 out.append(Run(call, uses))
@@ -250,16 +250,4 @@ def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
 
 def boundaries(record: tuple[Event, ...]) -> frozenset[int]:
     """How many of the events of ``project`` come before each ``Micro``."""
-    return frozenset(before for before, event, _ in _numbered(record) if isinstance(event, Micro))
-
-
-def needs(record: tuple[Event, ...]) -> dict[tuple[Call, int], tuple[int, int]]:
-    """For each call, by number, that a backward needs activations of: how many events come before, and their bytes.
-
-    The events are those of ``project``.
-    """
-    found: dict[tuple[Call, int], tuple[int, int]] = {}
-    for before, event, _ in _numbered(record):
-        if isinstance(event, Needed):
-            found.setdefault((event.call, event.number), (before, event.nbytes))
-    return found
+    return frozenset(before for before, event, _ in numbered(record) if isinstance(event, Micro))

@@ -10,7 +10,16 @@ from statistics import median_high
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import Span, held_by_reductions, is_event, most_by_event, reductions
+from zeroweave.schedule.cost import (
+    Span,
+    away_of,
+    flats_of,
+    held_by_reductions,
+    is_event,
+    most_by_event,
+    reductions,
+    simulate,
+)
 from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
 from zeroweave.schedule.instructions import (
@@ -23,6 +32,7 @@ from zeroweave.schedule.instructions import (
     Update,
     Wait,
 )
+from zeroweave.schedule.moves import moves_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +216,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Operations(Sequence[Operation]):
-    """The collectives of a recorded step, in order, with what is needed to make another schedule of its record."""
+    """The collectives of a recorded step, in order, with what is needed to make another schedule of its record.
+
+    agreed: are the costs those of all ranks? Else the ranks compute different things, and these are one rank's own.
+    """
 
     steps: tuple[Step, ...]
     costs: Costs
+    agreed: bool
 
     @property
     def schedule(self) -> Schedule:
@@ -248,7 +262,7 @@ def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
     gathers, reduces = (
         {b: min(seconds) for b, seconds in sorted(times[kind].items())} for kind in ("all_gather", "reduce_scatter")
     )
-    return Costs(
+    costs = Costs(
         compute=tuple(median_high(each) for each in zip(*computes, strict=True)),
         update={bucket: median_high(seconds) for bucket, seconds in sorted(updates.items())},
         gathers=gathers,
@@ -256,11 +270,14 @@ def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
         gather=Line.fit((sizes[b], seconds) for b, seconds in gathers.items()),
         reduce=Line.fit((sizes[b], seconds) for b, seconds in reduces.items()),
         activations=tuple(max(each) for each in zip(*map(_activations, steps), strict=True)),
-        peak=max(moment.most for step in steps for moment in step.moments),
         copy=Line.fit((copy.nbytes, copy.stop - copy.start) for step in steps for copy in step.copies),
+        moves=moves_of(steps[0].schedule.record),
         room=room,
         held=tuple(max(each) for each in zip(*map(_held, steps), strict=True)),
     )
+    peak = max(moment.most for step in steps for moment in step.moments)
+    filled = simulate(steps[0].schedule, costs).peak if peak else 0
+    return replace(costs, filled=filled, beside=peak - filled)
 
 
 def _compute(step: Step) -> list[float]:
@@ -281,8 +298,10 @@ def _activations(step: Step) -> list[int]:
     base: int | None = None
     memory: list[int] = []
     held = held_by_reductions(step.schedule, _held(step))
-    for moment, (flats, away), flying in zip(step.moments, step.schedule.memory, held, strict=True):
-        elsewhere = away - flats - flying
+    flats = flats_of(step.schedule)
+    away = away_of(step.schedule, moves_of(step.schedule.record))  # of this rank, whatever all have agreed on
+    for moment, gone, gathered, flying in zip(step.moments, away, flats, held, strict=True):
+        elsewhere = gone - gathered - flying
         base = moment.allocated + elsewhere if base is None else base
         memory.append(max(0, moment.most + elsewhere - base) if moment.allocated else 0)
     return most_by_event(step.schedule, memory)

@@ -27,9 +27,9 @@ from zeroweave.schedule.instructions import (
     Update,
     Wait,
     boundaries,
-    needs,
     project,
 )
+from zeroweave.schedule.moves import Move
 
 
 class Listing(Protocol):
@@ -46,6 +46,9 @@ class Listing(Protocol):
 
     @property
     def calls(self) -> dict[tuple[Call, int], tuple[int, int]]: ...
+
+    @property
+    def moves(self) -> dict[tuple[Call, int], Move]: ...
 
     @property
     def places(self) -> dict[int, int]: ...
@@ -320,7 +323,7 @@ class _Moves:
     def __init__(self, schedule: Listing) -> None:
         self.wanted = schedule.facts.offload
         self.calls = schedule.calls
-        self.needs = {call: event for call, (event, _) in needs(schedule.record).items()}
+        self.needs = {call: move.until for call, move in schedule.moves.items()}
         self.needed: dict[int, list[tuple[Call, int]]] = {}  # by the last event in front of the need
         for call, event in self.needs.items():
             self.needed.setdefault(event - 1, []).append(call)

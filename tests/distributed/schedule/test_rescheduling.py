@@ -243,7 +243,7 @@ def own_passes() -> None:
         side_by_side(engine, plain, 1)
     with training(prefetch=1) as engine:
         with pytest.raises(
-            EngineError, match="there is no pass 'nothing'; the passes are insert, offload, keep, prefetch"
+            EngineError, match="there is no pass 'nothing'; the passes are insert, offload, keep, heads, prefetch"
         ):
             engine.register_pass(late_drops, after="nothing")
         step(engine)
@@ -289,12 +289,12 @@ def refused() -> None:
         assert engine.schedule is None and engine.executed == ()
         step(engine)
         for changes, message in (
-            ({"prefetch": -1}, "prefetch must be a whole number of at least 0, not -1"),
+            ({"prefetch": -1}, "prefetch must be 'auto' or greater than or equal to 0, not -1"),
             ({"prefetch": 1.5}, "prefetch must be"),
             ({"prefetch": "far"}, "prefetch must be"),
-            ({"depth": 0}, "depth must be a whole number of at least 1, not 0"),
+            ({"depth": 0}, "depth must be greater than or equal to 1, not 0"),
             ({"memory_budget": "all"}, "memory_budget must be"),
-            ({"keep": "some"}, "keep must be 'auto', 'none', 'all' or names of buckets, not 'some'"),
+            ({"keep": "some"}, "keep must be 'auto', 'none' or 'all' or a valid tuple, not 'some'"),
             ({"keep": ["blocks.0", "nothing"]}, r"keep names buckets that do not exist: \['nothing'\]"),
         ):
             with pytest.raises(EngineError, match=message):

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
 from itertools import accumulate
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event
 from zeroweave.schedule.instructions import (
     Call,
-    Entered,
-    Event,
     Instruction,
-    Needed,
     Offload,
     Release,
     Reload,
     Run,
-    needs,
 )
 
 
@@ -34,12 +29,12 @@ def offload(schedule: Schedule) -> Schedule:
     """
     if not schedule.facts.offload or any(isinstance(i, Offload) for i in schedule.instructions):
         return schedule
-    runs, asked_inside = _Runs(schedule), frozenset(_asked_inside(schedule.record))
+    runs = _Runs(schedule)
     inserted: dict[int, list[Instruction]] = {}
-    for (call, number), (event, _) in needs(schedule.record).items():
+    for (call, number), move in schedule.moves.items():
         leave = runs.after[call, number]  # numbers of Runs
-        back = bisect_left(runs.events, event) - 1
-        inside = event < runs.over[back] or (call, number) in asked_inside
+        back = bisect_left(runs.events, move.until) - 1
+        inside = move.inside or move.until < runs.over[back]
         if inside and runs.uses[back] & runs.buckets[call]:
             back -= 1  # that call needs it: of eager code, which asks in the middle
         if leave + 1 < back:
@@ -49,16 +44,6 @@ def offload(schedule: Schedule) -> Schedule:
         # what waits for nothing first, and memory is given back before the next copy takes some
         moves.sort(key=lambda each: (Reload, Release, Offload).index(type(each)))
     return schedule.rearranged(inserted)
-
-
-def _asked_inside(record: Iterable[Event]) -> Iterator[tuple[Call, int]]:
-    """What a call asks for in which nothing else happens, so that no event tells its end from its beginning."""
-    entered = False
-    for event in record:
-        if not isinstance(event, Needed):
-            entered = isinstance(event, Entered)
-        elif entered:
-            yield event.call, event.number
 
 
 class _Runs:

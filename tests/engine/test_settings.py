@@ -1,0 +1,48 @@
+"""What a schedule is asked to change is held to what the config allows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from zeroweave.engine.settings import changes_of
+from zeroweave.errors import EngineError
+
+NUMBER = "a valid integer"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefetch": -1}, "prefetch must be 'auto' or greater than or equal to 0, not -1"),
+        ({"prefetch": True}, f"prefetch must be 'auto' or {NUMBER}, not True"),
+        ({"prefetch": "none"}, f"prefetch must be 'auto' or {NUMBER}, not 'none'"),
+        ({"memory_budget": True}, f"memory_budget must be 'auto' or 'none' or {NUMBER}, not True"),
+        ({"memory_budget": 1.5}, f"memory_budget must be 'auto' or 'none' or {NUMBER}, not 1.5"),
+        ({"memory_budget": "lots"}, f"memory_budget must be 'auto' or 'none' or {NUMBER}, not 'lots'"),
+        ({"memory_budget": -1}, "memory_budget must be 'auto' or 'none' or greater than or equal to 0, not -1"),
+        ({"regather": "false"}, "regather must be a valid boolean, not 'false'"),
+        ({"fuse": "no"}, "fuse must be a valid boolean, not 'no'"),
+        ({"depth": 0}, "depth must be greater than or equal to 1, not 0"),
+        ({"depth": True}, f"depth must be {NUMBER}, not True"),
+        ({"keep": "some"}, "keep must be 'auto', 'none' or 'all' or a valid tuple, not 'some'"),
+        ({"keep": 5}, "keep must be 'auto', 'none' or 'all' or a valid tuple, not 5"),
+    ],
+    ids=repr,
+)
+def test_what_the_config_refuses_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=f"^{re.escape(message)}$"):
+        changes_of(**changes)
+
+
+def test_what_it_allows_is_taken_and_none_is_no_change() -> None:
+    nothing: dict[str, Any] = dict.fromkeys(("prefetch", "keep", "memory_budget", "fuse", "depth", "regather"))
+    assert changes_of(**nothing) == {}
+    some: dict[str, Any] = {"prefetch": 0, "memory_budget": 0, "fuse": False, "depth": 1, "regather": True}
+    assert changes_of(**some) == some
+    for keep in (["blocks.0"], ("blocks.0",), iter(["blocks.0"]), {"blocks.0"}):
+        assert changes_of(keep=keep) == {"keep": ("blocks.0",)}
+    words: dict[str, Any] = {"prefetch": "auto", "keep": "none", "memory_budget": "none"}
+    assert changes_of(**words) == words
