@@ -111,6 +111,7 @@ def about(blocks: int) -> About:
             captured_windows=0,
             replayed_steps=0,
             uncaptured_steps={"windows like it are rare so far": 2},
+            written_gradients=0,
             freed_activations=0,
             offloaded_activations=0,
             offloaded_peak=0,

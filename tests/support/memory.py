@@ -31,7 +31,7 @@ class CountedClock(Clock):
 
     def attach(self, engine: Any) -> None:
         """Counts what this engine gathers. Once."""
-        self._gauges = engine._runtime.flats, engine._runtime.gradients.staging
+        self._gauges = engine._runtime.flats, engine._runtime.gradients.flats
 
     def mark(self) -> Any:
         self._ticks += 1
