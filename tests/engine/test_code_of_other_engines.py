@@ -6,11 +6,11 @@ import gc
 import types
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
+from tests.support.marks import daily
 
 STEPS = 3
 
@@ -66,7 +66,7 @@ def engine_of(model: nn.Module, limit: int) -> Any:
     return zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
 
 
-@pytest.mark.parametrize("first", ["trains on", "was destroyed", "is gone"])
+@daily("first", ["was destroyed"], ["trains on", "is gone"])
 def test_an_engine_past_its_limit_runs_code_of_another(first: str) -> None:
     kind = block_class(first.replace(" ", "_"))
     one = engine_of(blocks(kind, 1, hooked=True), limit=16)

@@ -34,7 +34,7 @@ def with_heads(case: Case) -> tuple[list[str], dict[str, Any]]:
     return [what for what in SAME if repr(found[what]) != repr(plain[what])], found
 
 
-@daily("case", GRAPHED[4:6], [*GRAPHED[:4], *GRAPHED[6:]], ids=str)
+@daily("case", GRAPHED[4:5], [*GRAPHED[:4], *GRAPHED[5:]], ids=str)
 def test_they_are_exact(pools: Pools, case: Case) -> None:
     for differs, found in pools(2).run(with_heads, case):
         assert not differs and found["regathers"] == 2, (differs, found)
@@ -48,7 +48,7 @@ def test_with_graphs_they_are_exact(pools: Pools, case: Case) -> None:
         assert graphed["regathers"] == 2
 
 
-@daily("case", UNEVEN[2:3], [*UNEVEN[:2], *UNEVEN[3:]], ids=str)
+@daily("case", [], UNEVEN, ids=str)
 def test_what_one_rank_alone_does_ends_no_step(pools: Pools, case: Case) -> None:
     """One departs from its schedule, and still gathers what the others gather."""
     for differs, found in pools(2).run(with_heads, case):
@@ -73,8 +73,8 @@ def lost(case: Case, cause: Cause, folder: Path) -> tuple[bool, Any]:
 
 @daily(
     ("stage", "cause"),
-    [(3, CAUSES[1])],
-    [(stage, cause) for stage in (2, 3) for cause in CAUSES if (stage, cause) != (3, CAUSES[1])],
+    [],
+    [(stage, cause) for stage in (2, 3) for cause in CAUSES],
 )
 def test_graphs_go_on_behind_one_window_without(pools: Pools, stage: int, cause: Cause, tmp_path: Path) -> None:
     for same, stats in pools(2).run(lost, Case(stage, dropout=0.1), cause, tmp_path):

@@ -58,6 +58,7 @@ def engines_in_turn() -> list[tuple[float, str]]:
     return [worst(final, finals[0]) for final in finals]
 
 
+@pytest.mark.matrix
 def test_engines_in_turn(pools: Pools) -> None:
     for differences in pools(2).run(engines_in_turn):
         assert [difference for difference, _ in differences] == [0.0, 0.0, 0.0]

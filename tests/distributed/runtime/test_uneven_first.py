@@ -32,6 +32,7 @@ from tests.distributed.runtime.uneven import (
     stack_job,
 )
 from tests.support.harness import Pool, Pools
+from tests.support.marks import daily
 
 BLOCKS = 4
 ALL = Choice()
@@ -198,21 +199,19 @@ def all_ways(name: str, stage: int, mode: str) -> list[str]:
     return wrong
 
 
-def daily(stage: int, mode: str, names: tuple[str, ...]) -> list[str]:
+def several(stage: int, mode: str, names: tuple[str, ...]) -> list[str]:
     return [f"{name}: {each}" for name in names for each in trained(name, stage, mode, "before", 1)]
 
 
-@pytest.mark.parametrize(
+@daily(
     ("stage", "mode", "names"),
-    [
-        (3, "eager", ("one rank", "nothing of a block", "head only in turn", "detached", "checkpointed")),
-        (3, "aot_eager", ("one rank", "head only in turn")),
-    ],
+    [(3, "aot_eager", ("one rank", "head only in turn"))],
+    [(3, "eager", ("one rank", "nothing of a block", "head only in turn", "detached", "checkpointed"))],
 )
 def test_what_ranks_use_differs_from_the_first_step_on(
     pools: Pools, stage: int, mode: str, names: tuple[str, ...]
 ) -> None:
-    for wrong in pools(2).run(daily, stage, mode, names):
+    for wrong in pools(2).run(several, stage, mode, names):
         assert not wrong, "\n".join(wrong)
 
 
