@@ -31,12 +31,12 @@ class Balance:
 class Account:
     """The account of `bucket`, whose gradients add up in `accumulate_dtype` or a wider one of their own.
 
-    `shards` counts the bytes of settled gradients, `flats` those of gradient flats.
+    `shards` counts the bytes of settled gradients.
     """
 
-    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge, flats: Gauge) -> None:
+    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge) -> None:
         self.bucket, self._shards = bucket, shards
-        self.flat = GradientFlat(bucket, flats)
+        self.flat = GradientFlat(bucket)
         self.shard: torch.Tensor | None = None
         """[numel / world] the reduced gradient of the window"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 import torch
 
-from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.process_group import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.runtime.bucket import Bucket
@@ -22,11 +21,11 @@ from zeroweave.runtime.bucket import Bucket
 class GradientFlat:
     """That of one bucket, in the dtype of its gradients. It is for one reduction, then there is another.
 
-    `flats` counts the bytes of gradient flats: here from the first place that is lent until it goes into a reduction.
+    Until that is issued it counts as what a backward computes with; see `Reductions`.
     """
 
-    def __init__(self, bucket: Bucket, flats: Gauge) -> None:
-        self._bucket, self._flats = bucket, flats
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
         self._flat: torch.Tensor | None = None
         self._lent: dict[int, torch.Tensor] = {}
         """slot -> its place, into which something may be written at any time"""
@@ -37,12 +36,7 @@ class GradientFlat:
 
     def clear(self) -> None:
         """Forgets the flat. Whoever has a part of it keeps its memory."""
-        self._keep(None)
-        self._lent, self._there = {}, set()
-
-    def _keep(self, flat: torch.Tensor | None) -> None:
-        before, self._flat = self._flat, flat
-        self._flats.add((0 if flat is None else flat.nbytes) - (0 if before is None else before.nbytes))
+        self._flat, self._lent, self._there = None, {}, set()
 
     def lend(self, slot: int) -> torch.Tensor | None:
         """The place of a slot, of its shape, to be written; None if somebody has it, or it is aligned as no matrix is.
@@ -54,8 +48,7 @@ class GradientFlat:
             return None
         if self._flat is None:
             layout = self._bucket.layout
-            self._keep(torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device))
-        assert self._flat is not None
+            self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
         view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
         return view
 

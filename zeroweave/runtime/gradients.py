@@ -38,16 +38,15 @@ class Gradients:
     ) -> None:
         self.settled = Gauge()
         """bytes of the gradient shards"""
-        self.flats = Gauge()
-        """bytes of the gradient flats at once: those that gradients are written into, and those in flight"""
-        trained = [bucket for bucket in buckets if bucket.layout.trainable]
-        self._accounts = {b.id: Account(b, accumulate_dtype, self.settled, self.flats) for b in trained}
+        self._accounts = {b.id: Account(b, accumulate_dtype, self.settled) for b in buckets if b.layout.trainable}
         self._targets: dict[int, torch.Tensor] = {}
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:
             for bucket_id, account in self._accounts.items():
                 bucket, dtype = account.bucket, reduce_dtype or account.bucket.dtype
                 self._targets[bucket_id] = torch.empty(bucket.shard.numel(), dtype=dtype, device=bucket.device)
+        self.flats = Gauge()
+        """bytes of the gradient flats in flight at once"""
         self.reductions = Reductions(transport, op, reduce_dtype, self.flats)
         self.order: tuple[int, ...] = ()
         self.set_order(None)

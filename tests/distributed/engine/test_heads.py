@@ -40,7 +40,7 @@ def test_they_are_exact(pools: Pools, case: Case) -> None:
         assert not differs and found["regathers"] == 2, (differs, found)
 
 
-@daily("case", [GRAPHED[3]], [*GRAPHED[:3], *GRAPHED[4:]], ids=str)
+@daily("case", [], GRAPHED, ids=str)
 def test_with_graphs_they_are_exact(pools: Pools, case: Case) -> None:
     least = 1 if case.loop == "coalesced" else case.gas
     for differs, graphed in pools(2).run(compared, replace(case, heads=True)):

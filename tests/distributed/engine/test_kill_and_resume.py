@@ -18,6 +18,7 @@ Case = tuple[int, str, str, int]
 CASES: list[Case] = [(s, mode, phase, seed) for s in STAGES for mode in MODES for phase in PHASES for seed in SEEDS]
 DAILY: list[Case] = [
     (3, "eager", "forward", 1),
+    (3, "aot_eager", "backward", 1),
     (2, "eager", "update", 1),
     (3, "aot_eager", "stage", 1),
     (2, "eager", "write", 1),

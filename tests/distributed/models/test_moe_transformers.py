@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tests.distributed.runtime.uneven import Job, Result, Setting, beside, say
 from tests.support.harness import Pools
+from tests.support.marks import daily
 
 EXPERTS, TOKENS, TAKEN, VOCABULARY = 24, 5, 2, 64
 MARGIN = 1e-5
@@ -113,7 +114,7 @@ def check(outcomes: list[Any], steps: int) -> None:
         assert len(uneven) >= 2 * steps and all(result.applied)
 
 
-@pytest.mark.parametrize(("name", "mode", "steps"), [("mixtral", "aot_eager", 2), ("qwen3_moe", "eager", 3)])
+@daily(("name", "mode", "steps"), [("qwen3_moe", "eager", 3)], [("mixtral", "aot_eager", 2)])
 def test_more_experts_than_tokens(pools: Pools, name: str, mode: str, steps: int) -> None:
     check(pools(2).run(trained, name, Setting(3, mode, windows=(1,) * steps), SEEDS[name]), steps)
 
