@@ -271,7 +271,8 @@ class Runtime:
     ) -> None:
         """Gradients of a compiled backward; see `Gradients.deliver`."""
         if len(wanted := self._wanted(announced)) < len(announced):
-            announced, parts = wanted, [part for part in parts if part[:2] in set(wanted)]
+            found = set(wanted)
+            announced, parts = wanted, [part for part in parts if part[:2] in found]
         if not announced:
             return
         self.note_backward()
