@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """The compute stream was idle for `us` microseconds, between `before` and `after`, `at` into the step."""
+    """Nothing was computed for `us` microseconds, between `before` and `after`, `at` into the step."""
 
     us: float
     at: float
@@ -41,9 +41,9 @@ class Gap:
 class Profile:
     """One step of one rank; times in milliseconds.
 
-    `span`: first to last work on the GPU. `compute_busy`, `compute_idle`: of the compute stream in the span.
-    `communication`: union of all collectives' kernels. `exposed`: communication while the compute stream was
-    idle. `other_busy`: work on further streams that is no collective. `host`: Python's time for the step.
+    `span`: first to last work on the GPU. `compute_busy`, `compute_idle`: of the computation in the span, see `analyse`.
+    `communication`: union of all collectives' kernels. `exposed`: communication while nothing was computed.
+    `other_busy`: other work that is no collective. `host`: Python's time for the step.
     """
 
     host: float
@@ -64,14 +64,13 @@ class Profile:
     def text(self) -> str:
         """The figures, the collectives, the ten longest gaps and the ten most expensive kernels, to print."""
         head = (
-            f"span {self.span:.2f} ms, host {self.host:.2f} ms, {self.kernels} kernels; compute stream busy "
+            f"span {self.span:.2f} ms, host {self.host:.2f} ms, {self.kernels} kernels; computation busy "
             f"{self.compute_busy:.2f} ms, idle {self.compute_idle:.2f} ms; communication "
-            f"{self.communication:.2f} ms, exposed {self.exposed:.2f} ms; other streams "
-            f"{self.other_busy:.2f} ms"
+            f"{self.communication:.2f} ms, exposed {self.exposed:.2f} ms; other work {self.other_busy:.2f} ms"
         )
         lines = [head, "collectives:"]
         lines += [f"  {count:5d} × {total:9.2f} ms  {name}" for name, (count, total) in self.collectives.items()]
-        lines += ["longest gaps of the compute stream (µs, at ms, of it communicating µs, before → after):"]
+        lines += ["longest gaps of the computation (µs, at ms, of it communicating µs, before → after):"]
         lines += [
             f"  {gap.us:8.1f} at {gap.at / 1e3:8.2f} ({gap.communicating:8.1f})  {gap.before[:60]} → {gap.after[:60]}"
             for gap in self.gaps[:10]
@@ -83,6 +82,11 @@ class Profile:
 
 def is_collective(name: str) -> bool:
     return name.startswith("nccl")
+
+
+def is_copy(name: str) -> bool:
+    """Is it a copy by the driver? Those between GPUs are gathers by copy engine."""
+    return name.startswith("Memcpy")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -125,22 +129,26 @@ def read(events: Iterable[dict[str, Any]]) -> list[Work]:
 
 
 def analyse(work: list[Work], host_ms: float = 0.0) -> Profile | None:
-    """None for a trace without work on a GPU. The compute stream is the one busiest with other work."""
+    """None for a trace without work on a GPU.
+
+    The computation is what the stream of most kernels does. A CUDA graph spreads it over streams of its own: where none
+    has half of the kernels, it is all kernels but those of collectives.
+    """
     if not work:
         return None
     begin, end = work[0].start, max(w.end for w in work)
-    busy: dict[int, float] = defaultdict(float)
     totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
     for w in work:
         totals[w.name][0] += 1
         totals[w.name][1] += (w.end - w.start) / 1e3
-        if not is_collective(w.name):
-            busy[w.stream] += w.end - w.start
-    compute = max(busy, key=lambda stream: busy[stream]) if busy else work[0].stream
-    own = [w for w in work if w.stream == compute and not is_collective(w.name)]
+    rest = [w for w in work if not is_collective(w.name)]
+    kernels = Counter(w.stream for w in rest if not is_copy(w.name))
+    compute, most = kernels.most_common(1)[0] if kernels else (work[0].stream, 0)
+    spread = 2 * most < kernels.total()
+    own = [w for w in rest if (not is_copy(w.name) if spread else w.stream == compute)]
     compute_busy = union((w.start, w.end) for w in own)
     communication = union((w.start, w.end) for w in work if is_collective(w.name))
-    other = union((w.start, w.end) for w in work if w.stream != compute and not is_collective(w.name))
+    other = union((w.start, w.end) for w in rest if (is_copy(w.name) if spread else w.stream != compute))
 
     gaps = []
     last, before = begin, "start"

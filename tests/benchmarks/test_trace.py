@@ -45,5 +45,26 @@ def test_a_step_with_a_hidden_and_an_exposed_collective() -> None:
     assert "matmul" in found.text()
 
 
+def test_a_graph_spreads_the_computation_over_streams() -> None:
+    work = [
+        Work("Memcpy PtoP (Device -> Device)", COPIES, 0, 100),  # exposed, but no kernel
+        Work("matmul", 1, 100, 300),
+        Work("Memcpy PtoP (Device -> Device)", COPIES, 150, 340),
+        Work("add", 2, 310, 350),
+        Work("matmul", 3, 350, 450),
+        Work("ncclDevKernel_ReduceScatter", COMMUNICATION, 360, 500),
+    ]
+    found = trace.analyse(work)
+    assert found is not None
+    assert found.compute_busy == pytest.approx(0.340)
+    assert found.other_busy == pytest.approx(0.290)
+    assert found.exposed == pytest.approx(0.050)
+    assert [(g.us, g.before, g.after) for g in found.gaps] == [
+        (100, "start", "matmul"),
+        (50, "matmul", "end"),
+        (10, "matmul", "add"),
+    ]
+
+
 def test_no_work_says_nothing() -> None:
     assert trace.analyse([]) is None

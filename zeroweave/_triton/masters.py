@@ -10,6 +10,8 @@ import triton.language as tl
 
 BLOCK: Final = 1024
 """Elements of one program."""
+_COPIED: Final = 4 * BLOCK
+"""The same where there is nothing to compute."""
 
 
 @triton.jit
@@ -56,6 +58,13 @@ def _cast(target, values, numel, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _copy(target, values, numel, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    there = at < numel
+    tl.store(target + at, tl.load(values + at, there), there)
+
+
+@triton.jit
 def _split(masters, shard, remainder, random, numel, MISSING: tl.constexpr, RANDOM: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = at < numel
@@ -77,6 +86,11 @@ def _join(masters, shard, remainder, numel, MISSING: tl.constexpr, SIZE: tl.cons
 def cast_(target: torch.Tensor, values: torch.Tensor) -> None:
     """See `comm.rounding.cast_`: contiguous bfloat16, float32."""
     _cast[programs(values.numel())](target, values, values.numel(), SIZE=BLOCK)
+
+
+def copy_(target: torch.Tensor, values: torch.Tensor) -> None:
+    """See `comm.rounding.cast_`: contiguous, of one dtype."""
+    _copy[programs(values.numel(), _COPIED)](target, values, values.numel(), SIZE=_COPIED)
 
 
 def split_(
@@ -105,6 +119,6 @@ def try_out() -> None:
         raise RuntimeError("a kernel has rounded wrongly")
 
 
-def programs(numel: int) -> tuple[int]:
-    """A grid over so many elements, at least one."""
-    return (-(-numel // BLOCK),)
+def programs(numel: int, size: int = BLOCK) -> tuple[int]:
+    """A grid over so many elements, at least one, of which a program takes `size`."""
+    return (-(-numel // size),)

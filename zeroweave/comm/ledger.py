@@ -200,15 +200,25 @@ class Ledger:
         mark = self._mark_at(count)
         return "" if mark is None else self._spelled(mark)
 
+    def issued_at(self, count: int) -> Issued | None:
+        """Collective number `count`, from 1; None where that is too long ago or not yet."""
+        mark = self._mark_at(count)
+        return None if mark is None else self._told(mark)
+
     def texts(self, after: int) -> list[str]:
         """The collectives behind the first `after`, in words, as far back as they are remembered."""
         return [self._spelled(mark) for mark in self._marks if mark.number > after]
 
     @property
     def marks(self) -> tuple[Issued, ...]:
-        """All that is remembered, the latest last; the first may stand for none. Read by the alarm's thread, too."""
-        marks = tuple(self._marks)
-        return tuple(Issued(m.number, m.hash, self._spelled(m), m.call, m.module) for m in marks)
+        """All that is remembered, the latest last; the first may stand for none. Read by the alarm's thread, too.
+
+        Thousands: Python does nothing else for some milliseconds.
+        """
+        return tuple(map(self._told, tuple(self._marks)))
+
+    def _told(self, mark: _Mark) -> Issued:
+        return Issued(mark.number, mark.hash, self._spelled(mark), mark.call, mark.module)
 
     def _spelled(self, mark: _Mark) -> str:
         name = self.name_of(mark.bucket)

@@ -32,8 +32,15 @@ _MIXED: Final = ((16, 0x7FEB_352D), (15, 0x46CA_68B5))
 
 @torch.no_grad()
 def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Overwrites `target` with `values` of the same shape, rounded as above where bfloat16 is made of float32."""
+    """Overwrites `target` with `values` of the same shape, rounded as above where bfloat16 is made of float32.
+
+    A copy that a graph captures would be replayed by a kernel of the driver's that moves four bytes a thread, at half
+    of the memory's speed; ours is faster.
+    """
     if (target.dtype, values.dtype) != (torch.bfloat16, torch.float32):
+        if target.dtype == values.dtype and _captured(target) and (fast := kernels("masters", "cuda")) is not None:
+            fast.copy_(target, values.contiguous())
+            return target
         return target.copy_(values)
     if (fast := kernels("masters", values.device.type)) is not None:
         fast.cast_(target, values.contiguous())
@@ -41,6 +48,11 @@ def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     for part, of in zip(target.view(-1).split(_AT_ONCE), values.reshape(-1).split(_AT_ONCE), strict=True):
         part.view(torch.int16).copy_(_carried(_bits(of)) >> 16)
     return target
+
+
+def _captured(target: torch.Tensor) -> bool:
+    """Does the current stream of its device belong to a capture?"""
+    return target.is_cuda and target.is_contiguous() and torch.cuda.is_current_stream_capturing()
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -247,8 +247,10 @@ class Scheduler:
 
     # ------------------------------------------------------------------ recording
     def _time(self, on: bool) -> None:
-        # A graph's device never waits for the host: what its schedule is made from must not, either.
-        hold = min(self._took, _LONGEST_HOLD) if self._parts.config.compile.cuda_graphs else 0.0
+        # A graph's device never waits for the host: what its schedule is made from must not, either. Twice as long as
+        # a step, since to take times makes the host slower: held for one step, the device had caught up with it
+        # before the end of a backward, and what it waited for there passed for computation.
+        hold = min(2 * self._took, _LONGEST_HOLD) if self._parts.config.compile.cuda_graphs else 0.0
         timeline = self._timeline = Timeline(self._transport.clock, hold) if on else None
         self._runtime.replay.executor.note_times(timeline)
         self._transport.time(None if timeline is None else timeline.collectives)

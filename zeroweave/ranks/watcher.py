@@ -55,6 +55,7 @@ class Trail(Protocol):
     def marks(self) -> tuple[Issued, ...]: ...
     def hash_at(self, count: int) -> int | None: ...
     def text_at(self, count: int) -> str: ...
+    def issued_at(self, count: int) -> Issued | None: ...
 
 
 class Watcher:
@@ -170,15 +171,19 @@ class Watcher:
         step, count = self._progress()
         mine = self._line.status  # read after the progress: an agreement may have been reached between
         for rank, status in self._others():
-            here = f"this rank has issued {count} and is in step {step}"
-            if where := self._where(count) or (self._trail.call and f"{self._trail.call}: {ADVICE}"):
-                here = f"{here}, {where}"
-            if status.left and count > status.count:
-                return f"rank {rank} issues no collective after its {status.count}: {status.left}; {here}"
-            if status.meetings > mine.meetings and count > status.count:
-                return f"rank {rank} is {status.call} after {status.count} collectives; {here}"
-            if status.steps > mine.steps and count > status.count:
-                return f"rank {rank} finished step {status.step} with {status.count} collectives; {here}"
+            if count <= status.count:
+                continue
+            if status.left:
+                why = f"rank {rank} issues no collective after its {status.count}: {status.left}"
+            elif status.meetings > mine.meetings:
+                why = f"rank {rank} is {status.call} after {status.count} collectives"
+            elif status.steps > mine.steps:
+                why = f"rank {rank} finished step {status.step} with {status.count} collectives"
+            else:
+                continue
+            here = f"{why}; this rank has issued {count} and is in step {step}"
+            where = self._where(count) or (self._trail.call and f"{self._trail.call}: {ADVICE}")
+            return f"{here}, {where}" if where else here
         return None
 
     def _late(self) -> str | None:
@@ -220,7 +225,7 @@ class Watcher:
 
     def _where(self, number: int) -> str:
         """Where this rank has issued its collective of that number, in words, and what to do."""
-        issued = next((mark for mark in self._trail.marks if mark.count == number), None)
+        issued = self._trail.issued_at(number)
         return "" if issued is None else in_vain(issued, self._trail.gathers_on_entry)
 
     def _missing(self, number: int) -> dict[int, RankStatus]:
