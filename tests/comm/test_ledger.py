@@ -98,6 +98,8 @@ def test_the_trail_tells_the_hash_after_each_collective() -> None:
     assert ledger.hash_at(1) == other.hash_at(1)
     assert ledger.hash_at(2) != other.hash_at(2)
     assert ledger.hash_at(4) is None and ledger.hash_at(-1) is None
+    assert [ledger.issued_at(count) for count in (1, 2)] == list(ledger.marks[1:3])
+    assert ledger.issued_at(ledger.count + 1) is None and ledger.issued_at(-1) is None
 
 
 def test_collectives_are_told_in_words_by_the_names_of_buckets() -> None:

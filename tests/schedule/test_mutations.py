@@ -144,7 +144,8 @@ def is_legal(schedule: Schedule) -> bool:
             return False
 
     for n in range(length):
-        flight = sum(isinstance(i, Reduce) - isinstance(i, Settle) for i in instructions[: n + 1])
+        counted = [i for i in instructions[: n + 1] if getattr(i, "bucket", None) in facts.counted]
+        flight = sum(isinstance(i, Reduce) - isinstance(i, Settle) for i in counted)
         if flight > facts.depth:
             return False
     for n, i in enumerate(instructions):

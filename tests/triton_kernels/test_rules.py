@@ -155,3 +155,12 @@ def test_masters_are_split_cast_and_joined_as_on_the_host(kind: torch.dtype, by_
     bits = {torch.bfloat16: torch.int16, kind: kind, torch.float32: torch.int32}
     for mine, theirs in zip([*found, cast], [*wanted, rounded], strict=True):
         assert torch.equal(mine.cpu().view(bits[mine.dtype]), theirs.view(bits[theirs.dtype]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_copy_is_one(dtype: torch.dtype) -> None:
+    values = torch.randint(-(2**15), 2**15, (3 * 4096 + 5,), dtype=torch.int16).view(torch.bfloat16).to(dtype).to(HERE)
+    whole = torch.zeros(len(values) + 8, dtype=dtype, device=HERE)
+    masters.copy_(whole[:-8], values)
+    bits = {2: torch.int16, 4: torch.int32}[values.itemsize]
+    assert torch.equal(whole[:-8].view(bits), values.view(bits)) and not whole[-8:].any()

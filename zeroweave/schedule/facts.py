@@ -13,6 +13,9 @@ from pydantic import Field
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.moves import Move, beyond, merge
 
+SLIGHT: Final = 256
+"""Buckets of less than such a part of the largest one's bytes do not count; see `Facts.counted`."""
+
 Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
 
 IN_FILES: Final = {"kept_by_stage": "keep", "keep": "retain"}
@@ -147,7 +150,7 @@ class Facts:
     """What decides the schedule of a given record.
 
     kept_by_stage: buckets that stay unsharded from their first use to the end of the step (stages 1 and 2: all).
-    depth: reductions in flight at most, at least 1.
+    depth: reductions in flight at most, at least 1; of buckets that are `counted`.
     prefetch: how many calls ahead gathers are issued, at least 0; "auto": as far as measured times and memory
     say, 1 where nothing was measured (see passes/prefetch.py).
     update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
@@ -200,6 +203,15 @@ class Facts:
     def sizes(self) -> dict[int, int]:
         """Bytes of the full flats, by bucket."""
         return {bucket.id: bucket.nbytes for bucket in self.buckets}
+
+    @cached_property
+    def counted(self) -> frozenset[int]:
+        """The buckets whose reductions count among ``depth``: those of at least 1/256 of the largest one's bytes.
+
+        A bucket of a norm alone would take the place of a block, although its flat is nothing.
+        """
+        least = max(self.sizes.values(), default=0) // SLIGHT
+        return frozenset(bucket for bucket, nbytes in self.sizes.items() if nbytes >= least)
 
     def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
         """Does a collective run beside those by kernel, in a queue of its own?"""
