@@ -41,8 +41,8 @@ class Gap:
 class Profile:
     """One step of one rank; times in milliseconds.
 
-    `span`: first to last work on the GPU. `compute_busy`, `compute_idle`: of the computation in the span, see `analyse`.
-    `communication`: union of all collectives' kernels. `exposed`: communication while nothing was computed.
+    `span`: first to last work on the GPU. `compute_busy`, `compute_idle`: of the computation in the span, see
+    `analyse`. `communication`: union of all collectives' kernels. `exposed`: communication while nothing was computed.
     `other_busy`: other work that is no collective. `host`: Python's time for the step.
     """
 

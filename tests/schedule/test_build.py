@@ -265,7 +265,11 @@ def test_a_bucket_reduced_again_is_settled_first() -> None:
 
 
 def test_a_slight_bucket_does_not_count_among_the_reductions_in_flight() -> None:
-    buckets = (BucketFacts(0, "block", 4096, True), BucketFacts(1, "norm", 15, True), BucketFacts(2, "head", 4096, True))
+    buckets = (
+        BucketFacts(0, "block", 4096, True),
+        BucketFacts(1, "norm", 15, True),
+        BucketFacts(2, "head", 4096, True),
+    )
     facts = Facts(buckets, frozenset(), 2, 1, False)
     assert facts.counted == {0, 2}
     record = [*whole("all", "forward"), *whole("all", "backward"), Ready(2), Ready(1), Ready(0), Micro()]

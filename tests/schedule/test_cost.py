@@ -178,10 +178,10 @@ def test_all_ranks_decide_by_the_worst_of_each() -> None:
     assert Costs.merge([replace(COSTS, held=(0, 0, 7, 2)), replace(other, held=(0, 0, 1, 3))]).held == (0, 0, 7, 3)
 
 
-def measured(schedule: Schedule) -> Step:
+def measured(schedule: Schedule, costs: Costs = COSTS) -> Step:
     """The step that the simulator predicts, as a clock would have seen it."""
     marks: list[tuple[float, float]] = []
-    prediction = simulate(schedule, COSTS)
+    prediction = simulate(schedule, costs)
     starts = {span.index: span.start for span in prediction.spans if span.lane == "compute"}
     ends = {span.index: span.stop for span in prediction.spans if span.lane == "compute"}
     now = 0.0
@@ -225,6 +225,20 @@ def test_the_costs_of_a_measured_step_are_those_it_was_made_of(instructions: tup
     assert found.gather == Line.fit([(10, 1.0), (20, 4.0)])
     assert step.seconds == simulate(of(instructions), COSTS).seconds
     assert step.waits == simulate(of(instructions), COSTS).waits
+
+
+def test_where_the_device_was_held_the_shortest_time_counts() -> None:
+    """In each step the host comes too late at another place, and the hold is in the time of the event before it."""
+    usual, late = of(LATE), 10.0
+    steps = [measured(usual, replace(COSTS, compute=_later(COSTS.compute, n, late))) for n in range(2)]
+    assert len(steps) == 2 and costs_of(steps).compute != COSTS.compute
+    found = costs_of([*steps, measured(usual)], held=True)
+    assert (found.compute, found.update) == (COSTS.compute, COSTS.update)
+    assert costs_of(steps, held=True).compute == COSTS.compute  # each was short in one of them
+
+
+def _later(compute: tuple[float, ...], event: int, seconds: float) -> tuple[float, ...]:
+    return tuple(each + seconds * (n == event) for n, each in enumerate(compute))
 
 
 def test_operations_say_what_they_waited_for() -> None:

@@ -72,7 +72,7 @@ class Scheduler:
         self._timeline: Timeline | None = None
         """of the open window, while it is timed"""
         self._ended = self._took = 0.0
-        """when the last window ended, and how long it took, for the host"""
+        """when the last window ended, and how long the last one took for the host that was not timed"""
         self.seconds = 0.0
         """spent on making schedules"""
 
@@ -154,7 +154,9 @@ class Scheduler:
         self._recorded = self._counts = True
         short = self._headroom.is_short()
         now = time.perf_counter()
-        self._ended, self._took = now, now - self._ended
+        if self._timeline is None:  # to take times makes the host slower
+            self._took = now - self._ended
+        self._ended = now
         step = self._take_step() if applied else None
         if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
             self._journal.tell("schedule", "the ranks' steps differ: the next one is gathered and reduced on demand")
@@ -191,7 +193,7 @@ class Scheduler:
         schedule = kind.schedule
         steps = [step for step in kind.steps if step.schedule is schedule]
         kind.forget_steps()
-        mine = costs_of(steps, self._headroom.room()) if steps else None
+        mine = costs_of(steps, self._headroom.room(), self._held) if steps else None
         found = self._agreements.costs(schedule, mine)
         if found is None:  # the ranks compute different things, each in its own time
             return
@@ -247,13 +249,30 @@ class Scheduler:
 
     # ------------------------------------------------------------------ recording
     def _time(self, on: bool) -> None:
-        # A graph's device never waits for the host: what its schedule is made from must not, either. Twice as long as
-        # a step, since to take times makes the host slower: held for one step, the device had caught up with it
-        # before the end of a backward, and what it waited for there passed for computation.
-        hold = min(2 * self._took, _LONGEST_HOLD) if self._parts.config.compile.cuda_graphs else 0.0
-        timeline = self._timeline = Timeline(self._transport.clock, hold) if on else None
+        timeline = self._timeline = self._new_timeline() if on else None
         self._runtime.replay.executor.note_times(timeline)
         self._transport.time(None if timeline is None else timeline.collectives)
+
+    def _new_timeline(self) -> Timeline:
+        """Of the window that begins.
+
+        The device of a graph never waits for the host: what its schedule is made from must not, either. A host that
+        waits for nothing comes some thousand kernels ahead, where the driver stops it. So the device is held in each
+        step at another place, see `costs_of`; at the beginning, where somebody looks at the steps.
+        """
+        clock = self._transport.clock
+        if not self._held:
+            return Timeline(clock)
+        at = 0
+        if not self._recordings and self._kind is not None:
+            turn = len(self._kind.steps)
+            at = turn * len(self._kind.schedule.instructions) // max(turn + 1, self._record_steps)
+        return Timeline(clock, min(2 * self._took, _LONGEST_HOLD), at)
+
+    @property
+    def _held(self) -> bool:
+        """Is the device held while steps are timed?"""
+        return self._parts.config.compile.cuda_graphs
 
     def abort(self) -> None:
         """What was recorded and timed of the open window is no step."""

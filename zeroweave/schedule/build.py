@@ -324,8 +324,8 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     Entered: ``Unshard`` every bucket used, ``Wait`` for each, ``Run``. A kept bucket is unsharded at its
     first use only; kept buckets that no call uses, once, before the first backward event, so that ranks which
     skip a branch gather the same. Left: ``Reshard`` what is not kept. Ready: ``Settle`` the oldest reductions
-    until one more fits (``depth`` of those that count, and none of this bucket in flight), ``Reduce``. At the end the rest
-    settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
+    until one more fits (``depth`` of those that count, and none of this bucket in flight), ``Reduce``. At the end the
+    rest settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
     dropped, but for those that no update changes.
 
     Raises ScheduleError for a record that no schedule can fit: calls left and not entered or the reverse,

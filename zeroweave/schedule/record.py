@@ -241,14 +241,17 @@ class Operations(Sequence[Operation]):
         return dependencies(self.schedule)
 
 
-def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
+def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
     """The costs that steps of one schedule had: the median of each time, the most of each memory.
 
     A collective counts with its shortest time, because it takes longer where ranks wait for each other in it.
-    ``room``: bytes that could be allocated at most; 0 where nobody knows.
+    ``room``: bytes that could be allocated at most; 0 where nobody knows. ``held``: the device was held in each step at
+    another place, so that behind it the host was ahead. What else it waits for the host only adds to times: the
+    shortest counts of each.
     """
     if not steps:
         raise ScheduleError("no step was recorded")
+    typical = min if held else median_high
     computes = [_compute(step) for step in steps]
     updates: dict[int, list[float]] = {}
     times: dict[Kind, dict[int, list[float]]] = {"all_gather": {}, "reduce_scatter": {}}
@@ -263,8 +266,8 @@ def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
         {b: min(seconds) for b, seconds in sorted(times[kind].items())} for kind in ("all_gather", "reduce_scatter")
     )
     costs = Costs(
-        compute=tuple(median_high(each) for each in zip(*computes, strict=True)),
-        update={bucket: median_high(seconds) for bucket, seconds in sorted(updates.items())},
+        compute=tuple(typical(each) for each in zip(*computes, strict=True)),
+        update={bucket: typical(seconds) for bucket, seconds in sorted(updates.items())},
         gathers=gathers,
         reductions=reduces,
         gather=Line.fit((sizes[b], seconds) for b, seconds in gathers.items()),

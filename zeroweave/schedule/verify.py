@@ -74,8 +74,8 @@ def verify(schedule: Listing) -> None:
     least once; every reduction is settled before the bucket's next and before its update; at most ``depth`` that count
     are in flight, and none at an update unless ``update_by_bucket``; every trainable bucket is updated exactly once,
     and after the first update nothing is run or reduced, or gathered but what stays. Activations: freed once at most,
-    where ``free`` asks for it, after the last call, and the same holds after that. Moved, where ``offload`` asks for it,
-    after the call and once: out, gone, and on the way back before the last event in front of their need. A ``Fuse`` is
+    where ``free`` asks for it, after the last call, and the same holds after that. Moved, where ``offload`` asks for
+    it, after the call and once: out, gone, and on the way back before the last event in front of their need. A ``Fuse`` is
     followed by as many gathers as it says, or as many reductions of one backward; a bucket is reduced together with the
     same ones each time, so that a rank that departs knows which. Checkpoints: where ``stage`` asks for it, every bucket
     is staged once, before the first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order.
