@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, Final
 
 from torch import nn
 from torch.nn.modules import module as all_modules
 
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_THEIRS: Final = itemgetter(*_HOOKS)
 
 
 def parameter_entries(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -43,20 +45,22 @@ class Hooks:
         self._walk()
 
     def now(self) -> tuple[int, ...]:
-        """Their numbers, which are never given twice, in their order."""
-        if [tuple(inside["_modules"].values()) for inside in self._insides] != self._children:
-            self.exchanges += 1
-            self._walk()
+        """Their numbers, which are never given twice, in their order. Asked in each step, of all modules."""
+        for inside, children in zip(self._insides, self._children, strict=True):
+            now = inside["_modules"]
+            if (now or children) and tuple(now.values()) != children:
+                self.exchanges += 1
+                self._walk()
+                break
         numbers = [
             *all_modules._global_forward_pre_hooks,
             *all_modules._global_forward_hooks,
             *all_modules._global_backward_pre_hooks,
             *all_modules._global_backward_hooks,
         ]
-        for inside in self._insides:
-            for kind in _HOOKS:
-                if hooks := inside[kind]:
-                    numbers += hooks
+        for hooks in filter(any, map(_THEIRS, self._insides)):
+            for kind in hooks:
+                numbers += kind
         return tuple(numbers)
 
     def partly(self) -> bool:

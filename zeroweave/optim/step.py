@@ -282,11 +282,6 @@ class ShardedOptimizer:
         """The tensors of the optimizer's state of a bucket's fragments, where they lie now."""
         return self.offload.tensors(bucket)
 
-    def states(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-        """Fragments, and what the optimizer holds of them."""
-        fragments = [p for each in self._fragments.values() for p in each.parameters]
-        return [(p, self.optimizer.state[p]) for p in fragments if p in self.optimizer.state]
-
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
         held = chain.from_iterable(state.values() for state in self.optimizer.state.values())

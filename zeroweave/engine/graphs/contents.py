@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import inf
+from operator import is_, methodcaller
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -115,8 +117,8 @@ class Whereabouts:
         owners = [module._buffers for module in parts.model.modules() if module._buffers]
         self._buffers = [(held, name, b, b.data_ptr()) for held in owners for name, b in held.items() if b is not None]
         self._held = list(_held(parts, functions))
-        states = [] if parts.optimizer is None else parts.optimizer.states()
-        self._states = [(fragment, state, list(state.items())) for fragment, state in states]
+        self._fragments, self._states = self._states_now()
+        self._keys, self._values = list(chain(*self._states)), list(chain(*map(_values, self._states)))
 
     def hold(self) -> bool:
         """Is all of it still there? A flat that is to be gathered first lies nowhere yet."""
@@ -132,12 +134,20 @@ class Whereabouts:
         optimizer = self._parts.optimizer
         if optimizer is None:
             return True
-        now = optimizer.optimizer.state
-        if any(now.get(fragment) is not state for fragment, state, _ in self._states):
+        fragments, states = self._states_now()
+        if len(fragments) != len(self._fragments) or sum(map(len, states)) != len(self._keys):
             return False
-        if any(state.get(key) is not value for _, state, items in self._states for key, value in items):
-            return False
-        return self._options_now() == self._options
+        # thousands of them, in the order in which they have stood from the first step on
+        same = all(map(is_, fragments, self._fragments)) and all(map(is_, states, self._states))
+        same = same and all(map(is_, chain(*map(_values, states)), self._values))
+        return same and list(chain(*states)) == self._keys and self._options_now() == self._options
+
+    def _states_now(self) -> tuple[list[Any], list[dict[str, Any]]]:
+        """Fragments, and what the optimizer holds of them. It may hold numbers of its own beside that."""
+        if (optimizer := self._parts.optimizer) is None:
+            return [], []
+        held = [(key, state) for key, state in optimizer.optimizer.state.items() if isinstance(state, dict)]
+        return [fragment for fragment, _ in held], [state for _, state in held]
 
     def _shards_now(self) -> list[int]:
         homes = [bucket.home for bucket in self._parts.runtime.buckets.values()]
@@ -153,6 +163,9 @@ class Whereabouts:
         changing, groups = ("params", "lr", "initial_lr"), optimizer.optimizer.param_groups
         options = [repr(value) for group in groups for key, value in group.items() if key not in changing]
         return [*options, repr(sorted(optimizer.uneven))]
+
+
+_values = methodcaller("values")
 
 
 def _trained(parts: EngineParts) -> list[Bucket]:
