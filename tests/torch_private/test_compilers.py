@@ -234,9 +234,8 @@ def test_what_inductor_made_for_other_vectors_is_not_found(monkeypatch: pytest.M
         return inductor_cache_hits() - before
 
     assert [hits(), hits()] == [0, 1]
-    for capability in ("default", "avx2", "avx512"):
-        if capability.upper() == torch.backends.cpu.get_cpu_capability():
-            continue
+    kinds = ["default", "avx2", "avx512"]
+    for capability in kinds[: kinds.index(torch.backends.cpu.get_cpu_capability().lower())]:  # that this CPU has
         monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
         assert [hits(), hits()] == [0, 1], capability
     monkeypatch.delenv("ATEN_CPU_CAPABILITY")
