@@ -36,7 +36,7 @@ def windows(stage: int, held: str, shapes: Any = None, shares: list[Shares] | No
     return found
 
 
-@slow("1-cut")
+@slow("1-cut", "3-taken")
 @daily(
     ("stage", "held"),
     [(1, "cut"), (3, "taken")],

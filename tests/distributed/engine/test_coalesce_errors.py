@@ -157,7 +157,7 @@ def misuse_in_the_middle(stage: int, mode: str) -> list[tuple[float, str]]:
     return differences
 
 
-@slow("3-aot_eager")
+@slow("2-aot_eager", "3-aot_eager")
 @pytest.mark.parametrize(("stage", "mode"), marked(ALL_PATHS, [(1, "eager"), (2, "aot_eager"), (3, "aot_eager")]))
 def test_a_misuse_inside_a_forward_or_backward(pools: Pools, stage: int, mode: str) -> None:
     for differences in pools(2).run(misuse_in_the_middle, stage, mode):

@@ -377,6 +377,7 @@ def loaded(stages: tuple[int, int], more: dict[str, Any]) -> list[str]:
 OFFLOAD: dict[str, Any] = {"offload": {"optimizer": "all"}}
 
 
-@daily(("stages", "more"), [((3, 1), {})], [((a, b), m) for a in (1, 2, 3) for b in (1, 2, 3) for m in ({}, OFFLOAD)])
+@pytest.mark.matrix
+@pytest.mark.parametrize(("stages", "more"), [((a, b), m) for a in (1, 2, 3) for b in (1, 2, 3) for m in ({}, OFFLOAD)])
 def test_a_training_goes_on_with_what_was_saved(pools: Pools, stages: tuple[int, int], more: dict[str, Any]) -> None:
     assert pools(2).run(loaded, stages, more) == [[], []]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import zeroweave as zw
 from tests.distributed.schedule.test_rescheduling import Detour
 from tests.support.harness import Pools
-from tests.support.marks import MODES, daily
+from tests.support.marks import MODES, daily, slow
 from tests.support.parity import digest
 from tests.support.zoo import rows
 
@@ -63,6 +63,7 @@ def alternating(windows: Windows, rounds: int, mode: str, stage: int) -> tuple[l
         return departed, len(followed), sum(followed.values())
 
 
+@slow("mixed-3-aot_eager")
 @daily(
     ("stage", "mode"),
     [(3, "aot_eager")],
