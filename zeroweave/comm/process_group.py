@@ -161,15 +161,6 @@ def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread, there: Set[int] = 
         foreach_copy_(views, tensors)
 
 
-def _as_it_lies(parts: Parts, layout: Spread, dtype: torch.dtype) -> torch.Tensor | None:
-    """The flat [numel] that somebody else has laid out: a bucket's only gradient, of all its elements, or None."""
-    if isinstance(parts, torch.Tensor) or len(parts) != 1 or len(layout.pieces) != 1:
-        return None
-    (part,) = parts.values()
-    whole = part.numel() == layout.numel and part.dtype == dtype and part.is_contiguous()
-    return part.view(-1) if whole else None
-
-
 def _tensors(parts: Parts) -> Iterable[torch.Tensor]:
     return (parts,) if isinstance(parts, torch.Tensor) else parts.values()
 
@@ -264,17 +255,11 @@ class ProcessGroupTransport:
         flat.div_(self._divisor)
         return dist.ReduceOp.SUM
 
-    def _only_reads(self, op: ReduceOp, layout: Spread) -> bool:
-        """Does a reduction leave the flat as it is? A gradient may be a tensor that others still read."""
-        return op == "average" and self._divisor == self.world and min(layout.chunks) == max(layout.chunks)
-
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         work: dist.Work | _Launch
         with _recording_nothing(), beside(self._side):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
-            elif self._only_reads(op, layout) and (whole := _as_it_lies(parts, layout, out.dtype)) is not None:
-                flat = whole
             else:
                 flat = torch.empty(layout.numel, dtype=out.dtype, device=out.device)
                 lay_out(flat, parts, layout)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,11 +13,9 @@ import torch.distributed as dist
 
 from tests.comm.recording import layout
 from tests.support.harness import Pool
-from zeroweave.comm import process_group
 from zeroweave.comm.ledger import Ledger, Traffic
-from zeroweave.comm.process_group import ProcessGroupTransport, lay_out
+from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Messages
-from zeroweave.layout import Slot
 
 pytestmark = pytest.mark.oldest
 
@@ -105,41 +102,3 @@ def gathered_again() -> list[bool]:
 
 def test_a_flat_is_lent_where_it_lies(pools: Callable[[int], Pool]) -> None:
     assert pools(2).run(gathered_again) == [[True] * 5] * 2
-
-
-def reduced_as_it_lies(op: Any, shape: tuple[int, ...], divisor: int | None, more: bool) -> tuple[int, bool, bool]:
-    """How often a bucket's gradient was laid out; is the result that of the flat, and the gradient what it was?
-
-    `more`: a slot without a gradient lies in the bucket, too.
-    """
-    group, one = dist.group.WORLD, layout(world=2, numel=64)
-    assert group is not None
-    if more:
-        one = replace(one, slots=(Slot("first", 0, 32, (32,)), Slot("second", 32, 32, (32,))))
-    gradient = values(one.slots[0].numel, torch.float32, 1)
-    gradient = gradient.view(shape) if len(shape) == 1 else gradient.view(shape).t()
-    before, outs = gradient.clone(), [torch.zeros(one.shard_numel) for _ in range(2)]
-    laid_out = []
-    with patch.object(process_group, "lay_out", lambda *args: (laid_out.append(1), lay_out(*args))):
-        transport = ProcessGroupTransport(group, torch.device("cpu"), Ledger(2, dist.get_rank()), divisor=divisor)
-        transport.reduce_scatter(outs[0], {0: gradient}, one, op).wait()
-    flat = torch.zeros(one.numel)
-    lay_out(flat, {0: gradient}, one)
-    transport.reduce_scatter(outs[1], flat, one, op).wait()
-    return len(laid_out), torch.equal(*outs) and (more or bool(outs[0].any())), torch.equal(gradient, before)
-
-
-@pytest.mark.parametrize(
-    ("op", "shape", "divisor", "more", "laid_out"),
-    [
-        ("average", (64,), None, False, 0),
-        ("average", (8, 8), None, False, 1),  # as a transposed matrix lies
-        ("average", (64,), 4, False, 1),  # what divides writes
-        ("predivide", (64,), None, False, 1),
-        ("average", (32,), None, True, 1),
-    ],
-)
-def test_the_only_gradient_of_a_bucket_is_reduced_where_it_lies(
-    op: str, shape: tuple[int, ...], divisor: int | None, more: bool, laid_out: int, pools: Callable[[int], Pool]
-) -> None:
-    assert pools(2).run(reduced_as_it_lies, op, shape, divisor, more) == [(laid_out, True, True)] * 2
