@@ -6,7 +6,7 @@ Reading a parameter whose flat is freed kills the process, so that a test that e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -179,7 +179,7 @@ class FakeHost:
         self.lent += [tensor for tensor in found if tensor is not None]
         return found
 
-    def deliver(self, announced: list[Place], parts: list[Part]) -> None:
+    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> None:
         self.expected.subtract(announced)
         for b, slot, gradient in parts:
             assert gradient is not None and gradient.is_contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import pytest
@@ -52,6 +52,7 @@ class Lending(FakeHost):
     def __init__(self, model: nn.Module, lower: str, **options: Any) -> None:
         self.places: dict[Place, Tensor] = {}
         self.in_place: list[Place] = []
+        self.made: set[Place] = set()
         super().__init__(model, lower, **options)
 
     def destinations(self, parts: list[Place]) -> list[Tensor | None]:
@@ -62,8 +63,9 @@ class Lending(FakeHost):
             self.places[b, slot] = torch.full(real.shape, torch.nan, dtype=real.dtype, device=real.device)
         return [self.places[place] for place in parts]
 
-    def deliver(self, announced: list[Place], parts: list[Part]) -> None:
+    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> None:
         self.in_place += [(b, slot) for b, slot, gradient in parts if gradient is self.places.get((b, slot))]
+        self.made |= made
         super().deliver(announced, parts)
 
 
@@ -124,6 +126,50 @@ def test_a_backward_that_begins_with_the_loss_is_given_no_memory(alone: bool) ->
     (result if alone else result[0].sum() + result[1]).backward()
     written = {name.split(".")[1] for name, place in host.place_of_name.items() if place in host.in_place}
     assert written == ({"0", "1"} if alone else {"0", "1", "2"})
+
+
+class Mixed(nn.Module):
+    """Gradients of every kind: of a table, a head, what is added (the output's own), twice used and rounded ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.wide = nn.Embedding(16, 32), nn.Embedding(16, 32)
+        self.added, self.scale = nn.Parameter(torch.randn(4, 32)), nn.Parameter(torch.randn(32))
+        self.one, self.other = nn.Parameter(torch.randn(4, 32)), nn.Parameter(torch.randn(4, 32))
+        self.twice, self.head = nn.Parameter(torch.randn(32, 32)), nn.Linear(32, 8, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens) + self.wide(tokens).to(torch.float32) + self.added + self.one + self.other
+        x = torch.tanh(x * self.scale @ self.twice) @ self.twice
+        out: Tensor = self.head(x)
+        return out
+
+
+class Added(nn.Module):
+    """What it adds has the gradient of its output, which is the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.w
+
+
+@daily("lower", ["aot_eager"], ["inductor"])
+def test_which_gradients_are_memory_that_nobody_else_has(lower: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList([Mixed(), Added()])  # type: ignore[assignment]
+    model.layers[0].wide.to(torch.bfloat16)  # type: ignore[operator]
+    model.forward = lambda tokens: model.layers[1](model.layers[0](tokens) @ torch.ones(8, 32))  # type: ignore[index,assignment]
+    host = Lending(model, lower)
+    host.lends = False
+    with host.everything(), host.hooks():
+        result = host.model(torch.randint(0, 16, (4,)))
+    result.backward(torch.ones_like(result))
+    made = {name for name, place in host.place_of_name.items() if place in host.made}
+    assert made == {f"layers.0.{name}" for name in ("table.weight", "wide.weight")}  # the head's is written
 
 
 class Matmuls(TorchDispatchMode):

@@ -139,3 +139,29 @@ def test_what_was_written_in_place_is_counted() -> None:
     contribute(gradients, 2, torch.ones(3), written=False)
     reduced(gradients)
     assert gradients.written == 1
+
+
+def test_a_gradient_that_is_all_of_its_bucket_is_the_flat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody else has its memory. One that is added to another, or is somebody's, is copied."""
+    monkeypatch.setattr(f"{__name__}.SHAPES", ((8, 8),))
+    first, second = torch.randn(8, 8), torch.randn(8, 8)
+
+    def lies(made: list[bool], values: list[torch.Tensor]) -> bool:
+        gradients = make()
+        for mine, value in zip(made, values, strict=True):
+            gradients.deliver((), [(0, 0, value)], {(0, 0)} if mine else frozenset())
+        result = reduced(gradients)
+        assert torch.equal(result, sum(values, torch.zeros(8, 8)).view(-1))
+        assert gradients.written == (result.data_ptr() == values[-1].data_ptr())
+        return bool(gradients.written)
+
+    assert lies([True], [first])
+    assert not lies([False], [first])
+    assert not lies([True, True], [first, second])
+    assert not lies([False, True], [first, second])
+
+
+def test_a_gradient_beside_others_is_no_flat() -> None:
+    gradients, value = make(), torch.randn(8, 8)
+    gradients.deliver((), [(0, 0, value)], {(0, 0)})
+    assert reduced(gradients).data_ptr() != value.data_ptr() and not gradients.written

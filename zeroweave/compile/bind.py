@@ -7,7 +7,7 @@ every region with the same code, so that the parameters seen while compiling say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard
@@ -55,11 +55,12 @@ class TemplateHost(Protocol):
         Each is contiguous, of its parameter's shape and dtype; None: anywhere.
         """
 
-    def deliver(self, announced: list[Place], parts: list[Part]) -> None:
+    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> None:
         """The gradients of a backward that has left. `announced` is what its forward announced.
 
         Each gradient is contiguous in its parameter's shape and dtype. It is to be read only: it may be the
-        output's own gradient, a saved activation, or the tensor of another part.
+        output's own gradient, a saved activation, or the tensor of another part. Not those of `made`: nobody else has
+        their memory.
         """
 
     def template_ran(self) -> None:
@@ -177,11 +178,17 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
 
 
 def backward_binder(
-    caller: Caller, graph: fx.Graph, split: Split, roles: Roles, written: Sequence[int] = ()
+    caller: Caller,
+    graph: fx.Graph,
+    split: Split,
+    roles: Roles,
+    written: Sequence[int] = (),
+    made: Set[int] = frozenset(),
 ) -> Callable[[Boxed], Boxed]:
     """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them.
 
-    `written`: the outputs that the code will write into further arguments, see `compile.destinations`.
+    `written`: the outputs that the code will write into further arguments, `made`: those that are memory of their own,
+    see `compile.destinations`.
     """
     arguments = {roles.position(node): i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     shared = tuple(i for position, i in arguments.items() if position is not None)
@@ -196,8 +203,7 @@ def backward_binder(
             raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
         places = dict.fromkeys(bound) if host is None else {i: host.find(args[i]) for i in bound}
         if host is None or (shared and split.elsewhere and not any(places.values())):
-            made = [(output, _made_like(args[i])) for output, i in targets]
-            return _run_into(run, args, made)
+            return _run_into(run, args, [(output, _made_like(args[i])) for output, i in targets])
         uses = {place[0] for i in reads if (place := places[i]) is not None}
 
         def run_into(args: list[Any]) -> list[Any]:
@@ -212,13 +218,16 @@ def backward_binder(
         else:
             outputs = list(run(args))
         parts: list[Part] = []
+        alone = set[Place]()
         for output, i in gradients:
             if _is_slot(place := places[i]):
                 gradient, outputs[output] = outputs[output], None
                 parts.append((*place, gradient.contiguous()))
+                if output in made:
+                    alone.add(place)
         host.template_ran()
         if parts:
-            host.deliver([part[:2] for part in parts], parts)
+            host.deliver([part[:2] for part in parts], parts, alone)
         return outputs
 
     return lambda run: mark_boxed(partial(backward, run))

@@ -1,4 +1,4 @@
-"""Matmuls that compute gradients of parameters write them where the caller wants them: no copy is needed then.
+"""Gradients of parameters that need no copy: matmuls write them where the caller wants them, or they are memory alone.
 
 Before:  mm(a, b) · permute · permute · output
 After:   addmm_(destination, a, b, beta=0), for a further argument; that output is None
@@ -18,6 +18,18 @@ from zeroweave._torch.fx import operator_schema
 from zeroweave.compile.bind import Roles, gradients_of, graph_outputs
 
 _MATMUL: Final = torch.ops.aten.mm.default
+_MAKING: Final = frozenset(
+    (
+        _MATMUL,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten._unsafe_index_put.default,
+        torch.ops.aten._unsafe_masked_index_put_accumulate.default,
+        torch.ops.aten.embedding_dense_backward.default,
+    )
+)
+"""Operators whose result is new memory. Others may be left out by a compiler, and what they were given is returned."""
+_CONVERTING: Final = frozenset((torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default))
 INTO: Final = torch.ops.aten.addmm_.default
 """With beta=0 it does not read what it writes, and runs the kernel that a matmul does."""
 
@@ -44,6 +56,22 @@ def written_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
         if node.target is _MATMUL and len(node.users) == 1 and _is_all_of(whole, node.meta["val"]):
             found[index] = node
     return found
+
+
+def made_gradients(graph: fx.Graph, roles: Roles) -> frozenset[int]:
+    """Output indices of gradients that lie in memory of their own, from end to end, which nobody else ever has.
+
+    Those of embeddings and of heads, as a rule. A tangent, for instance, is the caller's, who may write it again.
+    """
+    times = Counter(value for value in graph_outputs(graph) if isinstance(value, fx.Node))
+    found = set()
+    for index, _, node in gradients_of(graph, roles):
+        whole = node.meta["val"]
+        while times[node] <= 1 and len(node.users) == 1 and _is_view(node):
+            (node,) = node.all_input_nodes[:1]
+        if times[node] <= 1 and len(node.users) == 1 and _is_made(node) and _is_all_of(whole, node.meta["val"]):
+            found.add(index)
+    return frozenset(found)
 
 
 def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node]) -> list[Tensor]:
@@ -92,6 +120,13 @@ def _is_view(node: fx.Node) -> bool:
         return False
     alias = schema.returns[0].alias_info
     return alias is not None and not alias.is_write
+
+
+def _is_made(node: fx.Node) -> bool:
+    """Is what the node gives new memory?"""
+    if node.target in _CONVERTING:
+        return bool(node.all_input_nodes[0].meta["val"].dtype != node.meta["val"].dtype)
+    return node.target in _MAKING
 
 
 def _is_all_of(view: Tensor, matmul: Tensor) -> bool:

@@ -27,7 +27,7 @@ from zeroweave._torch.inductor import inductor_cache_hits
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Roles, Split, TemplateHost, backward_binder, forward_binder, roles_of
-from zeroweave.compile.destinations import write_into_arguments, written_gradients
+from zeroweave.compile.destinations import made_gradients, write_into_arguments, written_gradients
 from zeroweave.compile.fallback import explain, recompiled
 from zeroweave.compile.lower import Kind, Lower
 from zeroweave.compile.phases import Phases
@@ -245,6 +245,7 @@ class _Compilation:
 
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         written = written_gradients(graph.graph, self._roles)
-        bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written])
+        made = made_gradients(graph.graph, self._roles) - written.keys()
+        bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written], made)
         inputs = [*inputs, *write_into_arguments(graph, written)]
         return bind(self._templates.lowered(self._region, "backward", graph, inputs))

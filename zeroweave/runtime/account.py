@@ -93,13 +93,13 @@ class Account:
         """Where a contribution to the slot may be written, to be added then; of its shape. None: anywhere."""
         return None if slot in self.parts or self.local is not None else self.flat.lend(slot)
 
-    def add(self, slot: int, gradient: torch.Tensor) -> None:
-        """A contribution."""
+    def add(self, slot: int, gradient: torch.Tensor, made: bool = False) -> None:
+        """A contribution. `made`: nobody else has its memory."""
         self.had_gradient.add(slot)
         earlier = self.parts.get(slot)
         # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
         self.parts[slot] = gradient if earlier is None else earlier + gradient
-        self.flat.came(slot, self.parts[slot])
+        self.flat.came(slot, self.parts[slot], made and earlier is None)
 
     def newly_complete(self) -> bool:
         """Has nothing announced been missing since this contribution? Says so once until it is added up."""

@@ -4,7 +4,8 @@
     came      the gradient is there, or another one in its stead
     collect   what is not there yet is copied, and the flat goes into the reduction
 
-A gradient that comes in memory of its own is a part as ever. A bucket that has only those has no flat here.
+A gradient that comes in other memory is a part as ever. A bucket that has only those has no flat here. But one that is
+all of its bucket, in memory that nobody else has, is the flat itself: reductions may write it.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class GradientFlat:
         """slot -> its place, into which something may be written at any time"""
         self._there: set[int] = set()
         """slots whose gradient lies in its place"""
+        self._whole: torch.Tensor | None = None
+        """a gradient that is the flat"""
         self.collected = 0
         """gradients that went into reductions from where they were written"""
 
     def clear(self) -> None:
         """Forgets the flat. Whoever has a part of it keeps its memory."""
-        self._flat, self._lent, self._there = None, {}, set()
+        self._flat, self._lent, self._there, self._whole = None, {}, set(), None
 
     def lend(self, slot: int) -> torch.Tensor | None:
         """The place of a slot, of its shape, to be written; None if somebody has it, or it is aligned as no matrix is.
@@ -52,8 +55,9 @@ class GradientFlat:
         view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
         return view
 
-    def came(self, slot: int, gradient: torch.Tensor) -> None:
-        """The gradient of a slot is this from now on."""
+    def came(self, slot: int, gradient: torch.Tensor, made: bool = False) -> None:
+        """The gradient of a slot is this from now on. `made`: nobody else has its memory."""
+        self._whole = gradient if made and gradient.numel() == self._bucket.layout.numel else None
         if self._lent.pop(slot, None) is gradient:
             self._there.add(slot)
         else:
@@ -65,8 +69,11 @@ class GradientFlat:
 
         So it is, too, where a place is still lent: a reduction would read it while it may be written.
         """
-        flat, there, lent = self._flat, self._there, self._lent
+        flat, there, lent, whole = self._flat, self._there, self._lent, self._whole
         self.clear()
+        if whole is not None:
+            self.collected += 1
+            return whole.view(-1)
         if flat is None or lent or not there:
             return parts
         lay_out(flat, parts, self._bucket.layout, there)

@@ -8,7 +8,7 @@ usable: the window's first one is the gradient shard, later ones are added to it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
@@ -95,9 +95,14 @@ class Gradients:
         return account.destination(slot)
 
     def deliver(
-        self, announced: Iterable[tuple[int, int]], parts: Iterable[tuple[int, int, torch.Tensor | None]]
+        self,
+        announced: Iterable[tuple[int, int]],
+        parts: Iterable[tuple[int, int, torch.Tensor | None]],
+        made: Set[tuple[int, int]] = frozenset(),
     ) -> list[int]:
         """Contributions of the present backward: (bucket id, slot index, gradient or None).
+
+        `made`: (bucket id, slot index) of those that are memory which nobody else has.
 
         `announced` are the (bucket id, slot index) that a compiled forward had announced for them. Returns the buckets
         that are complete now and were not before, by what was announced.
@@ -109,7 +114,7 @@ class Gradients:
         for bucket_id, slot, gradient in parts:
             account = touched[bucket_id] = self._accounts[bucket_id]
             if gradient is not None:
-                account.add(slot, gradient)
+                account.add(slot, gradient, made=(bucket_id, slot) in made)
         return [bucket_id for bucket_id, account in touched.items() if account.newly_complete()]
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> list[int]:

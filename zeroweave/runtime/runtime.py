@@ -9,7 +9,7 @@ call first, and whatever produces a parameter's gradient delivers it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -267,7 +267,10 @@ class Runtime:
         return [place for place in parts if accumulates(self.buckets[place[0]].real[place[1]])]
 
     def deliver(
-        self, announced: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int, torch.Tensor | None]]
+        self,
+        announced: Sequence[tuple[int, int]],
+        parts: Sequence[tuple[int, int, torch.Tensor | None]],
+        made: Set[tuple[int, int]] = frozenset(),
     ) -> None:
         """Gradients of a compiled backward; see `Gradients.deliver`."""
         if len(wanted := self._wanted(announced)) < len(announced):
@@ -276,7 +279,7 @@ class Runtime:
         if not announced:
             return
         self.note_backward()
-        complete = self.gradients.deliver(announced, parts)
+        complete = self.gradients.deliver(announced, parts, made)
         if not self.replay.reducing:
             self.gradients.fold(complete)
         elif complete:
