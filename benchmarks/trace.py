@@ -43,7 +43,7 @@ class Profile:
 
     `span`: first to last work on the GPU. `compute_busy`, `compute_idle`: of the computation in the span, see
     `analyse`. `communication`: union of all collectives' kernels. `exposed`: communication while nothing was computed.
-    `other_busy`: other work that is no collective. `host`: Python's time for the step.
+    `other_busy`: what is neither computation nor a collective. `host`: Python's time for the step.
     """
 
     host: float
@@ -85,7 +85,7 @@ def is_collective(name: str) -> bool:
 
 
 def is_copy(name: str) -> bool:
-    """Is it a copy by the driver? Those between GPUs are gathers by copy engine."""
+    """Is it a copy by the driver? Gathers by copy engine are."""
     return name.startswith("Memcpy")
 
 
@@ -144,7 +144,7 @@ def analyse(work: list[Work], host_ms: float = 0.0) -> Profile | None:
     rest = [w for w in work if not is_collective(w.name)]
     kernels = Counter(w.stream for w in rest if not is_copy(w.name))
     compute, most = kernels.most_common(1)[0] if kernels else (work[0].stream, 0)
-    spread = 2 * most < kernels.total()
+    spread = 2 * most <= kernels.total()
     own = [w for w in rest if (not is_copy(w.name) if spread else w.stream == compute)]
     compute_busy = union((w.start, w.end) for w in own)
     communication = union((w.start, w.end) for w in work if is_collective(w.name))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zeroweave as zw
+from zeroweave.comm.clock import Clock
 from zeroweave.engine.graphs.away import Away
 from zeroweave.engine.graphs.batch import Batch, Uncapturable
 from zeroweave.engine.graphs.contents import Copies, Whereabouts, contents, different, digests
@@ -139,6 +140,60 @@ def test_what_a_step_changes_is_known_by_name_and_by_address() -> None:
     there, model[1].running_mean = Whereabouts(parts), torch.zeros(8)
     assert not there.hold()
     engine.destroy()
+
+
+def test_where_the_optimizer_has_its_tensors_is_all_that_matters_of_its_state() -> None:
+    model = tiny()
+    engine = zw.initialize(model, torch.optim.AdamW(model.parameters()), {"compile": {"enabled": False}})
+    engine.train_step(torch.ones(4, 8), loss_fn)
+    there, state = Whereabouts(engine._parts), engine.optimizer.state
+    first, *_ = fragments = list(state)
+    state["stats"] = {"steps": 1}  # of the optimizer's own
+    assert there.hold()
+    state["stats"]["steps"], state["count"] = 2, 1
+    assert there.hold()
+    state[first] = state.pop(first)  # another order
+    assert there.hold()
+    state[first]["exp_avg"] = state[first].pop("exp_avg")
+    state[first]["more"] = torch.zeros(1)
+    assert there.hold()
+    state[first]["exp_avg"], state[first]["exp_avg_sq"] = state[first]["exp_avg_sq"], state[first]["exp_avg"]
+    assert not there.hold()
+    there = Whereabouts(engine._parts)
+    state[fragments[-1]]["step"] = state[fragments[-1]]["step"].clone()
+    assert not there.hold()
+    there = Whereabouts(engine._parts)
+    state[first] = dict(state[first])
+    assert not there.hold()
+    there = Whereabouts(engine._parts)
+    del state[first]
+    assert not there.hold()
+    engine.destroy(optimizer_state=False)
+
+
+@pytest.mark.parametrize("opened", [2, 3, 4])
+def test_a_recording_has_no_hold_in_it(opened: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although steps whose schedule is still to be made are held in their middle, which the recording comes into."""
+    held: list[int] = []
+    monkeypatch.setattr(Clock, "hold", lambda self, seconds: held.append(timed()))
+    model = tiny()
+    config = {"compile": {"enabled": False, "cuda_graphs": True}}
+    with warnings.catch_warnings(), zw.initialize(model, torch.optim.Adam(model.parameters()), config) as engine:
+        warnings.simplefilter("ignore")  # there are no graphs on a CPU
+
+        def timed() -> int:
+            timeline = engine._scheduler._timeline
+            assert timeline is not None
+            return len(timeline._marked)
+
+        for _ in range(opened):
+            engine.train_step(torch.ones(4, 8), loss_fn)
+        middles = held[:]
+        with engine.record() as recording:
+            for _ in range(2):
+                engine.train_step(torch.ones(4, 8), loss_fn)
+        assert len(set(middles)) == len(middles) == opened - 2  # each at another place
+        assert held[len(middles) :] == [0, 0] and len(recording.steps) == 2
 
 
 # ---------------------------------------------------------------------- optimizers

@@ -51,7 +51,7 @@ class Replay:
         self.in_use: Counter[int] = Counter()  # by calls that are really open, whatever the schedule says
         self.in_flight: list[int] = []
         self.ready: list[int] = []  # buckets whose gradients wait for those of others
-        self.depth, self.counted = schedule.facts.depth, schedule.facts.counted
+        self.facts = schedule.facts
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.at_run: list[frozenset[int]] = []  # what was resident at each Run
         self.peak = 0
@@ -130,7 +130,7 @@ class Replay:
             case Reduce(bucket):
                 assert bucket not in self.in_flight
                 self.in_flight.append(bucket)
-                assert sum(each in self.counted for each in self.in_flight) <= self.depth
+                assert self.facts.load(self.in_flight) <= self.facts.depth
             case Settle(bucket):
                 assert self.in_flight.pop(0) == bucket  # in the order of the reductions
             case Update(bucket):

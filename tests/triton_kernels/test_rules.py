@@ -157,10 +157,8 @@ def test_masters_are_split_cast_and_joined_as_on_the_host(kind: torch.dtype, by_
         assert torch.equal(mine.cpu().view(bits[mine.dtype]), theirs.view(bits[theirs.dtype]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_copy_is_one(dtype: torch.dtype) -> None:
-    values = torch.randint(-(2**15), 2**15, (3 * 4096 + 5,), dtype=torch.int16).view(torch.bfloat16).to(dtype).to(HERE)
-    whole = torch.zeros(len(values) + 8, dtype=dtype, device=HERE)
+def test_a_copy_is_one() -> None:
+    values = torch.randint(-(2**31), 2**31, (3 * 4096 + 5,), dtype=torch.int32, device=HERE)
+    whole = torch.zeros(len(values) + 8, dtype=torch.int32, device=HERE)
     masters.copy_(whole[:-8], values)
-    bits = {2: torch.int16, 4: torch.int32}[values.itemsize]
-    assert torch.equal(whole[:-8].view(bits), values.view(bits)) and not whole[-8:].any()
+    assert torch.equal(whole[:-8], values) and not whole[-8:].any()

@@ -89,7 +89,7 @@ def cast_(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def copy_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """See `comm.rounding.cast_`: contiguous, of one dtype."""
+    """See `comm.rounding.cast_`: contiguous int32 of equal length, which other dtypes are seen as."""
     _copy[programs(values.numel(), _COPIED)](target, values, values.numel(), SIZE=_COPIED)
 
 
@@ -117,6 +117,11 @@ def try_out() -> None:
     cast_(rounded, values)
     if not torch.equal(rounded, values.to(torch.bfloat16)):
         raise RuntimeError("a kernel has rounded wrongly")
+    # also because this one is asked for in captures only, where nothing should have to be compiled
+    copied = torch.empty_like(values)
+    copy_(copied.view(torch.int32), values.view(torch.int32))
+    if not torch.equal(copied, values):
+        raise RuntimeError("a kernel has copied wrongly")
 
 
 def programs(numel: int, size: int = BLOCK) -> tuple[int]:

@@ -213,7 +213,7 @@ class Ledger:
     def marks(self) -> tuple[Issued, ...]:
         """All that is remembered, the latest last; the first may stand for none. Read by the alarm's thread, too.
 
-        Thousands: Python does nothing else for some milliseconds.
+        There are thousands, which take Python some milliseconds: of one alone `issued_at` tells.
         """
         return tuple(map(self._told, tuple(self._marks)))
 

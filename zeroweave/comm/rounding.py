@@ -32,14 +32,12 @@ _MIXED: Final = ((16, 0x7FEB_352D), (15, 0x46CA_68B5))
 
 @torch.no_grad()
 def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Overwrites `target` with `values` of the same shape, rounded as above where bfloat16 is made of float32.
-
-    A copy that a graph captures would be replayed by a kernel of the driver's that moves four bytes a thread, at half
-    of the memory's speed; ours is faster.
-    """
+    """Overwrites `target` with `values` of the same shape, rounded as above where bfloat16 is made of float32."""
     if (target.dtype, values.dtype) != (torch.bfloat16, torch.float32):
-        if target.dtype == values.dtype and _captured(target) and (fast := kernels("masters", "cuda")) is not None:
-            fast.copy_(target, values.contiguous())
+        # A graph replays a copy by a kernel of the driver's: on an H200 with CUDA 13 it takes 144 µs for 193 MB, where
+        # the same copy outside of a graph takes 97, and ours 97.
+        if _in_capture(target, values) and (fast := kernels("masters", "cuda")) is not None:
+            fast.copy_(target.view(torch.int32), values.view(torch.int32))
             return target
         return target.copy_(values)
     if (fast := kernels("masters", values.device.type)) is not None:
@@ -50,9 +48,15 @@ def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return target
 
 
-def _captured(target: torch.Tensor) -> bool:
-    """Does the current stream of its device belong to a capture?"""
-    return target.is_cuda and target.is_contiguous() and torch.cuda.is_current_stream_capturing()
+def _in_capture(target: torch.Tensor, values: torch.Tensor) -> bool:
+    """Is this a copy of whole words on one GPU, whose current stream belongs to a capture?"""
+    if not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    alike = (target.device, target.dtype, target.shape) == (values.device, values.dtype, values.shape)
+    return alike and all(
+        each.dim() == 1 and each.is_contiguous() and not (each.nbytes | each.storage_offset() * each.itemsize) % 4
+        for each in (target, values)
+    )
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

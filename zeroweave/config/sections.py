@@ -103,8 +103,8 @@ class ReduceConfig(Section):
     """How gradients are reduced over ranks."""
 
     depth: Annotated[int, Field(ge=1)] = 2
-    """Most reductions in flight at once; each holds one gradient flat. Of a bucket of less than 1/256 of the largest
-    one's bytes it does not count."""
+    """Most reductions in flight at once; each holds one gradient flat. Buckets of less than 1/256 of the largest one's
+    bytes count together, by their bytes."""
 
     op: Literal["average", "predivide"] = "average"
     """"average": the backend's average; "predivide": divide by the world, then sum."""

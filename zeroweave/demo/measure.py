@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from zeroweave.layout import BucketLayout
-from zeroweave.schedule import SLIGHT, Reduce, Reshard, Schedule, Settle, Unshard, Update
+from zeroweave.schedule import Reduce, Reshard, Schedule, Settle, Unshard, Update, slight
 
 TIMED_STEPS = 5
 
@@ -106,14 +106,14 @@ def state_bound(buckets: Sequence[BucketLayout], rank: int, stage: int, prefetch
 
     Shards, flats and gradients include padding. Adam has two float32 values for each element of a fragment
     and one float32 step count for each fragment that is not empty. Flats: all of them for stages 1 and 2; for
-    stage 3 the largest 1 + prefetch. Gradient flats: the largest `depth`, in flight at once, and those beside them that
-    do not count, see `Facts.counted`.
+    stage 3 the largest 1 + prefetch. Gradient flats: the largest `depth`, in flight at once, and the slight ones beside
+    them, see `schedule.slight`.
     """
     trained = [bucket for bucket in buckets if bucket.trainable]
     fragments = [bucket.fragment(i, bucket.place(rank)).numel for bucket in trained for i in range(len(bucket.slots))]
     flats = sorted((bucket.nbytes for bucket in buckets), reverse=True)
-    gradient_flats = sorted((4 * bucket.numel for bucket in trained), reverse=True)
-    slight = [nbytes for nbytes in gradient_flats[depth:] if nbytes < gradient_flats[0] // SLIGHT]
+    beside = slight({bucket.id: bucket.nbytes for bucket in trained})
+    gradient_flats = sorted((4 * bucket.numel for bucket in trained if bucket.id not in beside), reverse=True)
     return State(
         shards=sum(
             bucket.shard_numel * (max(bucket.itemsize, 4) if bucket.trainable else bucket.itemsize)
@@ -122,7 +122,8 @@ def state_bound(buckets: Sequence[BucketLayout], rank: int, stage: int, prefetch
         optimizer=sum(8 * numel + 4 for numel in fragments if numel),
         gradients=sum(4 * bucket.shard_numel for bucket in trained),
         flats_peak=sum(flats if stage < 3 else flats[: 1 + prefetch]),
-        gradient_flats_peak=sum(gradient_flats[:depth]) + sum(slight),
+        gradient_flats_peak=sum(gradient_flats[:depth])
+        + sum(4 * bucket.numel for bucket in trained if bucket.id in beside),
     )
 
 

@@ -44,7 +44,7 @@ from zeroweave.schedule import (
 
 _WARM_STEPS = 1
 _LONGEST_HOLD: Final = 1.0
-"""Seconds; see `Timeline`."""
+"""Seconds for which the device is held at most, see `Timeline`."""
 
 
 class Scheduler:
@@ -72,7 +72,7 @@ class Scheduler:
         self._timeline: Timeline | None = None
         """of the open window, while it is timed"""
         self._ended = self._took = 0.0
-        """when the last window ended, and how long the last one took for the host that was not timed"""
+        """when the last window ended, and how long the last window that was not timed took, for the host"""
         self.seconds = 0.0
         """spent on making schedules"""
 
@@ -290,8 +290,9 @@ class Scheduler:
             step = timeline.step(schedule)
         except ScheduleError:  # recording began in the middle of it
             return None
-        for recording in self._recordings:
-            recording.steps.append(step)
+        if not timeline.at:  # else recording began in the middle of it, too
+            for recording in self._recordings:
+                recording.steps.append(step)
         return step
 
     @contextmanager
@@ -299,7 +300,7 @@ class Scheduler:
         """Times the steps inside."""
         recording = Recording()
         self._recordings.append(recording)
-        if self._timeline is None:
+        if self._timeline is None or self._parts.between_windows:  # a timeline may hold the device in its middle
             self._time(True)
         try:
             yield recording

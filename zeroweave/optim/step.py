@@ -282,6 +282,11 @@ class ShardedOptimizer:
         """The tensors of the optimizer's state of a bucket's fragments, where they lie now."""
         return self.offload.tensors(bucket)
 
+    def states(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+        """Fragments, and what the optimizer holds of them, in its order."""
+        fragments = {id(p) for each in self._fragments.values() for p in each.parameters}
+        return [(p, state) for p, state in self.optimizer.state.items() if id(p) in fragments]
+
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
         held = chain.from_iterable(state.values() for state in self.optimizer.state.values())

@@ -16,11 +16,11 @@ from zeroweave.schedule.cost import Prediction as Prediction
 from zeroweave.schedule.cost import Span as Span
 from zeroweave.schedule.cost import flats_of as flats_of
 from zeroweave.schedule.cost import simulate as simulate
-from zeroweave.schedule.facts import SLIGHT as SLIGHT
 from zeroweave.schedule.facts import BucketFacts as BucketFacts
 from zeroweave.schedule.facts import Costs as Costs
 from zeroweave.schedule.facts import Facts as Facts
 from zeroweave.schedule.facts import Line as Line
+from zeroweave.schedule.facts import slight as slight
 from zeroweave.schedule.graph import Graph as Graph
 from zeroweave.schedule.graph import dependencies as dependencies
 from zeroweave.schedule.instructions import Call as Call

@@ -324,7 +324,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     Entered: ``Unshard`` every bucket used, ``Wait`` for each, ``Run``. A kept bucket is unsharded at its
     first use only; kept buckets that no call uses, once, before the first backward event, so that ranks which
     skip a branch gather the same. Left: ``Reshard`` what is not kept. Ready: ``Settle`` the oldest reductions
-    until one more fits (``depth`` of those that count, and none of this bucket in flight), ``Reduce``. At the end the
+    until one more fits (``depth``, and none of this bucket in flight), ``Reduce``. At the end the
     rest settles, every reduced bucket is updated in the order of its last ``Settle``, and the kept buckets are
     dropped, but for those that no update changes.
 
@@ -345,9 +345,6 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         kept.update((bucket, None) for bucket in needed if bucket in facts.kept_by_stage)
         out.extend(map(Unshard, needed))
         out.extend(map(Wait, needed))
-
-    def counted(buckets: Iterable[int]) -> int:
-        return sum(bucket in facts.counted for bucket in buckets)
 
     def settle() -> int:
         bucket = in_flight.popleft()
@@ -377,7 +374,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
                     raise ScheduleError(
                         f"record, event {index}: gradients of {facts.name(bucket)}, not a trainable bucket"
                     )
-                while bucket in in_flight or (bucket in facts.counted and counted(in_flight) >= facts.depth):
+                while bucket in in_flight or facts.load((*in_flight, bucket)) > facts.depth:
                     settle()
                 out.append(Reduce(bucket))
                 in_flight.append(bucket)

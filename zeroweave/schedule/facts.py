@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean, linear_regression
@@ -13,8 +13,14 @@ from pydantic import Field
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.moves import Move, beyond, merge
 
-SLIGHT: Final = 256
-"""Buckets of less than such a part of the largest one's bytes do not count; see `Facts.counted`."""
+_SLIGHT: Final = 256
+
+
+def slight(sizes: Mapping[int, int]) -> frozenset[int]:
+    """Of trained buckets, by their bytes, those that have less than 1/256 of the largest one's; see `Facts.load`."""
+    largest = max(sizes.values(), default=0)
+    return frozenset(bucket for bucket, nbytes in sizes.items() if _SLIGHT * nbytes < largest)
+
 
 Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
 
@@ -150,7 +156,7 @@ class Facts:
     """What decides the schedule of a given record.
 
     kept_by_stage: buckets that stay unsharded from their first use to the end of the step (stages 1 and 2: all).
-    depth: reductions in flight at most, at least 1; of buckets that are `counted`.
+    depth: reductions in flight at most, at least 1; see `load`.
     prefetch: how many calls ahead gathers are issued, at least 0; "auto": as far as measured times and memory
     say, 1 where nothing was measured (see passes/prefetch.py).
     update_by_bucket: update each bucket as soon as its last reduction has settled; possible where the
@@ -205,13 +211,23 @@ class Facts:
         return {bucket.id: bucket.nbytes for bucket in self.buckets}
 
     @cached_property
-    def counted(self) -> frozenset[int]:
-        """The buckets whose reductions count among ``depth``: those of at least 1/256 of the largest one's bytes.
+    def slight(self) -> frozenset[int]:
+        """Buckets of which many may be reduced in the place of one."""
+        return slight(self._trained)
 
-        A bucket of a norm alone would take the place of a block, although its flat is nothing.
+    @cached_property
+    def _trained(self) -> dict[int, int]:
+        return {bucket.id: bucket.nbytes for bucket in self.buckets if bucket.trainable}
+
+    def load(self, buckets: Iterable[int]) -> int:
+        """What reductions of these buckets count among ``depth`` if they are in flight at once: one each.
+
+        Slight ones count one for each time that they have the bytes of the largest bucket together. A bucket of a norm
+        alone would else take the place of a block, although its flat is small.
         """
-        least = max(self.sizes.values(), default=0) // SLIGHT
-        return frozenset(bucket for bucket, nbytes in self.sizes.items() if nbytes >= least)
+        numbers = list(buckets)
+        together = sum(self._trained[bucket] for bucket in numbers if bucket in self.slight)
+        return sum(bucket not in self.slight for bucket in numbers) + together // max(1, *self._trained.values())
 
     def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
         """Does a collective run beside those by kernel, in a queue of its own?"""

@@ -242,12 +242,12 @@ class Operations(Sequence[Operation]):
 
 
 def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
-    """The costs that steps of one schedule had: the median of each time, the most of each memory.
+    """The costs that steps of one schedule had: of each time the median, of each memory the most.
 
     A collective counts with its shortest time, because it takes longer where ranks wait for each other in it.
-    ``room``: bytes that could be allocated at most; 0 where nobody knows. ``held``: the device was held in each step at
-    another place, so that behind it the host was ahead. What else it waits for the host only adds to times: the
-    shortest counts of each.
+    ``room``: bytes that could be allocated at most; 0 where nobody knows. ``held``: the device was held in the steps, in
+    each of them at another place, so that the host was ahead behind it. Elsewhere the device may have waited for the
+    host, which makes times longer. So the shortest of each counts then.
     """
     if not steps:
         raise ScheduleError("no step was recorded")

@@ -71,14 +71,15 @@ def verify(schedule: Listing) -> None:
     bucket is gathered exactly once beside that. All of that holds whether what stays is there at the start or not.
     Places: a bucket that copy engines gather, and that does not stay, has one, and nobody else is there while it is
     gathered. Gradients: only trainable buckets are reduced, each at least once; every reduction is settled before the
-    bucket's next and before its update; at most ``depth`` that count are in flight, and none at an update unless
-    ``update_by_bucket``; every trainable bucket is updated exactly once, and after the first update nothing is run or
-    reduced, or gathered but what stays. Activations: freed once at most, where ``free`` asks for it, after the last
-    call, and the same holds after that. Moved, where ``offload`` asks for it, after the call and once: out, gone, and
-    on the way back before the last event in front of their need. A ``Fuse`` is followed by as many gathers as it
-    says, or as many reductions of one backward; a bucket is reduced together with the same ones each time, so that a
-    rank that departs knows which. Checkpoints: where ``stage`` asks for it, every bucket is staged once, before the
-    first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order. Buckets are known.
+    bucket's next and before its update; at most ``depth`` are in flight, as `Facts.load` counts them, and none at an
+    update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after the first update
+    nothing is run or reduced, or gathered but what stays. Activations: freed once at most, where ``free`` asks for
+    it, after the last call, and the same holds after that. Moved, where ``offload`` asks for it, after the call and
+    once: out, gone, and on the way back before the last event in front of their need. A ``Fuse`` is followed by as
+    many gathers as it says, or as many reductions of one backward; a bucket is reduced together with the same ones
+    each time, so that a rank that departs knows which. Checkpoints: where ``stage`` asks for it, every bucket is
+    staged once, before the first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order.
+    Buckets are known.
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
@@ -265,8 +266,8 @@ class _State:
             raise ScheduleError("the bucket is not trainable")
         if bucket in self.in_flight:
             raise ScheduleError("reduced again before the last reduction was settled")
-        if bucket in self.facts.counted and len(self.in_flight & self.facts.counted) >= self.facts.depth:
-            raise ScheduleError(f"more than {self.facts.depth} reductions in flight")
+        if self.facts.load((*self.in_flight, bucket)) > self.facts.depth:
+            raise ScheduleError(f"more than {self.facts.depth} reductions in flight, beside slight ones")
         self.in_flight.add(bucket)
         self.reduced.add(bucket)
 

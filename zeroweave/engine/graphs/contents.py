@@ -117,8 +117,10 @@ class Whereabouts:
         owners = [module._buffers for module in parts.model.modules() if module._buffers]
         self._buffers = [(held, name, b, b.data_ptr()) for held in owners for name, b in held.items() if b is not None]
         self._held = list(_held(parts, functions))
-        self._fragments, self._states = self._states_now()
-        self._keys, self._values = list(chain(*self._states)), list(chain(*map(_values, self._states)))
+        states = [] if parts.optimizer is None else parts.optimizer.states()
+        self._states = [(fragment, state, dict(state)) for fragment, state in states]
+        self._fragments = frozenset(id(fragment) for fragment, _ in states)
+        self._keys, self._values = list(chain(*self._states_now())), list(chain(*map(_values, self._states_now())))
 
     def hold(self) -> bool:
         """Is all of it still there? A flat that is to be gathered first lies nowhere yet."""
@@ -131,23 +133,26 @@ class Whereabouts:
             return False
         if not all(each.is_there for each in self._held):
             return False
-        optimizer = self._parts.optimizer
-        if optimizer is None:
-            return True
-        fragments, states = self._states_now()
-        if len(fragments) != len(self._fragments) or sum(map(len, states)) != len(self._keys):
-            return False
-        # thousands of them, in the order in which they have stood from the first step on
-        same = all(map(is_, fragments, self._fragments)) and all(map(is_, states, self._states))
-        same = same and all(map(is_, chain(*map(_values, states)), self._values))
-        return same and list(chain(*states)) == self._keys and self._options_now() == self._options
+        return self._states_hold() and self._options_now() == self._options
 
-    def _states_now(self) -> tuple[list[Any], list[dict[str, Any]]]:
-        """Fragments, and what the optimizer holds of them. It may hold numbers of its own beside that."""
+    def _states_hold(self) -> bool:
+        """Thousands of tensors: first as they stand in their dictionaries, which takes little, then each by its key."""
+        found = self._states_now()
+        if sum(map(len, found)) == len(self._values) and list(chain(*found)) == self._keys:
+            objects = [state for _, state, _ in self._states]
+            if all(map(is_, found, objects)) and all(map(is_, chain(*map(_values, found)), self._values)):
+                return True
+        now = {} if self._parts.optimizer is None else self._parts.optimizer.optimizer.state
+        return all(
+            now.get(fragment) is state and all(state.get(key) is value for key, value in items.items())
+            for fragment, state, items in self._states
+        )
+
+    def _states_now(self) -> list[dict[str, Any]]:
+        """What the optimizer holds of the fragments, in its order. It may hold other things beside that."""
         if (optimizer := self._parts.optimizer) is None:
-            return [], []
-        held = [(key, state) for key, state in optimizer.optimizer.state.items() if isinstance(state, dict)]
-        return [fragment for fragment, _ in held], [state for _, state in held]
+            return []
+        return [state for key, state in optimizer.optimizer.state.items() if id(key) in self._fragments]
 
     def _shards_now(self) -> list[int]:
         homes = [bucket.home for bucket in self._parts.runtime.buckets.values()]
