@@ -245,8 +245,8 @@ def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
     """The costs that steps of one schedule had: of each time the median, of each memory the most.
 
     A collective counts with its shortest time, because it takes longer where ranks wait for each other in it.
-    ``room``: bytes that could be allocated at most; 0 where nobody knows. ``held``: the device was held in the steps, in
-    each of them at another place, so that the host was ahead behind it. Elsewhere the device may have waited for the
+    ``room``: bytes that could be allocated at most; 0 where nobody knows. ``held``: the device was held in the steps,
+    in each of them at another place, so that the host was ahead behind it. Elsewhere the device may have waited for the
     host, which makes times longer. So the shortest of each counts then.
     """
     if not steps:
