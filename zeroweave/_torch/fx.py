@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 
@@ -58,3 +58,26 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(torch.Tensor, function, tree)
+
+
+_MAKING: Final = frozenset(
+    (
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.index_put.default,
+        torch.ops.aten._unsafe_index_put.default,
+        torch.ops.aten._unsafe_masked_index_put_accumulate.default,
+        torch.ops.aten.embedding_dense_backward.default,
+    )
+)
+_CONVERTING: Final = frozenset((torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default))
+
+
+def makes_memory(node: torch.fx.Node) -> bool:
+    """Is the node's result new memory? False where nobody knows: compilers leave operators out that change nothing.
+
+    Why: PyTorch makes gradients of embeddings by operators that it has for itself.
+    """
+    if node.target in _CONVERTING:
+        return bool(node.all_input_nodes[0].meta["val"].dtype != node.meta["val"].dtype)
+    return node.target in _MAKING

@@ -54,7 +54,7 @@ def _in_capture(target: torch.Tensor, values: torch.Tensor) -> bool:
         return False
     alike = (target.device, target.dtype, target.shape) == (values.device, values.dtype, values.shape)
     return alike and all(
-        each.dim() == 1 and each.is_contiguous() and not (each.nbytes | each.storage_offset() * each.itemsize) % 4
+        each.dim() == 1 and each.is_contiguous() and not (each.nbytes % 4 or each.data_ptr() % 4)
         for each in (target, values)
     )
 

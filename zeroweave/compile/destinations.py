@@ -14,22 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from zeroweave._torch.aot import aot_is_tangent
-from zeroweave._torch.fx import operator_schema
+from zeroweave._torch.fx import makes_memory, operator_schema
 from zeroweave.compile.bind import Roles, gradients_of, graph_outputs
 
 _MATMUL: Final = torch.ops.aten.mm.default
-_MAKING: Final = frozenset(
-    (
-        _MATMUL,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.index_put.default,
-        torch.ops.aten._unsafe_index_put.default,
-        torch.ops.aten._unsafe_masked_index_put_accumulate.default,
-        torch.ops.aten.embedding_dense_backward.default,
-    )
-)
-"""Operators whose result is new memory. Others may be left out by a compiler, and what they were given is returned."""
-_CONVERTING: Final = frozenset((torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default))
 INTO: Final = torch.ops.aten.addmm_.default
 """With beta=0 it does not read what it writes, and runs the kernel that a matmul does."""
 
@@ -69,7 +57,7 @@ def made_gradients(graph: fx.Graph, roles: Roles) -> frozenset[int]:
         whole = node.meta["val"]
         while times[node] <= 1 and len(node.users) == 1 and _is_view(node):
             (node,) = node.all_input_nodes[:1]
-        if times[node] <= 1 and len(node.users) == 1 and _is_made(node) and _is_all_of(whole, node.meta["val"]):
+        if times[node] <= 1 and len(node.users) == 1 and makes_memory(node) and _is_all_of(whole, node.meta["val"]):
             found.add(index)
     return frozenset(found)
 
@@ -120,13 +108,6 @@ def _is_view(node: fx.Node) -> bool:
         return False
     alias = schema.returns[0].alias_info
     return alias is not None and not alias.is_write
-
-
-def _is_made(node: fx.Node) -> bool:
-    """Is what the node gives new memory?"""
-    if node.target in _CONVERTING:
-        return bool(node.all_input_nodes[0].meta["val"].dtype != node.meta["val"].dtype)
-    return node.target in _MAKING
 
 
 def _is_all_of(view: Tensor, matmul: Tensor) -> bool:

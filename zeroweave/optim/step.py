@@ -284,8 +284,8 @@ class ShardedOptimizer:
 
     def states(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
         """Fragments, and what the optimizer holds of them, in its order."""
-        fragments = {id(p) for each in self._fragments.values() for p in each.parameters}
-        return [(p, state) for p, state in self.optimizer.state.items() if id(p) in fragments]
+        fragments = {id(p): p for each in self._fragments.values() for p in each.parameters}
+        return [(fragments[id(p)], state) for p, state in self.optimizer.state.items() if id(p) in fragments]
 
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
