@@ -53,7 +53,7 @@ def _in_capture(target: torch.Tensor, values: torch.Tensor) -> bool:
     if not (target.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
     alike = (target.device, target.dtype, target.shape) == (values.device, values.dtype, values.shape)
-    return alike and all(
+    return bool(alike and target.numel()) and all(
         each.dim() == 1 and each.is_contiguous() and not (each.nbytes % 4 or each.data_ptr() % 4)
         for each in (target, values)
     )
