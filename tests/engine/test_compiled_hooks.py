@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroweave as zw
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 
 BLOCKS, STEPS = 3, 6
 
@@ -123,6 +123,7 @@ def train(change: Change, when: str, config: dict[str, Any] | None) -> tuple[lis
     return losses, seen.names, eager
 
 
+@slow("another_on_each-before-aot_eager")
 @daily("lower", ["aot_eager"], ["inductor"])
 @pytest.mark.parametrize("when", ["before", "under"])
 @pytest.mark.parametrize(

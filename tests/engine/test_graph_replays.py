@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import zeroweave as zw
 from tests.support.graphs import Tape, on_cpu
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.replays import WIDTH, Case, batch_of, compared, loss_fn, micro_step, start, train
 from zeroweave.engine.logs.sinks import FILE
 
@@ -57,6 +57,7 @@ def test_replayed_windows_whose_backwards_defer_are_exact(case: Case) -> None:
     assert graphed["replayed"] >= case.steps - 7 - 5 * len(case.sizes), graphed["uncaptured"]
 
 
+@slow("3-3")
 @daily(("stage", "gas"), [(3, 3)], [(1, 1), (1, 3), (2, 1), (2, 3), (3, 1)])
 def test_whatever_else_a_program_does_is_exact(stage: int, gas: int) -> None:
     case = Case(stage, gas, "busy", steps=64, dropout=0.1)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import zeroweave as zw
 from tests.distributed.checkpoint.runs import differing
 from tests.support.harness import Pools
-from tests.support.marks import MODES, daily
+from tests.support.marks import MODES, daily, slow
 
 IDS = torch.arange(2 * 7).view(2, 7) % 32
 
@@ -60,6 +60,7 @@ def exported(folder: Path, stage: int, tied: bool, shard_bytes: int, dtype: str 
         return plain.eval()(IDS).logits, sorted(path.name for path in folder.rglob("*"))
 
 
+@slow("3-True-4000-None")
 @daily(
     ("stage", "tied", "shard_bytes", "dtype"),
     [(3, True, 4000, None)],

@@ -11,7 +11,7 @@ import torch
 import zeroweave as zw
 from tests.distributed.checkpoint.runs import OPTIMIZERS, differing, everything, gone_on, make, saved_and_gone_on, train
 from tests.support.harness import Pools
-from tests.support.marks import MODES, daily
+from tests.support.marks import MODES, daily, slow
 
 BEFORE, AFTER = 3, 3
 HALF = {"precision": {"params": "float16", "initial_loss_scale": 2.0**20, "loss_scale_window": 2}}
@@ -64,6 +64,7 @@ def test_dropout_and_batch_norm(pools: Pools, tmp_path: Path, stage: int, mode: 
     assert pools(2).run(resume, tmp_path, kind, stage, mode, stage % 3 + 1) == [[], []]
 
 
+@slow("odd", "offloaded optimizer")
 @daily("kind", DAILY, [kind for kind in KINDS if kind not in DAILY])
 def test_kinds(pools: Pools, tmp_path: Path, kind: str) -> None:
     stage, other = STAGES.get(kind, (3, 1))
@@ -101,6 +102,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
+@slow("3-aot_eager-offloaded")
 @daily(
     ("stage", "mode", "more"),
     [(3, "aot_eager", "offloaded")],

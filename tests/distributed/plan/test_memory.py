@@ -10,7 +10,7 @@ import torch
 
 import zeroweave as zw
 from tests.support.harness import Pools
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from zeroweave.config import Config
 from zeroweave.demo import Llama, LlamaConfig
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
@@ -80,6 +80,7 @@ def planned(stage: int, mode: str, world: int, extra: str) -> Measured:
     return PlannedRank(model, batch, optimizer, Config.load(config(stage, mode, extra)), world, HARDWARE).measure()
 
 
+@slow("3-eager-2-all")
 @daily(("stage", "mode", "world", "extra"), DAILY, [row for row in MODES + REST if row not in DAILY])
 def test_a_plan_has_the_record_the_instructions_and_the_bytes_of_an_engine(
     pools: Pools, stage: int, mode: str, world: int, extra: str

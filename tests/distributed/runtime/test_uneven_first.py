@@ -32,7 +32,7 @@ from tests.distributed.runtime.uneven import (
     stack_job,
 )
 from tests.support.harness import Pool, Pools
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 
 BLOCKS = 4
 ALL = Choice()
@@ -203,6 +203,7 @@ def several(stage: int, mode: str, names: tuple[str, ...]) -> list[str]:
     return [f"{name}: {each}" for name in names for each in trained(name, stage, mode, "before", 1)]
 
 
+@slow("3-aot_eager-names0")
 @daily(
     ("stage", "mode", "names"),
     [(3, "aot_eager", ("one rank", "head only in turn"))],
