@@ -173,6 +173,7 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path) -> None:
         assert names(path) == ["latest", "one", "two"]
 
 
+@pytest.mark.matrix
 def test_a_folder_that_goes_while_it_is_removed(tmp_path: Path) -> None:
     """Whoever dies while it removes leaves that to the next."""
     for number in count():

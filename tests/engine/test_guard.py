@@ -236,6 +236,7 @@ def share_buffers() -> list[bool]:
     return equal
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:Casting complex")
 def test_buffers_of_every_dtype_are_rank_0s(pools: Pools) -> None:
     assert pools(2).run(share_buffers) == [[True] * len(DTYPES)] * 2

@@ -204,6 +204,7 @@ def asked(steps: int, **settings: Any) -> tuple[int, list[int]]:
         return len(calls), counts
 
 
+@pytest.mark.matrix
 def test_where_nothing_can_be_spared_nobody_is_asked_again() -> None:
     for settings in ({}, {"keep": "none", "fuse": False}):  # the latter fills nothing that could be spared
         once, kept_once = asked(10, **settings)

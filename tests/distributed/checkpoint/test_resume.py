@@ -54,6 +54,7 @@ def resume(folder: Path, kind: tuple[str, str, dict[str, Any]], stage: int, mode
     return found
 
 
+@slow("3-aot_eager")
 @daily(
     ("stage", "mode"),
     [(3, "aot_eager"), (1, "eager")],
