@@ -7,7 +7,7 @@ After:   addmm_(destination, a, b, beta=0), for a further argument; that output 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
@@ -25,25 +25,12 @@ INTO: Final = torch.ops.aten.addmm_.default
 def written_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
     """Output index -> the matmul of which the output, a parameter's gradient, is a view from end to end.
 
-    Only what nothing else reads: it will not be there as a value. A node that is several outputs, such as the one
-    gradient of two parameters that are added, stays one: its matmul would run again for each destination.
-
     Nothing in the backward of a region that has computed a loss. All activations of the step are alive when it begins,
     and so would be the memory of all its gradients, which a head has many bytes of: the step would need more at most.
     """
     if _begins_with_losses(graph):
         return {}
-    found = {}
-    times = Counter(value for value in graph_outputs(graph) if isinstance(value, fx.Node))
-    for index, _, node in gradients_of(graph, roles):
-        if times[node] > 1:
-            continue
-        whole = node.meta["val"]
-        while len(node.users) == 1 and node.target is not _MATMUL and _is_view(node):
-            (node,) = node.all_input_nodes[:1]
-        if node.target is _MATMUL and len(node.users) == 1 and _is_all_of(whole, node.meta["val"]):
-            found[index] = node
-    return found
+    return {index: node for index, node in _makers(graph, roles) if node.target is _MATMUL}
 
 
 def made_gradients(graph: fx.Graph, roles: Roles) -> frozenset[int]:
@@ -51,15 +38,24 @@ def made_gradients(graph: fx.Graph, roles: Roles) -> frozenset[int]:
 
     Those of embeddings and of heads, as a rule. A tangent, for instance, is the caller's, who may write it again.
     """
+    return frozenset(index for index, node in _makers(graph, roles) if makes_memory(node))
+
+
+def _makers(graph: fx.Graph, roles: Roles) -> Iterator[tuple[int, fx.Node]]:
+    """(output index, node) of each gradient of a parameter that is the node's whole result, which nothing else reads.
+
+    A node that is several outputs, such as the one gradient of two parameters that are added, is the result of neither:
+    a matmul would run again for each destination.
+    """
     times = Counter(value for value in graph_outputs(graph) if isinstance(value, fx.Node))
-    found = set()
     for index, _, node in gradients_of(graph, roles):
+        if times[node] > 1:
+            continue
         whole = node.meta["val"]
-        while times[node] <= 1 and len(node.users) == 1 and _is_view(node):
+        while len(node.users) == 1 and _is_view(node):
             (node,) = node.all_input_nodes[:1]
-        if times[node] <= 1 and len(node.users) == 1 and makes_memory(node) and _is_all_of(whole, node.meta["val"]):
-            found.add(index)
-    return frozenset(found)
+        if len(node.users) == 1 and _is_all_of(whole, node.meta.get("val")):
+            yield index, node
 
 
 def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node]) -> list[Tensor]:
@@ -110,9 +106,9 @@ def _is_view(node: fx.Node) -> bool:
     return alias is not None and not alias.is_write
 
 
-def _is_all_of(view: Tensor, matmul: Tensor) -> bool:
-    """Has the view all elements of a contiguous result in their order?"""
-    if not all(isinstance(size, int) for size in (*view.shape, *matmul.shape)):
+def _is_all_of(view: Tensor, result: object) -> bool:
+    """Has the view all elements of a contiguous result in their order? Operators with several results have no such."""
+    if not isinstance(result, Tensor) or not all(isinstance(size, int) for size in (*view.shape, *result.shape)):
         return False
-    alike = view.dtype == matmul.dtype and view.numel() == matmul.numel()
-    return alike and view.is_contiguous() and matmul.is_contiguous() and view.storage_offset() == 0
+    alike = view.dtype == result.dtype and view.numel() == result.numel()
+    return alike and view.is_contiguous() and result.is_contiguous() and view.storage_offset() == 0

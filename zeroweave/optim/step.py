@@ -283,9 +283,9 @@ class ShardedOptimizer:
         return self.offload.tensors(bucket)
 
     def states(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-        """Fragments, and what the optimizer holds of them, in its order."""
-        fragments = {id(p): p for each in self._fragments.values() for p in each.parameters}
-        return [(fragments[id(p)], state) for p, state in self.optimizer.state.items() if id(p) in fragments]
+        """Fragments, and what the optimizer holds of them."""
+        fragments = [p for each in self._fragments.values() for p in each.parameters]
+        return [(p, self.optimizer.state[p]) for p in fragments if p in self.optimizer.state]
 
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""

@@ -213,11 +213,12 @@ class Facts:
     @cached_property
     def slight(self) -> frozenset[int]:
         """Buckets of which many may be reduced in the place of one."""
-        return slight(self._trained)
+        return slight({bucket.id: bucket.nbytes for bucket in self.buckets if bucket.trainable})
 
     @cached_property
-    def _trained(self) -> dict[int, int]:
-        return {bucket.id: bucket.nbytes for bucket in self.buckets if bucket.trainable}
+    def _largest(self) -> int:
+        """Bytes of the largest trained bucket."""
+        return max((bucket.nbytes for bucket in self.buckets if bucket.trainable), default=0)
 
     def load(self, buckets: Iterable[int]) -> int:
         """What reductions of these buckets count among ``depth`` if they are in flight at once: one each.
@@ -225,9 +226,13 @@ class Facts:
         Slight ones count one for each time that they have the bytes of the largest bucket together. A bucket of a norm
         alone would else take the place of a block, although its flat is small.
         """
-        numbers = list(buckets)
-        together = sum(self._trained[bucket] for bucket in numbers if bucket in self.slight)
-        return sum(bucket not in self.slight for bucket in numbers) + together // max(1, *self._trained.values())
+        count = together = 0
+        for bucket in buckets:
+            if bucket in self.slight:
+                together += self.sizes[bucket]
+            else:
+                count += 1
+        return count + together // max(1, self._largest)
 
     def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
         """Does a collective run beside those by kernel, in a queue of its own?"""

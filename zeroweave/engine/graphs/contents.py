@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import inf
-from operator import is_, methodcaller
+from operator import is_
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -120,7 +120,7 @@ class Whereabouts:
         states = [] if parts.optimizer is None else parts.optimizer.states()
         self._states = [(fragment, state, dict(state)) for fragment, state in states]
         self._fragments = frozenset(id(fragment) for fragment, _ in states)
-        self._keys, self._values = list(chain(*self._states_now())), list(chain(*map(_values, self._states_now())))
+        self._stood = self._standing()
 
     def hold(self) -> bool:
         """Is all of it still there? A flat that is to be gathered first lies nowhere yet."""
@@ -137,22 +137,21 @@ class Whereabouts:
 
     def _states_hold(self) -> bool:
         """Thousands of tensors: first as they stand in their dictionaries, which takes little, then each by its key."""
-        found = self._states_now()
-        if sum(map(len, found)) == len(self._values) and list(chain(*found)) == self._keys:
-            objects = [state for _, state, _ in self._states]
-            if all(map(is_, found, objects)) and all(map(is_, chain(*map(_values, found)), self._values)):
-                return True
+        standing = self._standing()
+        if len(standing) == len(self._stood) and all(map(is_, standing, self._stood)):
+            return True
         now = {} if self._parts.optimizer is None else self._parts.optimizer.optimizer.state
         return all(
             now.get(fragment) is state and all(state.get(key) is value for key, value in items.items())
             for fragment, state, items in self._states
         )
 
-    def _states_now(self) -> list[dict[str, Any]]:
-        """What the optimizer holds of the fragments, in its order. It may hold other things beside that."""
+    def _standing(self) -> list[object]:
+        """The optimizer's dictionaries of the fragments, their keys, and their values, in the order of each."""
         if (optimizer := self._parts.optimizer) is None:
             return []
-        return [state for key, state in optimizer.optimizer.state.items() if id(key) in self._fragments]
+        states = [state for key, state in optimizer.optimizer.state.items() if id(key) in self._fragments]
+        return [*states, *chain(*states), *chain(*(state.values() for state in states))]
 
     def _shards_now(self) -> list[int]:
         homes = [bucket.home for bucket in self._parts.runtime.buckets.values()]
@@ -168,9 +167,6 @@ class Whereabouts:
         changing, groups = ("params", "lr", "initial_lr"), optimizer.optimizer.param_groups
         options = [repr(value) for group in groups for key, value in group.items() if key not in changing]
         return [*options, repr(sorted(optimizer.uneven))]
-
-
-_values = methodcaller("values")
 
 
 def _trained(parts: EngineParts) -> list[Bucket]:
