@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby, islice
-from typing import cast
+from typing import Protocol, cast
 
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.bucket import Bucket, Lingering
@@ -72,6 +72,19 @@ class Staging:
             self.arrive(bucket)
 
 
+class Early(Protocol):
+    """Who updates buckets before a window is over; see `optim.early`."""
+
+    def due(self, bucket: int) -> bool:
+        """A reduction of the bucket has settled. Is the bucket updated now?"""
+
+    def beside(self, buckets: Sequence[int]) -> object:
+        """Updates buckets, beside what comes next."""
+
+    def end(self) -> Set[int]:
+        """The end of the window begins, which updates all but these buckets."""
+
+
 class Executor:
     """Executes instructions, and knows the holds that they have taken.
 
@@ -97,6 +110,16 @@ class Executor:
         self._late: Exception | None = None
         """what a gather behind an update has failed with, until `finish` raises it: it keeps the program's frames"""
         self._timeline: Timeline | None = None
+        self._early: Early | None = None
+
+    @contextmanager
+    def updating(self, early: Early) -> Iterator[None]:
+        """Inside, buckets are updated as `early` says, and the rest at the end of the window."""
+        self._early = early
+        try:
+            yield
+        finally:
+            self._early = None
 
     def note_times(self, timeline: Timeline | None) -> None:
         """Notes the times of instructions there from now on."""
@@ -123,6 +146,8 @@ class Executor:
                     self._gradients.issue(bucket)
                 case Settle(bucket):
                     self._gradients.reductions.settle(bucket)
+                    if self._early is not None and self._early.due(bucket):
+                        self._update((Update(bucket),), self._early.beside)
                 case Regather(bucket):
                     self._regather(bucket)
                 case Stage(bucket):
@@ -145,6 +170,9 @@ class Executor:
         Where times are noted, each is done by itself. What a gather behind an update fails with comes at the end: half
         of an optimizer step would be lost before. Nothing is gathered behind it, since other ranks gather in turn.
         """
+        if self._early is not None:
+            done = self._early.end()
+            instructions = [i for i in instructions if not (isinstance(i, Update) and i.bucket in done)]
         try:
             for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
                 if not updates:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from zeroweave.comm.pending import side_of
 from zeroweave.engine.agreements import Course
 from zeroweave.engine.graphs.around import Surroundings
 from zeroweave.engine.graphs.batch import Batch
@@ -60,7 +61,7 @@ class Graphs:
         """what tries windows, and what replays them"""
         if capturer is not None:
             scalars = Scalars(parts.device)
-            bench = Bench(parts, loop, window, step, scaler, scalars, capturer)
+            bench = Bench(parts, loop, window, step, scaler, scalars, capturer, side_of(parts.device))
             opened = Opened(parts, loop, window, step, scaler, scalars, scheduler, capturer)
             self._engaged = Trials(bench, scheduler, self.known), opened
             parts.guard.attach(self._something_begins)

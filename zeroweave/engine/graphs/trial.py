@@ -10,13 +10,14 @@ Where the replay left what the window had left, the graphs stand in for later wi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from zeroweave._torch.autograd import leaves_behind
+from zeroweave.comm.pending import Side
 from zeroweave.engine.graphs.around import Modes
 from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer, Graph, first_of
@@ -56,6 +57,8 @@ class Bench:
     scaler: Scaler
     scalars: Scalars
     capturer: Capturer
+    side: Side | None
+    """for what a graph computes beside the rest"""
 
     @property
     def device(self) -> torch.device:
@@ -163,10 +166,13 @@ def _shared(captured: Sequence[_Captured]) -> list[Part]:
 
 
 class Played:
-    """The calls of a trial, made once more: what goes from one to the next."""
+    """The calls of a trial, made once more: what goes from one to the next.
 
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
+    `whole`: what a call gives the device is one graph, of which all happens or nothing.
+    """
+
+    def __init__(self, bench: Bench, whole: bool) -> None:
+        self._bench, self._whole = bench, whole
         self._forward: Outputs | None = None
 
     @property
@@ -184,8 +190,9 @@ class Played:
                     assert taken.batch is not None
                     loss = loop.loss(taken.batch.of(given), taken.loss_fn)
                     bench.check_leaves([loss])
-                    loop.backward(loss)
-                    result, boundary = loss.detach(), loop.step()
+                    with bench.step.certain(bench.side) if self._whole and boundary else nullcontext():
+                        loop.backward(loss)
+                        result, boundary = loss.detach(), loop.step()
                 case "forward":
                     assert taken.batch is not None
                     args, kwargs = taken.batch.of(given)
@@ -282,7 +289,7 @@ class Trial:
         parts.runtime.replay.lingering.wait()  # a capture cannot wait for what it does not hold
         departures, now = parts.runtime.replay.departures, self._buffers_now()
         with bench.capturer.alone(first), bench.trying():
-            play = Played(bench)
+            play = Played(bench, whole=True)
             try:
                 captured = [self._captured(taken, play) for taken in self.taken]
             except Uncapturable:
@@ -351,7 +358,7 @@ class Trial:
 
     def rerun(self) -> list[list[torch.Tensor]]:
         """Makes the calls once more as ever, as far as the device goes; what they return. Collective."""
-        results, play = [], Played(self.bench)
+        results, play = [], Played(self.bench, whole=False)
         with self.bench.trying(), self.bench.parts.progress.ledger.aside():
             for taken in self.taken:
                 self.bench.capturer.resume_random(taken.random)
