@@ -17,7 +17,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def chosen(names: str, name: str) -> bool:
 
 
 def overrides(settings: Sequence[str]) -> dict[str, Any]:
-    """`["compile.prefetch=2"]` as the nested config it means; values are Python literals, or else strings."""
+    """`["compile.prefetch=2"]` as the nested config it means; values are JSON, Python literals, or else strings."""
     config: dict[str, Any] = {}
     for setting in settings:
         dotted, found, text = setting.partition("=")
@@ -79,11 +79,15 @@ def overrides(settings: Sequence[str]) -> dict[str, Any]:
         table = config
         for key in path:
             table = table.setdefault(key, {})
-        try:
-            table[last] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            table[last] = text
+        table[last] = _value(text)
     return config
+
+
+def _value(text: str) -> Any:
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return read(text)
+    return text
 
 
 def implementations(text: str, ce_rs: bool, variants: Mapping[str, Any]) -> list[str]:

@@ -113,3 +113,11 @@ def test_overrides_nest_and_keep_strings() -> None:
         "transport": {"kind": "process_group"},
         "stage": 3,
     }
+
+
+def test_overrides_are_json_or_python() -> None:
+    values = "a=true", "b=None", "c=null", 'd={"e": false}', "f=('x',)", "g=1e-3", "h=auto"
+    assert overrides(values) == {
+        **{"a": True, "b": None, "c": None, "d": {"e": False}},
+        **{"f": ("x",), "g": 1e-3, "h": "auto"},
+    }

@@ -33,6 +33,8 @@ from zeroweave.runtime.bucket import Bucket
 
 POISON: Final = 255
 """In each byte: not a number in each floating dtype, and no index."""
+Call = tuple[Any, Any, Any, Any]
+"""An operation, what it is given by place and by name, and what it returns."""
 _WAITS: Final = frozenset(
     ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount", "equal")
 ) | {"lift_fresh"}
@@ -117,7 +119,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, device: Device) -> None:
         super().__init__()
         self._device, self._pool = device, device.pool
-        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._calls: list[Call] = []
         self.kept: Counter[int] = Counter()
         """how often this refers to a storage"""
         self._pool.begin(self)
@@ -177,18 +179,24 @@ class Tape(TorchDispatchMode):
         self._pool.check_found(self._found)
         self._pool.poison(but=self._before)
         with self._device.flats_of_graphs(self._flats_after):
-            for func, args, kwargs, out in self._calls:
-                take = InFlat.lent if func.namespace == "c10d" else InFlat.tensor
-                given = [tree_map_only(InFlat, take, each) for each in (args, kwargs)]
-                result = func(*given[0], **given[1])
-                for work in tree_leaves(result):
-                    if isinstance(work, torch.ScriptObject) and func.namespace == "c10d":
-                        dist.Work.unbox(work).wait()  # type: ignore[attr-defined]
-                read = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
-                for kept, new in zip(tree_leaves(out), tree_leaves(result), strict=True):
-                    if isinstance(kept, torch.Tensor) and kept.untyped_storage()._cdata not in read:
-                        kept.copy_(new)
+            for call in self._calls:
+                execute(call)
         self._pool.poison(but=self._after)
+
+
+def execute(call: Call) -> None:
+    """Executes an operation again, on the memory that it had."""
+    func, args, kwargs, out = call
+    take = InFlat.lent if func.namespace == "c10d" else InFlat.tensor
+    given = [tree_map_only(InFlat, take, each) for each in (args, kwargs)]
+    result = func(*given[0], **given[1])
+    for work in tree_leaves(result):
+        if isinstance(work, torch.ScriptObject) and func.namespace == "c10d":
+            dist.Work.unbox(work).wait()  # type: ignore[attr-defined]
+    read = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
+    for kept, new in zip(tree_leaves(out), tree_leaves(result), strict=True):
+        if isinstance(kept, torch.Tensor) and kept.untyped_storage()._cdata not in read:
+            kept.copy_(new)
 
 
 def _looks_up_by_mask(func: Any, args: Any) -> bool:

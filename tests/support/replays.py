@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.graphs import on_cpu
+from zeroweave.schedule import End, Instruction, Reduce, Run, Update
 
 WIDTH = 16
 
@@ -293,6 +294,12 @@ def between(engine: Any, step: int) -> None:
         engine.set_full("head.weight", torch.full((1, WIDTH), 0.1))
 
 
+def early(executed: Sequence[Instruction]) -> int:
+    """Updates in front of the last call or reduction."""
+    last = max((n for n, i in enumerate(executed) if isinstance(i, Run | End | Reduce)), default=0)
+    return sum(isinstance(i, Update) for i in executed[:last])
+
+
 def train(case: Case, graphs: bool) -> dict[str, Any]:
     kept, norms, applied = [], [], []
     with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
@@ -328,6 +335,7 @@ def train(case: Case, graphs: bool) -> dict[str, Any]:
             "replayed": stats.replayed_steps,
             "captured": stats.captured_windows,
             "graphs": device.captured,
+            "early": early(engine.executed),
             "regathers": 0 if engine.schedule is None else len(engine.schedule.regathers),
             "uncaptured": stats.uncaptured_steps,
             "told": [str(each.message) for each in caught if "cuda_graphs" in str(each.message)],

@@ -327,7 +327,10 @@ class Engine:
 
     @property
     def executed(self) -> tuple[Instruction, ...]:
-        """The instructions that the last optimizer step executed."""
+        """The instructions that the last optimizer step executed.
+
+        Those of `schedule`, in its order, if it followed that. In a graph of a whole step `Update`s come earlier.
+        """
         return self._step.executed
 
     def record(self) -> AbstractContextManager[Recording]:

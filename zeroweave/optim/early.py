@@ -20,7 +20,7 @@ Take = Callable[[int], Scaled | None]
 Update = Callable[[Sequence[int]], object]
 
 _AT_ONCE: Final = 2
-"""Updates under way at most; their gradients are alive."""
+"""Updates under way at most; their gradients are alive, although no account has them."""
 
 
 class EarlyUpdates:

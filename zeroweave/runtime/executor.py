@@ -126,7 +126,10 @@ class Executor:
         self._timeline = timeline
 
     def execute(self, instructions: Iterator[Instruction]) -> None:
-        """Executes them in order, all but updates; what a `Fuse` counts, in one launch."""
+        """Executes them in order, with updates that are due early; what a `Fuse` counts, in one launch.
+
+        Other updates are for `finish`.
+        """
         timeline = self._timeline
         for instruction in instructions:
             self.executed.append(instruction)

@@ -1,0 +1,96 @@
+"""Graphs of whole steps update buckets beside the backward: where nothing has to be known of all gradients before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.beside import Side, late
+from tests.support.graphs import on_cpu
+from tests.support.marks import daily
+from tests.support.replays import SAME, Case, batch_of, compared, micro_step, start, train
+from zeroweave.optim.early import EarlyUpdates
+from zeroweave.schedule import Update
+
+DEPTH = {"reduce": {"depth": 1}}
+"""So that reductions settle in the backward."""
+EARLY = [
+    *(Case(stage, gas, dropout=0.1, decay=True, config=DEPTH) for stage in (3, 2, 1) for gas in (1, 3)),
+    Case(3, sizes=(4, 6), config=DEPTH),
+    Case(3, frozen=True, config=DEPTH),
+    Case(2, heads=True, config=DEPTH),
+]
+BESIDE = [
+    Case(3, 2, config=DEPTH),
+    Case(3, 2, config=DEPTH, heads=True),
+    Case(2, config={**DEPTH, "precision": {"accumulate": "bfloat16"}}),
+    Case(1, 4, config=DEPTH, dropout=0.1),
+    Case(2, frozen=True, sizes=(4, 6), config=DEPTH),
+]
+LATE = [
+    Case(3, clipping=0.1, config=DEPTH),
+    Case(3, overflow=20, config=DEPTH),
+    Case(3, loop="plain", config=DEPTH),
+    Case(2, config={**DEPTH, "on_nonfinite": "skip"}),
+]
+
+
+@daily("case", EARLY[:1], EARLY[1:], ids=str)
+def test_updates_beside_the_backward_are_exact(case: Case) -> None:
+    differs, graphed = compared(case)
+    assert not differs
+    assert graphed["captured"] == len(case.sizes) and not graphed["told"]
+    assert graphed["early"] >= 2
+
+
+@daily("case", BESIDE[:1], BESIDE[1:], ids=str)
+def test_updates_as_late_as_their_stream_may_run_them_are_exact(case: Case) -> None:
+    with late() as beside:
+        graphed = train(case, graphs=True)
+    plain = train(replace(case, heads=False), graphs=False)
+    assert not [what for what in SAME if repr(graphed[what]) != repr(plain[what])]
+    assert graphed["captured"] == len(case.sizes) and not graphed["told"]
+    assert beside.operations > 2 and graphed["early"] >= 2
+
+
+@pytest.mark.parametrize(
+    ("forgets", "told"), [("pending", "its replay differs in optimizer state"), ("end", "unjoined work")]
+)
+def test_a_stream_that_nobody_waits_for_is_noticed(forgets: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the emulation above: it finds what it is there to find."""
+    if forgets == "pending":  # nobody keeps the gradients
+        pending = Side.pending
+        monkeypatch.setattr(Side, "pending", lambda self, *alive: pending(self))
+    else:
+        monkeypatch.setattr(EarlyUpdates, "end", lambda self: frozenset(self._done))
+    with late():
+        if forgets == "pending":
+            assert told in " ".join(train(Case(3, steps=16, config=DEPTH), graphs=True)["told"])
+        else:
+            with pytest.raises(AssertionError, match=told):
+                train(Case(3, steps=16, config=DEPTH), graphs=True)
+
+
+@daily("case", LATE[:1], LATE[1:], ids=str)
+def test_what_needs_all_gradients_first_updates_behind_the_backward(case: Case) -> None:
+    graphed = train(case, graphs=True)
+    assert graphed["captured"] == 1 and graphed["replayed"] and not graphed["early"]
+
+
+def test_without_a_graph_nothing_is_updated_before_the_ranks_agree() -> None:
+    assert not train(Case(3, steps=6, config=DEPTH), graphs=False)["early"]
+
+
+def test_each_bucket_is_updated_once() -> None:
+    case = Case(3, 2, config=DEPTH)
+    with on_cpu() as device:
+        engine = start(case, graphs=True)
+        device.serve(engine)
+        for step in range(16):
+            for micro in range(case.gas):
+                micro_step(engine, case, batch_of(case, step, micro))
+        assert engine.stats.replayed_steps
+        updates = [i.bucket for i in engine.executed if isinstance(i, Update)]
+        assert sorted(updates) == sorted(i.bucket for i in engine.schedule.instructions if isinstance(i, Update))
+        engine.destroy()

@@ -1,0 +1,121 @@
+"""Which buckets may be updated before their window is over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.schedule.headed import BLOCKS, WITHOUT, costs_of, made
+from tests.support.schedules import SEEDS, random_case, stack, stack_facts
+from zeroweave.schedule import (
+    Call,
+    End,
+    Entered,
+    Left,
+    Micro,
+    Ready,
+    Reduce,
+    Run,
+    Schedule,
+    Settle,
+    Unshard,
+    Update,
+    Wait,
+    compile_schedule,
+    early_updates,
+)
+
+
+def stacked(blocks: int, depth: int, micro_steps: int = 1) -> Schedule:
+    facts = replace(stack_facts(blocks, 1), depth=depth, update_by_bucket=True)
+    return compile_schedule(stack(blocks, micro_steps, calls=1), facts)
+
+
+def safe(schedule: Schedule) -> set[int]:
+    """Walks through a schedule: for which buckets nothing is under way, or to come, behind the last Settle?"""
+    instructions = schedule.instructions
+    to_come = Counter(i.bucket for i in instructions if isinstance(i, Settle))
+    gathering, used = set[int](), Counter[int]()
+    open_calls: dict[Call, list[tuple[int, ...]]] = {}
+    found = set[int]()
+    for index, instruction in enumerate(instructions):
+        match instruction:
+            case Unshard(bucket) if not any(
+                isinstance(i, Unshard) and i.bucket == bucket for i in instructions[:index]
+            ):
+                gathering.add(bucket)
+                found.discard(bucket)
+            case Unshard(bucket) | Reduce(bucket):
+                found.discard(bucket)
+            case Wait(bucket):
+                gathering.discard(bucket)
+                found.discard(bucket)
+            case Run(call, uses):
+                found.difference_update(uses)
+                if index in schedule.lasting:
+                    open_calls.setdefault(call, []).append(uses)
+                    used.update(uses)
+            case End(call):
+                used.subtract(open_calls[call].pop())
+            case Settle(bucket):
+                to_come[bucket] -= 1
+                if not to_come[bucket] and bucket not in gathering and not used[bucket]:
+                    found.add(bucket)
+    return found
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_gathers_uses_or_reduces_them_behind_their_last_settle(seed: int) -> None:
+    record, facts = random_case(seed)
+    schedule = compile_schedule(record, replace(facts, update_by_bucket=True))
+    early = early_updates(schedule)
+    assert early == safe(schedule)
+    assert all(facts.by_id[bucket].trainable for bucket in early)
+    assert not early_updates(compile_schedule(record, replace(facts, update_by_bucket=False)))
+
+
+def test_the_buckets_of_a_stack_all_may() -> None:
+    for micro_steps in (1, 3):
+        schedule = stacked(6, 1, micro_steps)
+        assert early_updates(schedule) == set(range(6))
+        first = next(n for n, i in enumerate(schedule.instructions) if isinstance(i, Update))
+        last_run = max(n for n, i in enumerate(schedule.instructions) if isinstance(i, Run))
+        assert first > last_run  # the schedule itself has them at its end: a step may be skipped there
+
+
+def test_what_a_call_uses_that_is_still_open_waits_for_the_end() -> None:
+    outer = Call("outer", "backward")
+    record = (
+        Entered(outer, (0,)),
+        Entered(Call("a", "backward"), (1,)),
+        Left(Call("a", "backward")),
+        Ready(1),
+        Ready(0),
+        Ready(2),
+        Left(outer),
+        Micro(),
+    )
+    facts = replace(stack_facts(3, 0), depth=1, update_by_bucket=True)
+    assert early_updates(compile_schedule(record, facts)) == {1, 2}
+
+
+def test_what_is_gathered_again_waits_for_the_end() -> None:
+    last = Call("last", "backward")
+    record = (*stack(3, 1, calls=1)[:-1], Entered(last, (2,)), Left(last), Micro())
+    facts = replace(stack_facts(3, 0), depth=1, update_by_bucket=True)
+    assert early_updates(compile_schedule(record, facts)) == {0, 1}
+
+
+def test_the_last_reductions_have_updates_beside_them() -> None:
+    def left(reduction: float, update: float) -> set[int]:
+        costs = costs_of(reduction=reduction, update=update)
+        return set(range(BLOCKS)) - early_updates(made(costs=costs, passes=WITHOUT))
+
+    # block 0 is reduced last, behind the last call
+    assert left(0.0, 1.0) == set()
+    assert left(0.9, 1.0) == {1}
+    assert left(0.9, 0.5) == {1, 2}
+    assert left(0.9, 0.4) == {1, 2, 3}
+    assert left(0.9, 0.0) == {1, 2, 3, 4, 5}
