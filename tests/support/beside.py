@@ -1,8 +1,8 @@
 """A stream beside the computation in graphs on the CPU: what a replay executes there comes as late as it may.
 
 A capture writes down which operations were issued on the stream, and when the main one waits for them. A replay
-executes these operations at that wait, and not before. Memory is poisoned as soon as nobody on the host refers to it: what the
-main stream has made at that place, and what the other one has made behind the operations that it had been given.
+executes these operations at that wait, and not before. Memory is poisoned as soon as nobody on the host refers to it:
+what the main stream has made at that place, and what the other one has made behind the operations that it had then.
 """
 
 from __future__ import annotations

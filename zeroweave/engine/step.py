@@ -52,7 +52,7 @@ class OptimizerStep:
         self.gradients_alike = False
         """had this rank, in the last one, gradients of all parameters that any rank had gradients of?"""
         self._absent: Mapping[int, Set[int]] = {}
-        """by trained bucket, the slots that no rank had a gradient for in the last window: a capture follows behind it"""
+        """by trained bucket, the slots that no rank had a gradient for in the last window, which `certain` follows"""
         self._early: EarlyUpdates | None = None
         self.traffic = parts.progress.ledger.step()
         """what the last one and its window have sent; at first, what `initialize` has"""
