@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
 
 from tests.support.hf_models import HF_MODELS
 from tests.support.odd_models import ODD_MODELS
@@ -79,8 +81,13 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.way == "reentrant") if self.way else block(x)
+            x = self._checkpointed(block, x) if self.way else block(x)
         return self.head(self.norm(x))
+
+    def _checkpointed(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.way != "selective":
+            return checkpoint(block, x, use_reentrant=self.way == "reentrant")
+        return checkpoint(block, x, use_reentrant=False, context_fn=partial(selective, [torch.ops.aten.mm.default]))
 
 
 class DropoutBlock(Block):
@@ -251,6 +258,7 @@ PLAIN_MODELS = (
     Entry("leaf_list", LeafList, rows, regression),
     Entry("attention_module", stack_of(MixingBlock), sequences, regression),
     Entry("checkpoint", lambda: Decoder(TokenDropoutBlock, way="plain"), tokens, next_token),
+    Entry("checkpoint_selective", lambda: Decoder(TokenDropoutBlock, way="selective"), tokens, next_token),
     Entry("checkpoint_reentrant", lambda: Decoder(TokenDropoutBlock, way="reentrant"), tokens, next_token),
     Entry("checkpoint_inside", lambda: Decoder(lambda: CheckpointingBlock("plain")), tokens, next_token),
     Entry("checkpoint_inside_reentrant", lambda: Decoder(lambda: CheckpointingBlock("reentrant")), tokens, next_token),

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby, islice
 from typing import Protocol, cast
 
+from zeroweave._torch.modes import unseen
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.bucket import Bucket, Lingering
 from zeroweave.runtime.gradients import Gradients
@@ -130,6 +131,10 @@ class Executor:
 
         Other updates are for `finish`.
         """
+        with unseen():
+            self._execute(instructions)
+
+    def _execute(self, instructions: Iterator[Instruction]) -> None:
         timeline = self._timeline
         for instruction in instructions:
             self.executed.append(instruction)
@@ -165,7 +170,7 @@ class Executor:
                 timeline.add(instruction, before)
             if isinstance(instruction, Fuse):
                 with self._together():
-                    self.execute(islice(instructions, instruction.count))
+                    self._execute(islice(instructions, instruction.count))
 
     def finish(self, instructions: Iterable[Instruction], update: Callable[[Sequence[int]], object]) -> None:
         """Executes the end of a window. `update(bucket ids)` is what neighbouring `Update`s do.

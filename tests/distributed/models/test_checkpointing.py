@@ -13,7 +13,13 @@ from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.parity import Case, check, run_case
 
-CHECKPOINTED = ("checkpoint", "checkpoint_reentrant", "checkpoint_inside", "checkpoint_inside_reentrant")
+CHECKPOINTED = (
+    "checkpoint",
+    "checkpoint_selective",
+    "checkpoint_reentrant",
+    "checkpoint_inside",
+    "checkpoint_inside_reentrant",
+)
 MORE = [
     case
     for model, stage, mode in itertools.product(CHECKPOINTED, (1, 2, 3), ("aot_eager", "eager"))
