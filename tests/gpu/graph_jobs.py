@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.gpu.jobs import join
-from tests.support.replays import HEADS
+from tests.support.replays import HEADS, early
 
 VOCABULARY, WIDTH = 512, 256
 
@@ -156,6 +156,8 @@ class Run:
     departures: int
     held: int
     """bytes, by the graphs"""
+    early: int
+    """updates of the last step beside its backward"""
 
 
 def config(case: Case, graphs: bool) -> dict[str, Any]:
@@ -339,6 +341,7 @@ def train(case: Case, graphs: bool) -> Run:
             reserved,
             stats.departures,
             stats.memory.graphs,
+            early(engine.executed),
         )
 
 

@@ -55,6 +55,27 @@ def test_captured_steps_are_exact(ranks: Ranks, case: Case) -> None:
             assert run.skipped == 1
 
 
+UNTIMED: dict[str, Any] = {"reduce": {"depth": 1}, "compile": {"prefetch": 1, "record_steps": 0}}
+"""Reductions settle in the backward, and no measured time has updates left for the end."""
+EARLY = [
+    *(Case(stage, gas, delays=True, more=UNTIMED) for stage in (1, 2, 3) for gas in (1, 4)),
+    Case(3, mode="inductor", more=UNTIMED),
+    Case(3, heads=True, delays=True, more=UNTIMED),
+    Case(2, optimizer="capturable", more=UNTIMED),
+    Case(3, optimizer="sgd", lengths=(64, 48), more=UNTIMED),
+    Case(3, more={**UNTIMED, "precision": {"optimizer": "compact"}}),
+    Case(2, more={**UNTIMED, "precision": {"master": "float32", "reduce": "float32"}}),
+]
+
+
+@pytest.mark.parametrize("case", EARLY, ids=str)
+def test_updates_beside_the_backward_are_exact(ranks: Ranks, case: Case) -> None:
+    for differs, run in ranks(graph_jobs.compared, case):
+        assert not differs
+        assert run.captured == len(case.lengths) and run.replayed >= case.steps * case.gas // 2, run.uncaptured
+        assert run.early >= 3 and not run.told, run
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("heads", [False, True])
 def test_whatever_else_a_program_does_between_captured_steps_is_exact(ranks: Ranks, stage: int, heads: bool) -> None:

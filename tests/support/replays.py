@@ -94,8 +94,9 @@ def start(case: Case, graphs: bool) -> Any:
             "enabled": False,
             "cuda_graphs": graphs,
             **(HEADS if case.heads else {}),
+            **case.config.get("compile", {}),
         },
-        **case.config,
+        **{key: value for key, value in case.config.items() if key != "compile"},
     }
     if case.clipping is not None:
         config["gradient_clipping"] = case.clipping
