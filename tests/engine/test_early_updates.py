@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.support.beside import Side, late
 from tests.support.graphs import on_cpu
 from tests.support.marks import daily
 from tests.support.replays import SAME, Case, batch_of, compared, micro_step, start, train
 from zeroweave.optim.early import EarlyUpdates
+from zeroweave.optim.norms import EarlyNorms
 from zeroweave.schedule import Update
 
 DEPTH = {"reduce": {"depth": 1}, "compile": {"prefetch": 1, "record_steps": 0}}
@@ -27,6 +29,11 @@ BESIDE = [
     Case(2, config={**DEPTH, "precision": {"accumulate": "bfloat16"}}),
     Case(1, 4, config=DEPTH, dropout=0.1),
     Case(2, frozen=True, sizes=(4, 6), config=DEPTH),
+]
+CLIPPED = [
+    Case(3, clipping=0.1, config=DEPTH),
+    Case(2, 3, clipping=0.1, config=DEPTH, decay=True),
+    Case(3, 2, overflow=20, clipping=0.1, config=DEPTH),
 ]
 LATE = [
     Case(3, clipping=0.1, config=DEPTH),
@@ -52,6 +59,26 @@ def test_updates_as_late_as_their_stream_may_run_them_are_exact(case: Case) -> N
     assert not [what for what in SAME if repr(graphed[what]) != repr(plain[what])]
     assert graphed["captured"] == len(case.sizes) and not graphed["told"]
     assert beside.operations > 2 and graphed["early"] >= 2
+
+
+@daily("case", CLIPPED[:1], CLIPPED[1:], ids=str)
+def test_norms_taken_as_late_as_their_stream_may_take_them_are_exact(case: Case) -> None:
+    with late() as beside:
+        graphed = train(case, graphs=True)
+    plain = train(case, graphs=False)
+    assert not [what for what in SAME if repr(graphed[what]) != repr(plain[what])]
+    assert graphed["captured"] == 1 and not graphed["told"]
+    assert beside.operations > 2 and not graphed["early"] and set(graphed["norms"]) != {None}
+
+
+def test_a_norm_of_what_a_gradient_was_before_is_not_used() -> None:
+    norms, gradient, other = EarlyNorms(None), torch.ones(4), torch.ones(9)
+    norms.settled(0, gradient)
+    norms.settled(1, other)
+    gradient.mul_(2)
+    assert [float(norm) for norm in norms.of({0: gradient, 1: other})] == [4.0, 3.0]
+    norms.settled(1, other)
+    assert [float(norm) for norm in norms.of({1: torch.zeros(2)})] == [0.0]
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,8 @@ def _compose(
     )
     layouts = [b.layout for b in runtime.buckets.values()]
     looks = checks(settings, layouts)
-    scaler = Scaler(runtime.gradients, loss_scale_of(settings, layouts), looks, parts.transport, parts.device)
+    scale, apart = loss_scale_of(settings, layouts), settings.compile.cuda_graphs
+    scaler = Scaler(runtime.gradients, scale, looks, parts.transport, parts.device, apart)
     window = Window(parts, scaler, scheduler, shown)
     runtime.attach(faults.before(window, "backward_began", "backward"))
     if settings.gather_after_step:

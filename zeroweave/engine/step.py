@@ -99,10 +99,15 @@ class OptimizerStep:
         """Inside, the window that is open is sure to come to its step, whose gradients are those of the last window.
 
         So buckets are updated as soon as their gradients are there, on `side`. Not where the step looks at all
-        gradients before it writes anything: for their norm, or because they may not be finite.
+        gradients before it writes anything: for their norm, whose parts are found there then, or because they may not
+        be finite.
         """
         optimizer, replay = self._parts.optimizer, self._runtime.replay
-        if self._scaler.checks or self._config.gradient_clipping is not None or replay.schedule is None:
+        if self._config.gradient_clipping is not None:
+            with self._scaler.norms_beside(side):
+                yield
+            return
+        if self._scaler.checks or replay.schedule is None:
             yield
             return
         assert optimizer is not None

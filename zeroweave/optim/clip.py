@@ -7,7 +7,7 @@ the norm of per-parameter norms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -21,10 +21,23 @@ def local_square_norm(gradients: Iterable[torch.Tensor], device: torch.device | 
     overflow nor depend on the number of buckets and ranks in the digits that fp32 shows. Infinities and
     NaNs pass through. `device` is where the zero of an empty list lies.
     """
-    tensors = [gradient for gradient in gradients if gradient.numel()]
-    if not tensors:
+    return sum_of_squares(norms_of([gradient for gradient in gradients if gradient.numel()]), device)
+
+
+def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The 2-norm of each tensor, 0-dim, whatever the others are: fp64 where it is, else fp32."""
+    wide = [tensor.dtype == torch.float64 for tensor in tensors]
+    found = {
+        kind: iter(foreach_norms([t for t, w in zip(tensors, wide, strict=True) if w is kind])) for kind in {*wide}
+    }
+    return [next(found[kind]) for kind in wide]
+
+
+def sum_of_squares(norms: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
+    """See `local_square_norm`."""
+    if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(foreach_norms(tensors)).double().square().sum()
+    return torch.stack(list(norms)).double().square().sum()
 
 
 def total_norm(local: torch.Tensor, all_reduce: Callable[[torch.Tensor], object]) -> torch.Tensor:

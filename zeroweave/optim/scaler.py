@@ -14,10 +14,12 @@ from typing import Final, NamedTuple
 import torch
 
 from zeroweave._torch.foreach import foreach_maxima
+from zeroweave.comm.pending import Side
 from zeroweave.comm.transport import Transport
 from zeroweave.config import Config
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.clip import clip_coefficient, local_square_norm, total_norm
+from zeroweave.optim.clip import clip_coefficient, norms_of, sum_of_squares, total_norm
+from zeroweave.optim.norms import EarlyNorms
 from zeroweave.runtime.gradients import Gradients
 
 _LARGEST: Final = 2.0**127
@@ -150,7 +152,8 @@ class Scaled(NamedTuple):
 class Scaler:
     """What is done to a window's gradients on this rank between their reduction and the optimizer.
 
-    `loss_scale`: None for none. `checks`: see the function.
+    `loss_scale`: None for none. `checks`: see the function. `apart`: norms are taken one by one, as in graphs, whose
+    steps and others compute the same then, bit by bit.
     """
 
     def __init__(
@@ -160,14 +163,16 @@ class Scaler:
         checks: bool,
         transport: Transport,
         device: torch.device,
+        apart: bool = False,
     ) -> None:
-        self.checks = checks
+        self.checks, self._apart = checks, apart
         self._gradients, self._transport, self._device = gradients, transport, device
         self.loss_scale = loss_scale or LossScale(1.0)
         self.norm: torch.Tensor | None = None
         """the global norm that the last clipping found"""
         self._coefficient: torch.Tensor | None = None
         self._scalars: Scalars | None = None
+        self._early: EarlyNorms | None = None
 
     @contextmanager
     def on_device(self, scalars: Scalars) -> Iterator[None]:
@@ -201,7 +206,7 @@ class Scaler:
     def clip(self, max_norm: float) -> torch.Tensor:
         """Makes the global 2-norm of the gradients at most `max_norm`; returns the norm before, fp32, 0-dim."""
         self._gradients.reductions.settle_all()
-        local = local_square_norm(self._gradients.shards(), self._device)
+        local = sum_of_squares(self._norms(), self._device)
         norm = total_norm(local, self._transport.all_reduce_sum)
         if (factor := self._factor) is not None:
             norm = norm * factor
@@ -209,6 +214,25 @@ class Scaler:
         self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
         self.norm = norm
         return norm
+
+    def _norms(self) -> list[torch.Tensor]:
+        accounts = sorted(self._gradients.accounts.items())
+        found = {bucket: each.shard for bucket, each in accounts if each.shard is not None and each.shard.numel()}
+        if self._early is not None:
+            return self._early.of(found)
+        if self._apart:
+            return [norms_of([gradient])[0] for gradient in found.values()]
+        return norms_of(list(found.values()))
+
+    @contextmanager
+    def norms_beside(self, side: Side | None) -> Iterator[None]:
+        """Inside, `clip` finds the norms of reduced gradients taken already, on `side`; see `EarlyNorms`."""
+        self._early = EarlyNorms(side)
+        try:
+            with self._gradients.listening(self._early.settled):
+                yield
+        finally:
+            self._early = None
 
     @property
     def coefficient(self) -> torch.Tensor | None:
