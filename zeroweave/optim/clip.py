@@ -7,21 +7,11 @@ the norm of per-parameter norms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zeroweave._torch.foreach import foreach_norms
-
-
-def local_square_norm(gradients: Iterable[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """The sum of squares of all elements on this rank: fp64, 0-dim, on the gradients' device.
-
-    Each tensor's norm is taken in fp32, or fp64 where gradients are; squares are added in fp64, where they neither
-    overflow nor depend on the number of buckets and ranks in the digits that fp32 shows. Infinities and
-    NaNs pass through. `device` is where the zero of an empty list lies.
-    """
-    return sum_of_squares(norms_of([gradient for gradient in gradients if gradient.numel()]), device)
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -34,7 +24,11 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def sum_of_squares(norms: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
-    """See `local_square_norm`."""
+    """The sum of squares of all elements on this rank, by the norms of their tensors: fp64, 0-dim, on their device.
+
+    Squares are added in fp64, where they neither overflow nor depend on the number of buckets and ranks in the digits
+    that fp32 shows. Infinities and NaNs pass through. `device` is where the zero of an empty list lies.
+    """
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.stack(list(norms)).double().square().sum()
