@@ -41,10 +41,19 @@ class Block(nn.Module):
         return out
 
 
+class Viewing(Block):
+    """With several views of one shape: one operation too many would take the place of another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x.view(8, 4).view(4, 8)).view(4, 16))
+        h = torch.tanh(self.down(h).view(4, 8))
+        return (h * h).sin().view(4, 8)
+
+
 class Net(nn.Module):
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, block: type[Block] = Block) -> None:
         super().__init__()
-        self.blocks, self.ran = nn.ModuleList(Block() for _ in range(3)), 0
+        self.blocks = nn.ModuleList(block() for _ in range(3))
         self._contexts = partial(create_selective_checkpoint_contexts, policy)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,9 +62,11 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def train(policy: Policy, step: Callable[[nn.Module, torch.optim.Optimizer], Step]) -> list[float]:
+def train(
+    policy: Policy, step: Callable[[nn.Module, torch.optim.Optimizer], Step], block: type[Block] = Block
+) -> list[float]:
     torch.manual_seed(0)
-    model = Net(policy)
+    model = Net(policy, block)
     one = step(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     batches = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
     return [float(one(batch)) for batch in batches]
@@ -87,6 +98,51 @@ def test_a_policy_changes_no_bit(stage: int, mode: str, policy: str) -> None:
         return lambda batch: made.train_step((batch,), lambda loss, _: loss)
 
     assert train(POLICIES[policy], engine) == train(POLICIES[policy], alone)
+
+
+@daily(
+    ("stage", "policy", "clips"),
+    [(3, "all but cheap", False), (2, "products", True)],
+    [(1, "all but cheap", False), (2, "all but cheap", False), (3, "products", True)],
+)
+def test_a_recomputation_may_be_the_first_sign_of_a_backward(stage: int, policy: str, clips: bool) -> None:
+    """`loss.backward()` by the program, whose last operation is in a checkpoint; `clips`: in front of it."""
+
+    def engine(model: nn.Module, optimizer: torch.optim.Optimizer, plain: bool) -> Step:
+        config = {"stage": stage, "compile": {"enabled": False}, "gradient_accumulation_steps": 1 + clips}
+        made = zw.initialize(model, optimizer, config)
+
+        def one(batch: Tensor) -> Tensor:
+            for _ in range(1 + clips):
+                loss: Tensor = made(batch)
+                if plain:
+                    made.scale(loss).backward()
+                else:
+                    made.backward(loss)
+                if clips:
+                    made.clip_grad_norm_(1e-3)
+                made.step()
+            return loss.detach()
+
+        return one
+
+    for block in (Block, Viewing):
+        told, plain = (train(POLICIES[policy], partial(engine, plain=plain), block) for plain in (False, True))
+        assert told == plain
+        if not clips:
+            assert plain == train(POLICIES[policy], alone, block)
+
+
+def test_gradients_of_inputs_by_themselves() -> None:
+    found = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Net(products)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        of: Any = zw.initialize(model, optimizer, {"stage": 3, "compile": {"enabled": False}}) if wrapped else model
+        x = torch.randn(4, 8, requires_grad=True, generator=torch.Generator().manual_seed(1))
+        found.append(torch.autograd.grad(of(x), x)[0])
+    assert torch.equal(*found)
 
 
 def test_a_policy_is_not_asked_about_what_the_engine_does() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.schedule.headed import BLOCKS, WITHOUT, costs_of, made
 from tests.support.schedules import SEEDS, random_case, stack, stack_facts
 from zeroweave.schedule import (
+    PASSES,
     Call,
     End,
     Entered,
@@ -116,6 +118,28 @@ def test_the_last_reductions_have_updates_beside_them() -> None:
     # block 0 is reduced last, behind the last call
     assert left(0.0, 1.0) == set()
     assert left(0.9, 1.0) == {1}
+    assert left(0.4, 1.0) == set()  # more than half of it would come behind
     assert left(0.9, 0.5) == {1, 2}
-    assert left(0.9, 0.4) == {1, 2, 3}
-    assert left(0.9, 0.0) == {1, 2, 3, 4, 5}
+    assert left(0.9, 0.3) == {1, 2, 3}
+    assert left(0.9, 0.0) == set()  # nobody knows what they take
+
+
+@pytest.mark.parametrize("reduction", [0.5, 0.9, 2.5, 4.0])
+@pytest.mark.parametrize("update", [0.3, 1.0, 3.0])
+@pytest.mark.parametrize("passes", [WITHOUT, PASSES])
+def test_what_is_left_is_updated_in_front_of_a_reduction_that_is_waited_for(
+    reduction: float, update: float, passes: Any
+) -> None:
+    costs = costs_of(reduction=reduction, update=update)
+    schedule = made(costs=costs, passes=passes)
+    instructions = schedule.instructions
+    last_event = max(n for n, i in enumerate(instructions) if isinstance(i, Run | End | Reduce))
+    settles = {i.bucket: n for n, i in enumerate(instructions) if isinstance(i, Settle)}
+    early = early_updates(schedule)
+    left = [
+        (n, i.bucket)
+        for n, i in enumerate(instructions)
+        if isinstance(i, Update) and i.bucket not in early and settles[i.bucket] < last_event
+    ]
+    last_settle = max(settles.values())
+    assert all(last_event < n < last_settle for n, _ in left)

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing
+from zeroweave._torch.modes import unseen
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
@@ -323,9 +324,10 @@ class Runtime:
         if self._backward is None:
             if task >= 0:
                 self._backward, self._examined, self._accumulating = task, -1, False
-                self._examine(task, trains)
-                at_end_of_backward(self._end_backward)
-                self._observer.backward_began()
+                with unseen():
+                    self._examine(task, trains)
+                    at_end_of_backward(self._end_backward)
+                    self._observer.backward_began()
         elif task < 0:
             raise EngineError("an earlier backward did not finish; call engine.zero_grad() and start the window anew")
         else:
@@ -336,7 +338,9 @@ class Runtime:
         if self._accumulating or (task == self._examined and not trains):
             return
         self._examined = task
-        if trains or any(accumulates(p) for b in self._trained for p in b.real):
+        with unseen():
+            accumulates_here = trains or any(accumulates(p) for b in self._trained for p in b.real)
+        if accumulates_here:
             self._accumulating = True
             self.replay.backward_began(self._observer.reduces())
             if not self.in_session:

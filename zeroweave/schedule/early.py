@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event, simulate
-from zeroweave.schedule.instructions import Reduce, Run, Settle, Unshard, Wait
+from zeroweave.schedule.instructions import Reduce, Run, Settle, Unshard, Update, Wait
 
 
 def early_updates(schedule: Schedule) -> frozenset[int]:
@@ -23,30 +23,41 @@ def early_updates(schedule: Schedule) -> frozenset[int]:
         assert isinstance(call, Run)
         touched += [(bucket, end) for bucket in call.uses]
     late = {bucket for bucket, index in touched if index > settled.get(bucket, index)}
-    return frozenset(settled) - late - _beside_reductions(schedule)
+    may = frozenset(settled) - late
+    return may - _beside_reductions(schedule, may)
 
 
-def _beside_reductions(schedule: Schedule) -> set[int]:
-    """Those that are updated while the last reductions are under way."""
-    costs = schedule.costs
+def _beside_reductions(schedule: Schedule, may: frozenset[int]) -> set[int]:
+    """Those that are updated while the end of the window waits for reductions. `may`: they could be updated before.
+
+    Each wait has the last updates in front of it for its time, as far as more than half of each lies in it.
+    """
+    costs, instructions = schedule.costs, schedule.instructions
     if costs is None:
         return set()
-    prediction = simulate(schedule, costs)
-    over = {
-        schedule.instructions[span.index].bucket: span.stop  # type: ignore[union-attr]
-        for span in prediction.spans
-        if span.lane == "reduce_scatter"
-    }
-    end = 1 + max(index for index, i in enumerate(schedule.instructions) if is_event(i))
-    if not over or end >= len(prediction.starts):
-        return set()
-    last, begins = max(over.values()), prediction.starts[end]
-    waits = last - begins
-    left = set[int]()
-    for bucket in sorted(over, key=lambda each: -over[each]):
-        if waits <= 0.0:
-            break
-        if over[bucket] < last:  # what is over last is updated behind all
-            left.add(bucket)
-            waits -= costs.update.get(bucket, 0.0)
+    prediction, over = simulate(schedule, costs), dict[int, float]()
+    for span in prediction.spans:
+        if span.lane == "reduce_scatter":
+            over[instructions[span.index].bucket] = span.stop  # type: ignore[union-attr]
+    together = schedule.reduced_together  # one launch is over as a whole
+    over = {bucket: max(over[each] for each in together.get(bucket, (bucket,))) for bucket in over}
+    end = 1 + max((index for index, i in enumerate(instructions) if is_event(i)), default=-1)
+    now = max((span.stop for span in prediction.spans if span.lane == "compute" and span.index < end), default=0.0)
+    settled = {i.bucket for i in instructions[:end] if isinstance(i, Settle)}
+    left, before = set[int](), list[int]()
+    for instruction in instructions[end:]:
+        match instruction:
+            case Update(bucket) if bucket in may and bucket in settled:
+                before.append(bucket)
+            case Update(bucket):
+                now += costs.update.get(bucket, 0.0)
+            case Settle(bucket):
+                settled.discard(bucket)
+                while before and over[bucket] > now:
+                    update = costs.update.get(before[-1], 0.0)
+                    if not 0.0 < update < 2 * (over[bucket] - now):
+                        break
+                    left.add(before.pop())
+                    now += update
+                now = max(now, over[bucket])
     return left
