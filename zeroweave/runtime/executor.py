@@ -131,46 +131,43 @@ class Executor:
 
         Other updates are for `finish`.
         """
-        with unseen():
-            self._execute(instructions)
-
-    def _execute(self, instructions: Iterator[Instruction]) -> None:
         timeline = self._timeline
-        for instruction in instructions:
-            self.executed.append(instruction)
-            before = None if timeline is None else timeline.mark(self._lands(instruction))
-            match instruction:
-                case Run():
-                    pass  # the program does that itself
-                case Unshard(bucket):
-                    self._buckets[bucket].unshard()
-                    self.holds[bucket] += 1
-                case Wait(bucket):
-                    self._buckets[bucket].wait()
-                case Reshard(bucket):
-                    self.holds[bucket] -= 1
-                    self.lingering.reshard(bucket)
-                case Reduce(bucket):
-                    self._gradients.issue(bucket)
-                case Settle(bucket):
-                    self._gradients.reductions.settle(bucket)
-                    if self._early is not None and self._early.due(bucket):
-                        self._update((Update(bucket),), self._early.beside)
-                case Regather(bucket):
-                    self._regather(bucket)
-                case Stage(bucket):
-                    self.staging.start(bucket)
-                case Free():
-                    assert self._free is not None
-                    self._free()
-                case Offload() | Release() | Reload():
-                    assert self._offloading is not None
-                    self._offloading.move(instruction, timeline)
-            if timeline is not None:
-                timeline.add(instruction, before)
-            if isinstance(instruction, Fuse):
-                with self._together():
-                    self._execute(islice(instructions, instruction.count))
+        with unseen():
+            for instruction in instructions:
+                self.executed.append(instruction)
+                before = None if timeline is None else timeline.mark(self._lands(instruction))
+                match instruction:
+                    case Run():
+                        pass  # the program does that itself
+                    case Unshard(bucket):
+                        self._buckets[bucket].unshard()
+                        self.holds[bucket] += 1
+                    case Wait(bucket):
+                        self._buckets[bucket].wait()
+                    case Reshard(bucket):
+                        self.holds[bucket] -= 1
+                        self.lingering.reshard(bucket)
+                    case Reduce(bucket):
+                        self._gradients.issue(bucket)
+                    case Settle(bucket):
+                        self._gradients.reductions.settle(bucket)
+                        if self._early is not None and self._early.due(bucket):
+                            self._update((Update(bucket),), self._early.beside)
+                    case Regather(bucket):
+                        self._regather(bucket)
+                    case Stage(bucket):
+                        self.staging.start(bucket)
+                    case Free():
+                        assert self._free is not None
+                        self._free()
+                    case Offload() | Release() | Reload():
+                        assert self._offloading is not None
+                        self._offloading.move(instruction, timeline)
+                if timeline is not None:
+                    timeline.add(instruction, before)
+                if isinstance(instruction, Fuse):
+                    with self._together():
+                        self.execute(islice(instructions, instruction.count))
 
     def finish(self, instructions: Iterable[Instruction], update: Callable[[Sequence[int]], object]) -> None:
         """Executes the end of a window. `update(bucket ids)` is what neighbouring `Update`s do.
