@@ -94,7 +94,7 @@ def least(cause: Cause) -> int:
     return {fail: 25, longer: 20}.get(cause, 32)
 
 
-DAILY = [(3, "train_step", fail), (2, "plain", profile)]
+DAILY = [(3, "train_step", fail)]
 ALL = [(stage, loop, cause) for stage in (1, 2, 3) for loop in ("train_step", "plain") for cause in CAUSES]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.distributed.engine.stopping import EVERY, STEPS, train
 from tests.support.harness import Pools
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from zeroweave.ranks.faults import PHASES
 
 STAGES, MODES, SEEDS = (1, 2, 3), ("eager", "aot_eager"), (1, 2)
@@ -43,6 +43,7 @@ def fault_of(phase: str, chance: random.Random) -> tuple[str, int, int]:
     return f"kill:rank={rank},step={step},phase={phase}", rank, step
 
 
+@slow("3-aot_eager-backward-1", "3-aot_eager-stage-1")
 @daily(("stage", "mode", "phase", "seed"), DAILY, [case for case in CASES if case not in DAILY])
 def test_killed_and_resumed(
     stage: int, mode: str, phase: str, seed: int, tmp_path: Path, pools: Pools, disposable: Pools

@@ -8,12 +8,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Pool
+from tests.support.marks import daily
 from zeroweave.comm import process_group
 
 ROOT = Path(zw.__file__).parent
@@ -69,7 +69,7 @@ def gathers(lower: str | None) -> tuple[list[list[str]], list[list[str]]]:
     return seen[:ahead], seen[ahead:]
 
 
-@pytest.mark.parametrize("lower", ["aot_eager", None])
+@daily("lower", ["aot_eager"], [None])
 def test_few_frames_lie_between_a_call_and_its_gather(pools: Callable[[int], Pool], lower: str | None) -> None:
     for forward, backward in pools(2).run(gathers, lower):
         assert len(forward) >= 4 and backward
