@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from tests.support.beside import Side, late
 from tests.support.graphs import on_cpu
 from tests.support.marks import daily
-from tests.support.replays import SAME, Case, batch_of, compared, micro_step, start, train
+from tests.support.replays import Case, batch_of, compared, micro_step, start, train
 from zeroweave.optim.early import EarlyUpdates
 from zeroweave.optim.norms import EarlyNorms
 from zeroweave.schedule import Update
@@ -54,9 +52,8 @@ def test_updates_beside_the_backward_are_exact(case: Case) -> None:
 @daily("case", BESIDE[2:3], [*BESIDE[:2], *BESIDE[3:]], ids=str)
 def test_updates_as_late_as_their_stream_may_run_them_are_exact(case: Case) -> None:
     with late() as beside:
-        graphed = train(case, graphs=True)
-    plain = train(replace(case, heads=False), graphs=False)
-    assert not [what for what in SAME if repr(graphed[what]) != repr(plain[what])]
+        differs, graphed = compared(case)
+    assert not differs
     assert graphed["captured"] == len(case.sizes) and not graphed["told"]
     assert beside.operations > 2 and graphed["early"] >= 2
 
@@ -64,20 +61,20 @@ def test_updates_as_late_as_their_stream_may_run_them_are_exact(case: Case) -> N
 @daily("case", CLIPPED[:1], CLIPPED[1:], ids=str)
 def test_norms_taken_as_late_as_their_stream_may_take_them_are_exact(case: Case) -> None:
     with late() as beside:
-        graphed = train(case, graphs=True)
-    plain = train(case, graphs=False)
-    assert not [what for what in SAME if repr(graphed[what]) != repr(plain[what])]
+        differs, graphed = compared(case)
+    assert not differs and set(train(case, graphs=False)["norms"]) != {None}
     assert graphed["captured"] == 1 and not graphed["told"]
-    assert beside.operations > 2 and not graphed["early"] and set(graphed["norms"]) != {None}
+    assert beside.operations > 2 and not graphed["early"]
 
 
 def test_a_norm_of_what_a_gradient_was_before_is_not_used() -> None:
-    norms, gradient, other = EarlyNorms(None), torch.ones(4), torch.ones(9)
-    norms.settled(0, gradient)
-    norms.settled(1, other)
-    gradient.mul_(2)
-    assert [float(norm) for norm in norms.of({0: gradient, 1: other})] == [4.0, 3.0]
-    norms.settled(1, other)
+    gradients = {0: torch.ones(4), 1: torch.ones(9)}
+    norms = EarlyNorms(gradients.get, None)
+    norms.settled(0)
+    norms.settled(1)
+    gradients[0].mul_(2)
+    assert [float(norm) for norm in norms.of(gradients)] == [4.0, 3.0]
+    norms.settled(1)
     assert [float(norm) for norm in norms.of({1: torch.zeros(2)})] == [0.0]
 
 

@@ -20,9 +20,10 @@ from tests.optim.world import (
     unsharded_step,
 )
 from tests.support.reference import Expected, judge
+from zeroweave._torch.foreach import foreach_norms
 from zeroweave.errors import ParameterError
 from zeroweave.optim import step as step_module
-from zeroweave.optim.clip import clip_coefficient, norms_of, sum_of_squares, total_norm
+from zeroweave.optim.clip import clip_coefficient, sum_of_squares, total_norm
 from zeroweave.optim.scaler import Scaled
 
 STEPS = 5
@@ -67,7 +68,7 @@ def test_bit_equal_to_the_unsharded_optimizer(make: Callable[[nn.Module], torch.
     optimizer = make(model)
     for step in range(STEPS):
         gradients = random_gradients(model, step)
-        squares = [sum_of_squares(norms_of([*sharded.shards(gradients, rank).values()])) for rank in range(world)]
+        squares = [sum_of_squares(foreach_norms([*sharded.shards(gradients, rank).values()])) for rank in range(world)]
         norm = total_norm(squares[0], lambda total, rest=squares[1:]: [total.add_(s) for s in rest])
         coefficient = clip_coefficient(norm, 1.0)
         sharded.step(gradients, coefficient)

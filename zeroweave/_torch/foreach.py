@@ -26,12 +26,14 @@ def foreach_increase_(targets: Sequence[torch.Tensor], by: torch.Tensor | float)
 
 
 def foreach_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, 0-dim; fp32, or fp64 where one of them is, which PyTorch does not narrow.
+    """The 2-norm of each tensor, 0-dim: fp64 where it is, which PyTorch does not narrow, else fp32.
 
-    Why: one launch, and the public form rounds to bf16.
+    Why: one launch for each of both, and the public form rounds to bf16.
     """
-    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return list(torch._foreach_norm(list(tensors), 2, dtype=torch.float64 if wide else torch.float32))
+    kinds = [torch.float64 if tensor.dtype == torch.float64 else torch.float32 for tensor in tensors]
+    alike = {kind: [t for t, of in zip(tensors, kinds, strict=True) if of is kind] for kind in {*kinds}}
+    norms = {kind: iter(torch._foreach_norm(group, 2, dtype=kind)) for kind, group in alike.items()}
+    return [next(norms[kind]) for kind in kinds]
 
 
 def foreach_maxima(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

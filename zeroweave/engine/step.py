@@ -104,7 +104,7 @@ class OptimizerStep:
         """
         optimizer, replay = self._parts.optimizer, self._runtime.replay
         if self._config.gradient_clipping is not None:
-            with self._scaler.norms_beside(side):
+            with self._scaler.norms_beside(side) as norms, replay.executor.updating(norms):
                 yield
             return
         if self._scaler.checks or replay.schedule is None:

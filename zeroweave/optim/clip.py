@@ -11,17 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zeroweave._torch.foreach import foreach_norms
-
-
-def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, 0-dim, whatever the others are: fp64 where it is, else fp32."""
-    wide = [tensor.dtype == torch.float64 for tensor in tensors]
-    found = {
-        kind: iter(foreach_norms([t for t, w in zip(tensors, wide, strict=True) if w is kind])) for kind in {*wide}
-    }
-    return [next(found[kind]) for kind in wide]
-
 
 def sum_of_squares(norms: Sequence[torch.Tensor], device: torch.device | None = None) -> torch.Tensor:
     """The sum of squares of all elements on this rank, by the norms of their tensors: fp64, 0-dim, on their device.

@@ -50,12 +50,13 @@ class EarlyUpdates:
         self._done: set[int] = set()
         self._over = False
 
-    def due(self, bucket: int) -> bool:
-        """A reduction of the bucket has settled. Is it updated now?"""
+    def settled(self, bucket: int) -> Update | None:
+        """A reduction of the bucket has settled. What updates it now; None: it is not updated yet."""
         self._settles[bucket] -= 1
-        return not self._over and bucket in self._may and not self._settles[bucket]
+        due = not self._over and bucket in self._may and not self._settles[bucket]
+        return self._beside if due else None
 
-    def beside(self, buckets: Sequence[int]) -> None:
+    def _beside(self, buckets: Sequence[int]) -> None:
         """Updates buckets, behind what the device was given so far, and beside what it is given next."""
         update = self.update  # what all updates have in common is computed in front of the first one
         if len(self._under_way) == _AT_ONCE:

@@ -13,12 +13,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from zeroweave._torch.foreach import foreach_maxima
+from zeroweave._torch.foreach import foreach_maxima, foreach_norms
 from zeroweave.comm.pending import Side
 from zeroweave.comm.transport import Transport
 from zeroweave.config import Config
 from zeroweave.layout import BucketLayout
-from zeroweave.optim.clip import clip_coefficient, norms_of, sum_of_squares, total_norm
+from zeroweave.optim.clip import clip_coefficient, sum_of_squares, total_norm
 from zeroweave.optim.norms import EarlyNorms
 from zeroweave.runtime.gradients import Gradients
 
@@ -221,16 +221,15 @@ class Scaler:
         if self._early is not None:
             return self._early.of(found)
         if self._apart:
-            return [norms_of([gradient])[0] for gradient in found.values()]
-        return norms_of(list(found.values()))
+            return [foreach_norms([gradient])[0] for gradient in found.values()]
+        return foreach_norms(list(found.values()))
 
     @contextmanager
-    def norms_beside(self, side: Side | None) -> Iterator[None]:
-        """Inside, `clip` finds the norms of reduced gradients taken already, on `side`; see `EarlyNorms`."""
-        self._early = EarlyNorms(side)
+    def norms_beside(self, side: Side | None) -> Iterator[EarlyNorms]:
+        """Inside, `clip` takes norms of reduced gradients from this, which takes them on `side`."""
+        self._early = EarlyNorms(self._gradients.shard, side)
         try:
-            with self._gradients.listening(self._early.settled):
-                yield
+            yield self._early
         finally:
             self._early = None
 

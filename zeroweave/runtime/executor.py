@@ -74,13 +74,10 @@ class Staging:
 
 
 class Early(Protocol):
-    """Who updates buckets before a window is over; see `optim.early`."""
+    """Who does parts of a step before its window is over; see `optim.early` and `optim.norms`."""
 
-    def due(self, bucket: int) -> bool:
-        """A reduction of the bucket has settled. Is the bucket updated now?"""
-
-    def beside(self, buckets: Sequence[int]) -> object:
-        """Updates buckets, beside what comes next."""
+    def settled(self, bucket: int) -> Callable[[Sequence[int]], object] | None:
+        """A reduction of the bucket has settled. What updates it now; None: it is not updated yet."""
 
     def end(self) -> Set[int]:
         """The end of the window begins, which updates all but these buckets."""
@@ -115,7 +112,7 @@ class Executor:
 
     @contextmanager
     def updating(self, early: Early) -> Iterator[None]:
-        """Inside, buckets are updated as `early` says, and the rest at the end of the window."""
+        """Inside, `early` hears of each `Settle`; what it does not update is updated at the end of the window."""
         self._early = early
         try:
             yield
@@ -151,8 +148,8 @@ class Executor:
                         self._gradients.issue(bucket)
                     case Settle(bucket):
                         self._gradients.reductions.settle(bucket)
-                        if self._early is not None and self._early.due(bucket):
-                            self._update((Update(bucket),), self._early.beside)
+                        if self._early is not None and (update := self._early.settled(bucket)) is not None:
+                            self._update((Update(bucket),), update)
                     case Regather(bucket):
                         self._regather(bucket)
                     case Stage(bucket):

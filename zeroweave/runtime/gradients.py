@@ -8,9 +8,7 @@ usable: the window's first one is the gradient shard, later ones are added to it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
@@ -56,7 +54,6 @@ class Gradients:
         """has a backward of the window not been reduced yet? Equal on all ranks, whatever gradients it had"""
         self.local_peak = 0
         """bytes of the local sums at once, at most"""
-        self._listener: Callable[[int, torch.Tensor], object] | None = None
 
     def restart_peaks(self) -> None:
         """The peaks of memory are measured anew."""
@@ -126,20 +123,6 @@ class Gradients:
         return self.deliver((), ((bucket_id, slot, gradient),))
 
     # ------------------------------------------------------------------ reductions
-    @contextmanager
-    def listening(self, listener: Callable[[int, torch.Tensor], object]) -> Iterator[None]:
-        """Inside, `listener(bucket id, gradient)` hears of each reduction that was issued there, when it settles."""
-        self._listener = listener
-        try:
-            yield
-        finally:
-            self._listener = None
-
-    def _settle(self, account: Account, result: torch.Tensor) -> None:
-        account.settle(result)
-        if self._listener is not None and account.shard is not None:
-            self._listener(account.bucket.id, account.shard)
-
     def fold(self, buckets: Iterable[int]) -> None:
         """Adds the parts of a backward that does not reduce to the local sums.
 
@@ -163,8 +146,7 @@ class Gradients:
         out = self._targets.get(bucket_id) if account.shard is None else None
         if self.unreduced:
             like, out = torch.empty(0, dtype=account.dtype, device=bucket.device), None
-        then = account.settle if self._listener is None else partial(self._settle, account)
-        self.reductions.start(bucket_id, account.issue(), bucket.layout, like, then, out=out)
+        self.reductions.start(bucket_id, account.issue(), bucket.layout, like, account.settle, out=out)
 
     # ------------------------------------------------------------------ backward and window
     def unissued(self) -> tuple[int, ...]:

@@ -324,9 +324,9 @@ class Runtime:
         if self._backward is None:
             if task >= 0:
                 self._backward, self._examined, self._accumulating = task, -1, False
+                self._examine(task, trains)
+                at_end_of_backward(self._end_backward)
                 with unseen():
-                    self._examine(task, trains)
-                    at_end_of_backward(self._end_backward)
                     self._observer.backward_began()
         elif task < 0:
             raise EngineError("an earlier backward did not finish; call engine.zero_grad() and start the window anew")
@@ -339,12 +339,11 @@ class Runtime:
             return
         self._examined = task
         with unseen():
-            accumulates_here = trains or any(accumulates(p) for b in self._trained for p in b.real)
-        if accumulates_here:
-            self._accumulating = True
-            self.replay.backward_began(self._observer.reduces())
-            if not self.in_session:
-                self._back.begin()
+            if trains or any(accumulates(p) for b in self._trained for p in b.real):
+                self._accumulating = True
+                self.replay.backward_began(self._observer.reduces())
+                if not self.in_session:
+                    self._back.begin()
 
     def _end_backward(self) -> None:
         self._leave_reads(self._backward_reads)
