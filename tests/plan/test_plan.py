@@ -50,6 +50,21 @@ def test_the_step_that_follows_a_plan_takes_what_the_plan_says(settings: dict[st
     assert simulate(found.first, found.costs).seconds == pytest.approx(found.step.seconds, rel=0.02)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_step_has_every_product_of_the_model(compiled: bool) -> None:
+    """Three for each linear layer, those that a compiled backward writes into gradients' flats too; seven of attention,
+    which a causal mask halves.
+    """
+    model, batch = source_of("tests.plan.models:llama", 1, 8)()
+    matrices = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    gpu = replace(HARDWARE.gpu, half=1e12, single=1e12, bandwidth=1e30)
+    exact = Efficiency(matmul=1.0, attention=1.0, memory=1.0, kernel=0.0)
+    config = Config.load({"stage": 3, "compile": {"enabled": compiled}})
+    costs = PlannedRank(model, batch, torch.optim.AdamW, config, 2, Hardware(gpu, exact)).measure().costs
+    attention = 2 * 7 * (2 * 8 * 8 * 12)
+    assert sum(costs.compute) * 1e12 == pytest.approx(6 * matrices * 8 + attention)
+
+
 def test_code_that_asks_for_values_is_refused_by_the_name_of_its_module() -> None:
     with pytest.raises(EngineError, match=r"^'1' needs values of tensors"):
         rank("peeking").measure()

@@ -55,3 +55,18 @@ def test_the_operations_of_a_matmul_are_counted() -> None:
     a, b = torch.ones(2, 3), torch.ones(3, 5)
     assert counted_operations(torch.ops.aten.mm.default, (a, b), {}, a @ b) == 2 * 2 * 3 * 5
     assert counted_operations(torch.ops.aten.sin.default, (a,), {}, a) == 0
+    assert counted_operations(torch.ops.aten.sin_.default, (a,), {}, a) == 0
+
+
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm", "baddbmm"])
+def test_what_writes_has_the_operations_of_what_returns(name: str) -> None:
+    """Every operator of that family that PyTorch has: backwards write gradients where they are reduced from."""
+    shape = (4, 2, 3) if "b" in name else (2, 3)
+    a, b = torch.zeros(shape), torch.zeros(*shape[:-2], 3, 5)
+    out = a @ b
+    args = (out, a, b) if "add" in name else (a, b)
+    returns = counted_operations(getattr(torch.ops.aten, name).default, args, {}, out)
+    assert returns == 2 * out.numel() * 3
+    if name.startswith(("add", "badd")):
+        writes = getattr(torch.ops.aten, f"{name}_").default
+        assert counted_operations(writes, args, {"beta": 0}, out) == returns

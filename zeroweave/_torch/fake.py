@@ -57,9 +57,16 @@ def operator_name(target: Any) -> str:
 def counted_operations(target: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Floating-point operations of a matmul or a convolution, by PyTorch's own count; 0 for anything else.
 
-    Why: the count is registered for packets of overloads.
+    One that writes into its first argument ("addmm_") has as many as the one that returns its result.
+
+    Why: the count is registered for packets of overloads, and for none that write.
     """
     from torch.utils.flop_counter import flop_registry
 
-    count = flop_registry.get(target._overloadpacket) if isinstance(target, torch._ops.OpOverload) else None
+    if not isinstance(target, torch._ops.OpOverload):
+        return 0
+    packet = target._overloadpacket
+    count = flop_registry.get(packet)
+    if count is None and (name := operator_name(target)).endswith("_"):
+        count = flop_registry.get(getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None))
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))

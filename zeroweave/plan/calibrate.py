@@ -33,7 +33,9 @@ _SECONDS: Final = 300.0  # that the ranks may take
 
 @dataclass(frozen=True)
 class _Sizes:
-    """matmul: rows, inner side, columns. copy: bytes. attention: heads, tokens, width. gathers: bytes of flats.
+    """matmul: rows, inputs and outputs of a linear layer. copy: bytes. attention: heads, tokens, width.
+
+    gathers: bytes of flats.
 
     rounds: how many in a row are timed. hold: seconds for which the device waits, so that the host gets ahead of it.
     """
@@ -87,9 +89,17 @@ class Ranks:
         return torch.randn(*shape, device=self.device, dtype=torch.bfloat16)
 
     def matmul(self) -> Callable[[], object]:
+        """The three products of a linear layer and its backward: their operands lie in three ways, and so do rates."""
         rows, inner, columns = self.sizes.matmul
-        left, right, out = self._random(rows, inner), self._random(inner, columns), self._random(rows, columns)
-        return lambda: torch.mm(left, right, out=out)
+        x, weight, y = self._random(rows, inner), self._random(columns, inner), self._random(rows, columns)
+        to_x, to_weight, to_y = torch.empty_like(x), torch.empty_like(weight), torch.empty_like(y)
+
+        def products() -> None:
+            torch.mm(x, weight.t(), out=to_y)
+            torch.mm(y, weight, out=to_x)
+            torch.mm(y.t(), x, out=to_weight)
+
+        return products
 
     def alone(self) -> tuple[dict[str, float], dict[str, float]]:
         """Rates and seconds of `Calibration`."""
@@ -104,7 +114,7 @@ class Ranks:
         matmul = self.matmul()
         self.timed(matmul, rounds=20 * self.sizes.rounds)  # until clocks and power are those of a step
         rates = {
-            "matmul": 2 * rows * inner * columns / self.timed(matmul),
+            "matmul": 3 * 2 * rows * inner * columns / self.timed(matmul),
             # seven products, of which causal attention needs one half, as `work` counts them
             "attention": 7 * heads * tokens * tokens * width / self.timed(attention),
             "memory": 2 * source.nbytes / self.timed(lambda: target.copy_(source)),
