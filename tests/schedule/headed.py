@@ -13,6 +13,8 @@ from zeroweave.schedule.passes import heads
 
 BLOCKS, SIZE = 6, 100
 RECORD = stack(BLOCKS, 2, calls=1)
+ROOM = 2 * BLOCKS * SIZE
+"""All buckets may stay gathered."""
 WITHOUT = tuple(each for each in PASSES if each is not heads)
 
 
@@ -44,6 +46,6 @@ def made(
         buckets=tuple(replace(bucket, nbytes=(sizes or {}).get(bucket.id, SIZE)) for bucket in plain.buckets),
         kept_by_stage=frozenset(range(BLOCKS)) if stage < 3 else frozenset(),
         update_by_bucket=by_bucket,
-        **{"regather": True, "prefetch": "auto", "keep": "auto", "costs": costs or costs_of()} | more,  # type: ignore[arg-type]
+        **{"regather": True, "prefetch": "auto", "keep": "auto", "costs": costs or costs_of(), "memory": ROOM} | more,  # type: ignore[arg-type]
     )
     return compile_schedule(RECORD, facts, passes)

@@ -19,6 +19,7 @@ from zeroweave.schedule import (
     Micro,
     Ready,
     Reduce,
+    Regather,
     Run,
     Schedule,
     Settle,
@@ -28,6 +29,7 @@ from zeroweave.schedule import (
     compile_schedule,
     early_updates,
 )
+from zeroweave.schedule.passes.heads import early as heads_of
 
 
 def stacked(blocks: int, depth: int, micro_steps: int = 1) -> Schedule:
@@ -124,10 +126,27 @@ def test_the_last_reductions_have_updates_beside_them() -> None:
     assert left(0.9, 0.0) == set()  # nobody knows what they take
 
 
+def test_the_last_gathers_have_updates_beside_them() -> None:
+    """Block 0 is reduced, updated and gathered behind the last call; the others are updated behind it, or before."""
+
+    def left(gather: float, update: float) -> set[int]:
+        costs = costs_of(gather=gather, reduction=0.0, update=update)
+        schedule = heads_of(made(costs=costs, passes=WITHOUT), [0], costs)
+        found = set(range(BLOCKS)) - early_updates(schedule)
+        behind = schedule.instructions[schedule.instructions.index(Regather(0)) :]
+        assert found - {0} <= {i.bucket for i in behind if isinstance(i, Update)}
+        return found
+
+    assert left(0.9, 1.0) == {1}
+    assert left(0.4, 1.0) == set()  # more than half of it would come behind
+    assert left(0.9, 0.5) == {1, 2}
+    assert left(0.9, 0.3) == {1, 2, 3}
+
+
 @pytest.mark.parametrize("reduction", [0.5, 0.9, 2.5, 4.0])
 @pytest.mark.parametrize("update", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("passes", [WITHOUT, PASSES])
-def test_what_is_left_is_updated_in_front_of_a_reduction_that_is_waited_for(
+def test_what_is_left_is_updated_beside_a_collective_that_is_waited_for(
     reduction: float, update: float, passes: Any
 ) -> None:
     costs = costs_of(reduction=reduction, update=update)
@@ -142,4 +161,5 @@ def test_what_is_left_is_updated_in_front_of_a_reduction_that_is_waited_for(
         if isinstance(i, Update) and i.bucket not in early and settles[i.bucket] < last_event
     ]
     last_settle = max(settles.values())
-    assert all(last_event < n < last_settle for n, _ in left)
+    last_gather = max((n for n, i in enumerate(instructions) if isinstance(i, Regather)), default=len(instructions))
+    assert all(last_event < n and (n < last_settle or n > last_gather) for n, _ in left)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zeroweave.schedule import Schedule, Update
+from dataclasses import replace
+
+from zeroweave.schedule import Schedule, Update, compile_schedule
 from zeroweave.schedule.passes.heads import early
 
 COUNT = 2
@@ -10,9 +12,11 @@ COUNT = 2
 
 
 def forced(schedule: Schedule) -> Schedule:
-    """As `heads`, but never for time or memory, and behind all other passes."""
-    if schedule.costs is None or schedule.regathers or not schedule.facts.regather:
+    """As `heads`, but never for time or memory, behind all other passes, and in the place of what `heads` has done."""
+    facts = schedule.facts
+    if schedule.costs is None or not facts.regather:
         return schedule
+    without = compile_schedule(schedule.record, replace(facts, regather=False))
     updated = {i.bucket for i in schedule.instructions if isinstance(i, Update)}
     used = dict.fromkeys(b for event in schedule.record for b in getattr(event, "uses", ()) if b in updated)
-    return early(schedule, list(used)[:COUNT], schedule.costs)
+    return early(replace(without, facts=facts), list(used)[:COUNT], schedule.costs)

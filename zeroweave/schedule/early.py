@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import is_event, simulate
-from zeroweave.schedule.instructions import Reduce, Run, Settle, Unshard, Update, Wait
+from zeroweave.schedule.instructions import Reduce, Regather, Run, Settle, Unshard, Update, Wait
 
 
 def early_updates(schedule: Schedule) -> frozenset[int]:
     """The buckets to be updated behind their last ``Settle``: nothing gathers, uses or reduces them any more.
 
-    By measured costs, some are left for the end: as many as are updated in the time that the last reductions take.
+    By measured costs, some are left for the end: as many as are updated in the time that the last reductions take, and
+    the gathers behind the last updates.
     None where buckets are not updated one by one.
     """
     if not schedule.facts.update_by_bucket:
@@ -24,13 +25,14 @@ def early_updates(schedule: Schedule) -> frozenset[int]:
         touched += [(bucket, end) for bucket in call.uses]
     late = {bucket for bucket, index in touched if index > settled.get(bucket, index)}
     may = frozenset(settled) - late
-    return may - _beside_reductions(schedule, may)
+    return may - _beside_collectives(schedule, may)
 
 
-def _beside_reductions(schedule: Schedule, may: frozenset[int]) -> set[int]:
-    """Those that are updated while the end of the window waits for reductions. `may`: they could be updated before.
+def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
+    """Those that are updated while the end of the window waits for collectives. `may`: they could be updated before.
 
-    Each wait has the last updates in front of it for its time, as far as more than half of each lies in it.
+    Each wait for a reduction has the last updates in front of it for its time, and what is gathered anew the last ones
+    behind it, as far as more than half of each lies in it.
     """
     costs, instructions = schedule.costs, schedule.instructions
     if costs is None:
@@ -44,7 +46,20 @@ def _beside_reductions(schedule: Schedule, may: frozenset[int]) -> set[int]:
     end = 1 + max((index for index, i in enumerate(instructions) if is_event(i)), default=-1)
     now = max((span.stop for span in prediction.spans if span.lane == "compute" and span.index < end), default=0.0)
     settled = {i.bucket for i in instructions[:end] if isinstance(i, Settle)}
-    left, before = set[int](), list[int]()
+    gathered, sizes = 0.0, schedule.facts.sizes
+    left, before, behind = set[int](), list[int](), 0  # so many of `before` are in front of the last Regather
+
+    def leave(until: float, first: int = 0) -> float:
+        """Leaves the last of `before` for the time until then. Returns when they are over, or what time it is."""
+        passed = now
+        while len(before) > first and until > passed:
+            update = costs.update.get(before[-1], 0.0)
+            if not 0.0 < update < 2 * (until - passed):
+                break
+            left.add(before.pop())
+            passed += update
+        return passed
+
     for instruction in instructions[end:]:
         match instruction:
             case Update(bucket) if bucket in may and bucket in settled:
@@ -53,11 +68,9 @@ def _beside_reductions(schedule: Schedule, may: frozenset[int]) -> set[int]:
                 now += costs.update.get(bucket, 0.0)
             case Settle(bucket):
                 settled.discard(bucket)
-                while before and over[bucket] > now:
-                    update = costs.update.get(before[-1], 0.0)
-                    if not 0.0 < update < 2 * (over[bucket] - now):
-                        break
-                    left.add(before.pop())
-                    now += update
-                now = max(now, over[bucket])
+                now = max(leave(over[bucket]), over[bucket])
+            case Regather(bucket):
+                gathered = max(now, gathered) + costs.seconds("all_gather", bucket, sizes[bucket])
+                behind = len(before)
+    leave(gathered, behind)
     return left

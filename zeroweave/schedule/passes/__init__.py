@@ -23,8 +23,8 @@ from zeroweave.schedule.passes.stage import stage
 
 Pass: TypeAlias = Callable[[Schedule], Schedule]
 
-# offload in front of what fills the memory that it frees; insert once more after prefetch, which may carry a
-# bucket's Unshard up to its own Reshard.
-PASSES: Final[tuple[Pass, ...]] = (insert, offload, keep, heads, prefetch, insert, fuse, settle, free, stage)
+# offload in front of what fills the memory that it frees; heads in front of keep, which fills
+# all of it; insert once more after prefetch, which may carry a bucket's Unshard up to its own Reshard.
+PASSES: Final[tuple[Pass, ...]] = (insert, offload, heads, keep, prefetch, insert, fuse, settle, free, stage)
 
 __all__ = ["PASSES", "Pass", "free", "fuse", "heads", "insert", "keep", "offload", "prefetch", "settle", "stage"]

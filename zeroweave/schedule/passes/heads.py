@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Final
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import is_event, simulate
+from zeroweave.schedule.cost import Prediction, is_event, simulate
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import Instruction, Regather, Settle, Update
-from zeroweave.schedule.passes.keep import held
-from zeroweave.schedule.passes.prefetch import limit, prefetch
+from zeroweave.schedule.passes.keep import held, keep
+from zeroweave.schedule.passes.prefetch import prefetch
 from zeroweave.schedule.passes.room import predict, price
 
 _MOST: Final = 8
@@ -25,24 +25,31 @@ def heads(schedule: Schedule) -> Schedule:
     After:   Unshard 0 (stays) · Wait 0 · Run 0 · … · Settle 0 · Update 0 · Regather 0 · Settle 1 · Update 1
 
     They stay gathered from then on: where they lie is what graphs of steps know. So they take memory in the whole
-    step, and as many do as ``facts.memory`` has room for and the step is predicted to gain by. Only where ``keep`` is
-    "auto", by measured costs, and where each ``Update`` is over before what comes behind it.
+    step, and as many do as ``facts.memory`` has room for and the step is predicted to gain by. What takes no more than
+    the step takes without it has room: at stages 1 and 2 all is gathered for most of the step. The rest of the room is
+    for the pass ``keep``, whose buckets are compared with these. Only where ``facts.keep`` is "auto", by measured costs,
+    and where each ``Update`` is over before what comes behind it.
     """
     costs, facts = schedule.costs, schedule.facts
     if costs is None or facts.keep != "auto" or not facts.regather:
         return schedule
-    most, best = limit(schedule, costs), schedule
-    cheapest = price(predict(prefetch(schedule), costs))
+    best, before = schedule, _foreseen(schedule, costs)
+    most, cheapest = max(facts.memory or 0, before.peak), price(before)
     chosen: list[int] = []
     for bucket in _first(schedule):
         choice = early(schedule, [*chosen, bucket], costs)
-        prediction = predict(prefetch(choice), costs)
+        prediction = _foreseen(choice, costs)
         if prediction.peak > most:  # a smaller one may have room
             continue
         chosen.append(bucket)
         if price(prediction) < cheapest:
             best, cheapest = choice, price(prediction)
     return best
+
+
+def _foreseen(schedule: Schedule, costs: Costs) -> Prediction:
+    """With what the passes behind this one do."""
+    return predict(prefetch(keep(schedule)), costs)
 
 
 def _first(schedule: Schedule) -> list[int]:
