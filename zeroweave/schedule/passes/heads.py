@@ -26,9 +26,9 @@ def heads(schedule: Schedule) -> Schedule:
 
     They stay gathered from then on: where they lie is what graphs of steps know. So they take memory in the whole
     step, and as many do as ``facts.memory`` has room for and the step is predicted to gain by. What takes no more than
-    the step takes without it has room: at stages 1 and 2 all is gathered for most of the step. The rest of the room is
-    for the pass ``keep``, whose buckets are compared with these. Only where ``facts.keep`` is "auto", by measured costs,
-    and where each ``Update`` is over before what comes behind it.
+    the step takes without it has room: at stages 1 and 2 all is gathered for most of the step. What room is left is for
+    the pass ``keep``, and both are compared with what that does alone. Only where ``facts.keep`` is "auto", by measured
+    costs, and where each ``Update`` is over before what comes behind it.
     """
     costs, facts = schedule.costs, schedule.facts
     if costs is None or facts.keep != "auto" or not facts.regather:
