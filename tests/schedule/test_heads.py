@@ -214,3 +214,14 @@ def test_updates_keep_their_order_otherwise() -> None:
         for each in (schedule, without)
     )
     assert order == before and all(a != b for a, b in pairwise(order))
+
+
+def test_what_copy_engines_gathered_takes_longer_by_kernel() -> None:
+    """As long as its reduction; where kernels gathered it before, its time is known."""
+    costs = costs_of(gather=0.5, reduction=0.9)
+    for placed, seconds in ((frozenset(range(BLOCKS)), 0.9), (frozenset[int](), 0.5)):
+        schedule = made(costs=costs, placed=placed)
+        index = schedule.instructions.index(Regather(0))
+        (span,) = (span for span in simulate(schedule, costs).spans if span.index == index)
+        assert span.stop - span.start == pytest.approx(seconds)
+        assert schedule.collective_seconds(schedule.instructions.index(Unshard(1)), costs) == 0.5

@@ -172,7 +172,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     """
     _check(schedule, costs)
     copies, held = _Copies(costs), held_by_reductions(schedule, costs.held)
-    flats, away, sizes = flats_of(schedule), away_of(schedule, costs.moves), schedule.facts.sizes
+    flats, away = flats_of(schedule), away_of(schedule, costs.moves)
     now = copied = 0.0  # of the compute lane; seconds of gathers by copy engine
     free = {False: 0.0, True: 0.0}  # of the lanes of collectives: by kernel, by copy engine
     event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
@@ -193,7 +193,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         nonlocal copied
         copies = schedule.by_copy_engine(lane, bucket)
         start = max(now, free[copies])
-        over = start + max(0.0, costs.seconds(lane, bucket, sizes[bucket]) - (0.0 if copies else spared))
+        over = start + max(0.0, schedule.collective_seconds(index, costs) - (0.0 if copies else spared))
         copied += (over - start) * copies
         spans.append(Span(lane, index, start, over))
         free[copies] = over

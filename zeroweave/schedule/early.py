@@ -46,8 +46,8 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
     end = 1 + max((index for index, i in enumerate(instructions) if is_event(i)), default=-1)
     now = max((span.stop for span in prediction.spans if span.lane == "compute" and span.index < end), default=0.0)
     settled = {i.bucket for i in instructions[:end] if isinstance(i, Settle)}
-    gathered, sizes = 0.0, schedule.facts.sizes
-    left, before, behind = set[int](), list[int](), 0  # so many of `before` are in front of the last Regather
+    gathered, behind = 0.0, 0  # so many of `before` are in front of the last Regather
+    left, before = set[int](), list[int]()
 
     def leave(until: float, first: int = 0) -> float:
         """Leaves the last of `before` for the time until then. Returns when they are over, or what time it is."""
@@ -60,7 +60,7 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
             passed += update
         return passed
 
-    for instruction in instructions[end:]:
+    for index, instruction in enumerate(instructions[end:], end):
         match instruction:
             case Update(bucket) if bucket in may and bucket in settled:
                 before.append(bucket)
@@ -69,8 +69,8 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
             case Settle(bucket):
                 settled.discard(bucket)
                 now = max(leave(over[bucket]), over[bucket])
-            case Regather(bucket):
-                gathered = max(now, gathered) + costs.seconds("all_gather", bucket, sizes[bucket])
+            case Regather():
+                gathered = max(now, gathered) + schedule.collective_seconds(index, costs)
                 behind = len(before)
     leave(gathered, behind)
     return left

@@ -69,16 +69,15 @@ class Graph:
 
     def _seconds(self, costs: Costs) -> Iterator[tuple[float, float | None]]:
         """Seconds of the compute stream for each instruction, and of the collective that it starts, if any."""
-        sizes = self.schedule.facts.sizes
         event = -1
         for index, instruction in enumerate(self.schedule.instructions):
             event += is_event(instruction)
             compute, send = costs.compute[event] if is_event(instruction) else 0.0, None
             match instruction:
-                case Unshard(b) | Regather(b) if index in self.schedule.gathers or isinstance(instruction, Regather):
-                    send = costs.seconds("all_gather", b, sizes[b])
-                case Reduce(b):
-                    send = costs.seconds("reduce_scatter", b, sizes[b])
+                case Unshard() if index not in self.schedule.gathers:
+                    pass
+                case Unshard() | Regather() | Reduce():
+                    send = self.schedule.collective_seconds(index, costs)
                 case Update(b):
                     compute = costs.update.get(b, 0.0)
             yield compute, send
