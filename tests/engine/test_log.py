@@ -336,7 +336,8 @@ def test_a_log_that_cannot_be_written_any_more_ends_no_run(tmp_path: Path, monke
     assert [each["step"] for each in lines(tmp_path, "figures")] == [1, 2]
 
 
-# ---------------------------------------------------------------------- libraries
+# ------------------------------------- libraries, which come with `make matrix`
+@pytest.mark.matrix
 def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -349,6 +350,7 @@ def test_tensorboard_has_the_curves(tmp_path: Path) -> None:
     assert any("schedule" in tag for tag in found.Tags()["tensors"])
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("own", [True, False], ids=["own", "theirs"])
 def test_weights_and_biases_has_the_curves(own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
@@ -365,6 +367,7 @@ def test_weights_and_biases_has_the_curves(own: bool, tmp_path: Path, monkeypatc
         run.finish()
 
 
+@pytest.mark.matrix
 def test_mlflow_has_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # the smaller mlflow-skinny has no database

@@ -20,6 +20,8 @@ from lightning.fabric.plugins import Precision
 from zeroweave.integrations.lightning import ZeroweaveFabricStrategy, ZeroweaveStrategy
 from zeroweave.integrations.lightning_beside import precision_of
 
+pytestmark = pytest.mark.matrix  # the library comes with `make matrix`
+
 BOTH = pytest.mark.parametrize("made", [ZeroweaveFabricStrategy, ZeroweaveStrategy])
 
 

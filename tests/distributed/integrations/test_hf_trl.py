@@ -21,6 +21,8 @@ from tests.distributed.integrations.trainers import apart, config, launched, sai
 from tests.support.harness import Pools
 from zeroweave.integrations import hf
 
+pytestmark = pytest.mark.matrix  # the library comes with `make matrix`
+
 
 class Sharded(hf.Trainer, SFTTrainer):
     pass

@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader
 
 from tests.distributed.integrations import lightnings as runs
 
+pytestmark = pytest.mark.matrix  # the library comes with `make matrix`
+
 
 def run(kind: str, strategy: Any, folder: Path, **more: Any) -> dict[str, Any]:
     if kind == "fabric":
