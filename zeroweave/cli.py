@@ -103,7 +103,7 @@ def run(
 
 SCRIPT: dict[str, Any] = {"ignore_unknown_options": True}
 Source = Annotated[
-    Path, typer.Argument(metavar="SCRIPT", exists=True, dir_okay=False, help="or a saved schedule, *.json")
+    Path, typer.Argument(metavar="SCRIPT", exists=True, help="or a saved schedule, *.json, or a folder of a run's")
 ]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="of the script", show_default=False)]
 Rank = Annotated[int, typer.Option(metavar="N", min=0, help="whose measured step")]
@@ -112,11 +112,22 @@ Steps = Annotated[int, typer.Option(metavar="N", min=2, help="optimizer steps af
 
 
 def _courses(source: Path, arguments: list[str] | None, rank: int, ranks: int, steps: int) -> Courses:
-    """What is known of a saved schedule, or of a script that is run for it; ends the command where nothing is."""
+    """What is known of a saved schedule, or of a script that is run for it; ends the command where nothing is.
+
+    A folder stands for what this rank has written there.
+    """
+    from zeroweave.engine.samples import FOLDER
     from zeroweave.errors import ScheduleError
     from zeroweave.report.course import Courses
     from zeroweave.report.schedule import of_script
 
+    asked = f"a run writes rank{rank}.json with {FOLDER}={{folder}} in its environment"
+    if source.suffix == ".jsonl":
+        raise typer.BadParameter(f"{source} is a log, which has no schedule: {asked.format(folder=source.parent)}")
+    if source.is_dir():
+        folder, source = source, source / f"rank{rank}.json"
+        if not source.is_file():
+            raise typer.BadParameter(f"{folder} has no {source.name}: {asked.format(folder=folder)}")
     saved = source.suffix == ".json"
     if saved and arguments:
         raise typer.BadParameter(f"a saved schedule takes no arguments: {' '.join(arguments)}")

@@ -166,7 +166,30 @@ def test_a_rank_that_is_not_there(script: Path) -> None:
 def test_an_engine_is_asked_by_the_environment(tmp_path: Path) -> None:
     assert Samples.asked_for(None, None, None, None, {}) is None  # type: ignore[arg-type]
     assert FOLDER not in os.environ and STEPS not in os.environ
-    with pytest.raises(EngineError, match=f"{FOLDER} must name a folder"):
-        Samples.asked_for(None, None, None, None, {FOLDER: str(tmp_path / "nowhere")})  # type: ignore[arg-type]
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=f"{FOLDER} must name a folder; .*file/in': Not a directory"):
+        Samples.asked_for(None, None, None, None, {FOLDER: str(tmp_path / "file/in")})  # type: ignore[arg-type]
     with pytest.raises(EngineError, match=f"{STEPS} must be a whole number, not 'many'"):
         Samples.asked_for(None, None, None, None, {FOLDER: str(tmp_path), STEPS: "many"})  # type: ignore[arg-type]
+
+
+def test_a_folder_stands_for_what_a_rank_has_written_there(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "not/there/yet"
+    monkeypatch.setenv(FOLDER, str(folder))
+    monkeypatch.setenv(STEPS, "3")
+    run = zeroweave("run", "--nproc", 2, script)
+    assert run.returncode == 0, run.stderr
+    for rank in range(2):
+        shown = [invoke(path, "--rank", rank) for path in (folder, folder / f"rank{rank}.json")]
+        assert shown[0].exit_code == 0 and shown[0].output == shown[1].output
+    none = invoke(folder, "--rank", 2)
+    assert none.exit_code == 2 and "hasnorank2.json:arunwritesrank2.jsonwith" in without_breaks(none.output)
+
+
+def test_a_log_is_not_run_as_a_script(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("{}\n")
+    done = invoke(log)
+    assert done.exit_code == 2 and "isalog,whichhasnoschedule" in without_breaks(done.output)

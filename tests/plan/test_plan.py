@@ -192,9 +192,9 @@ def test_a_table_and_a_picture_show_every_row() -> None:
     plans = Plans(rows, (advise(rows, 2, 500),), {"head": "it <breaks>"}, room=500)
     text = "\n".join(lines(plans))
     assert "stage 3, auto" in text and "1.00 !" in text and "head runs eagerly: it <breaks>" in text
-    assert "host" not in text
-    away = "\n".join(lines(replace(plans, rows=(replace(ROW, host=3 << 30),))))
-    assert "host" in away and "3.00" in away
+    assert "host" not in text and "each rank in GiB" in text
+    away = "\n".join(lines(replace(plans, rows=(replace(ROW, host=3 << 20),))))
+    assert "host" in away and "3.00" in away and "each rank in MiB" in away
     drawn = ElementTree.fromstring(picture(plans))
     labels = [each.text or "" for each in drawn.iter() if each.tag.endswith("text")]
     assert sum("ranks, stage" in label for label in labels) == 2

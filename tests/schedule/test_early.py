@@ -129,18 +129,28 @@ def test_the_last_reductions_have_updates_beside_them() -> None:
 def test_the_last_gathers_have_updates_beside_them() -> None:
     """Block 0 is reduced, updated and gathered behind the last call; the others are updated behind it, or before."""
 
-    def left(gather: float, update: float) -> set[int]:
-        costs = costs_of(gather=gather, reduction=0.0, update=update)
-        schedule = heads_of(made(costs=costs, passes=WITHOUT), [0], costs)
+    def left(gather: float, update: float, reduction: float = 0.0, placed: bool = False) -> set[int]:
+        costs = costs_of(gather, reduction, update)
+        places = frozenset(range(BLOCKS) if placed else ())
+        schedule = heads_of(made(costs=costs, passes=WITHOUT, placed=places), [0], costs)
         found = set(range(BLOCKS)) - early_updates(schedule)
         behind = schedule.instructions[schedule.instructions.index(Regather(0)) :]
-        assert found - {0} <= {i.bucket for i in behind if isinstance(i, Update)}
+        assert reduction or found - {0} <= {i.bucket for i in behind if isinstance(i, Update)}
         return found
 
     assert left(0.9, 1.0) == {1}
     assert left(0.4, 1.0) == set()  # more than half of it would come behind
     assert left(0.9, 0.5) == {1, 2}
     assert left(0.9, 0.3) == {1, 2, 3}
+    # by kernel, where it was measured by copy engine
+    assert left(0.0, 0.3, reduction=0.9, placed=True) > left(0.0, 0.3, reduction=0.9)
+
+
+def test_a_gather_waits_for_the_lane() -> None:
+    """The last reduction is over behind the head's update, and its gather runs behind that."""
+    costs = replace(costs_of(3.0, 1.0, 1.0), update={**costs_of().update, 0: 0.05})
+    schedule = heads_of(made(costs=costs, passes=WITHOUT), [1], costs)
+    assert early_updates(schedule) == {0, 1}
 
 
 @pytest.mark.parametrize("reduction", [0.5, 0.9, 2.5, 4.0])

@@ -14,6 +14,7 @@ from tests.schedule.measured import as_predicted
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
     PASSES,
+    Costs,
     Reduce,
     Regather,
     Reshard,
@@ -75,20 +76,37 @@ def test_where_it_does_not_apply_nothing_changes(more: dict[str, Any]) -> None:
     assert made(**more).instructions == made(passes=WITHOUT, **more).instructions
 
 
-@pytest.mark.parametrize("memory", [300, 500, 800, None])
-@pytest.mark.parametrize("gather", [0.2, 1.0, 3.0])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_memory_is_kept_to_and_no_step_is_predicted_to_take_longer(
-    memory: int | None, gather: float, stage: int
-) -> None:
-    costs = costs_of(gather)
-    more = {"memory": memory if stage == 3 or memory is None else memory + SIZE * BLOCKS, "costs": costs}
-    without, schedule = (made(stage, passes=passes, **more) for passes in (WITHOUT, PASSES))
+def peaked(costs: Costs, event: int, nbytes: int) -> Costs:
+    """With activations of so many bytes at that event, and none else."""
+    return replace(costs, activations=tuple(nbytes * (n == event) for n in range(len(costs.activations))))
+
+
+def compared(stage: int, costs: Costs, memory: int, **more: Any) -> Schedule:
+    """With heads; no dearer than without, and within the memory if that is."""
+    without, schedule = (made(stage, passes=passes, memory=memory, costs=costs, **more) for passes in (WITHOUT, PASSES))
     one, other = simulate(schedule, costs), simulate(without, costs)
     assert price(one) <= price(other)
-    if memory is not None:
-        assert one.peak <= max(more["memory"], other.peak)
+    assert one.peak <= max(memory, other.peak)
     assert len(schedule.places) == 0 and schedule.stays == set(schedule.regathers)
+    return schedule
+
+
+@pytest.mark.parametrize("memory", [300, 500, 800, 1000])
+@pytest.mark.parametrize("gather", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_memory_is_kept_to_and_no_step_is_predicted_to_take_longer(memory: int, gather: float, stage: int) -> None:
+    compared(stage, costs_of(gather), memory if stage == 3 else memory + SIZE * BLOCKS)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, "auto"])
+def test_so_it_is_with_all_that_other_passes_do(prefetch: int | str, fuse: bool) -> None:
+    """Activations at one event leave room for less; heads are foreseen with what comes behind them."""
+    found = [
+        compared(3, peaked(costs_of(gather, 0.3, 0.3), event, nbytes), memory, prefetch=prefetch, fuse=fuse)
+        for gather, event, nbytes, memory in ((1.6, 10, 100, 300), (1.6, 24, 100, 600), (2.5, 8, 300, 900))
+    ]
+    assert any(schedule.regathers for schedule in found) or prefetch != "auto"
 
 
 @pytest.mark.parametrize("gather", [0.5, 1.0])
@@ -98,14 +116,6 @@ def test_reductions_are_expected_as_they_are_with_gathers_ahead(gather: float) -
     schedule = made(costs=costs)
     assert schedule.regathers == (0,)
     assert simulate(schedule, costs).seconds == pytest.approx(32.8)
-
-
-def test_what_is_gathered_all_the_time_needs_no_budget() -> None:
-    """At stage 2, where nobody knows how much is free."""
-    without, schedule = (made(2, memory=None, passes=passes) for passes in (WITHOUT, PASSES))
-    assert 0 in schedule.regathers
-    one, other = simulate(schedule, costs_of()), simulate(without, costs_of())
-    assert one.seconds < other.seconds and one.peak == other.peak
 
 
 def test_heads_come_before_what_fills_the_memory() -> None:
@@ -121,8 +131,7 @@ def test_heads_come_before_what_fills_the_memory() -> None:
 
 def test_one_that_has_no_room_keeps_no_smaller_one_away() -> None:
     sizes, costs = {0: 100 * SIZE}, costs_of()
-    turn = len(costs.activations) // 4  # of the first of two micro-steps
-    costs = replace(costs, activations=tuple(300 * SIZE * (n == turn) for n in range(len(costs.activations))))
+    costs = peaked(costs, len(costs.activations) // 4, 300 * SIZE)  # in the first of two micro-steps
     room = 308 * SIZE
     schedule = made(sizes=sizes, costs=costs, memory=room)
     assert schedule.regathers and 0 not in schedule.regathers
@@ -224,4 +233,15 @@ def test_what_copy_engines_gathered_takes_longer_by_kernel() -> None:
         index = schedule.instructions.index(Regather(0))
         (span,) = (span for span in simulate(schedule, costs).spans if span.index == index)
         assert span.stop - span.start == pytest.approx(seconds)
+        longest, _ = dependencies(schedule).critical_path(replace(costs, reductions={**costs.reductions, 0: 100.0}))
+        assert (longest > 300) == bool(placed)  # two reductions, and then the gather
         assert schedule.collective_seconds(schedule.instructions.index(Unshard(1)), costs) == 0.5
+
+
+def test_what_a_kernel_took_is_not_taken_for_a_copy_engines_time() -> None:
+    """In a schedule that gathers nothing anew, the bucket is gathered by copy engine again."""
+    costs = costs_of(gather=0.5, reduction=0.9)
+    schedule = made(costs=costs, placed=frozenset(range(BLOCKS)))
+    found = costs_of_steps([as_predicted(schedule).step])
+    assert schedule.regathers and not found.gathers.keys() & set(schedule.regathers)
+    assert found.gathers == {bucket: pytest.approx(0.5) for bucket in range(BLOCKS) if bucket not in schedule.stays}

@@ -124,15 +124,17 @@ class Samples:
         stats: Callable[[], Stats],
         environment: Mapping[str, str] = os.environ,
     ) -> Samples | None:
-        """None where nobody asks. EngineError for a folder that does not exist, or steps that are no number.
+        """None where nobody asks. EngineError for a folder that cannot be made, or steps that are no number.
 
         `stats` reads the engine's.
         """
         folder, last = environment.get(FOLDER), environment.get(STEPS)
         if not folder:
             return None
-        if not Path(folder).is_dir():
-            raise EngineError(f"{FOLDER} must name a folder, and {folder!r} is none")
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EngineError(f"{FOLDER} must name a folder; {folder!r}: {error.strerror}") from None
         if last is not None and not last.isdecimal():
             raise EngineError(f"{STEPS} must be a whole number, not {last!r}")
         path = Path(folder) / f"rank{parts.control.rank}.json"

@@ -102,7 +102,7 @@ class ScheduleSettings:
         return replace(
             base,
             prefetch=self.prefetch,
-            keep=self._kept(base),
+            keep=self._kept(base, memory),
             fuse=self.fuse,
             depth=self.depth,
             stage=self.stage,
@@ -128,10 +128,10 @@ class ScheduleSettings:
                 return most - costs.beside
         return None
 
-    def _kept(self, base: Facts) -> frozenset[int] | Literal["auto"]:
+    def _kept(self, base: Facts, memory: int | None) -> frozenset[int] | Literal["auto"]:
         match self.keep:
             case "auto":
-                return "auto"
+                return "auto" if memory is not None else frozenset()
             case "none":
                 return frozenset()
             case "all":

@@ -106,7 +106,7 @@ def adamw(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _schedules(rank: Measured, stage: int, room: int) -> Iterator[tuple[str, Planned]]:
-    yield "prefetch 1", rank.plan(prefetch=1)
+    yield "prefetch 1", rank.plan(prefetch=1, keep="none")
     yield "auto", rank.plan()
     if stage == 3:
         yield "keep auto", rank.plan(keep="auto", memory_budget=room)

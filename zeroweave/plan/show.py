@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from zeroweave.plan.plan import Plans, Row
 from zeroweave.report.tables import table
 
-_GIB: Final = 2**30
+_GIB, _MIB = 2**30, 2**20
 _HEAD: Final = (
     "schedule",
     "ranks",
@@ -18,7 +18,7 @@ _HEAD: Final = (
     "gradients",
     "activations",
     "flats",
-    "peak GiB",
+    "peak",
     "host",
     "step s",
     "exposed s",
@@ -28,25 +28,27 @@ _WIDTH, _BAR, _LEFT = 620, 22, 210
 
 
 def lines(plans: Plans) -> Iterator[str]:
-    """A table, in GiB and seconds, and what to take. Host memory is a column where something lies there."""
-    cells = [_HEAD, *map(_cells, plans.rows)]
+    """A table, with its unit of memory, and what to take. Host memory is a column where something lies there."""
+    unit, name = (_GIB, "GiB") if max(row.peak for row in plans.rows) >= _GIB else (_MIB, "MiB")
+    cells = [_HEAD, *(_cells(row, unit) for row in plans.rows)]
     if not any(row.host for row in plans.rows):
         at = _HEAD.index("host")
         cells = [(*row[:at], *row[at + 1 :]) for row in cells]
+    yield f"memory of each rank in {name}"
     yield from table(cells[0], cells[1:])
     yield ""
     for advice in plans.advice:
         what = f"take {advice.take.name}" if advice.take is not None else "nothing fits"
         yield f"{advice.world} ranks: {what}: {advice.reason}"
-    for name, reason in plans.eager.items():
-        yield f"{name or 'the model'} runs eagerly: {reason}"
+    for module, reason in plans.eager.items():
+        yield f"{module or 'the model'} runs eagerly: {reason}"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row, unit: int) -> tuple[str, ...]:
     sizes = (row.parameters, row.optimizer, row.gradients, row.activations, row.flats)
-    peak = f"{row.peak / _GIB:.2f}{'' if row.fits else ' !'}"
-    host, times = f"{row.host / _GIB:.2f}", (f"{row.seconds:.4f}", f"{row.exposed:.4f}")
-    return row.name, str(row.world), *(f"{s / _GIB:.2f}" for s in sizes), peak, host, *times
+    peak = f"{row.peak / unit:.2f}{'' if row.fits else ' !'}"
+    host, times = f"{row.host / unit:.2f}", (f"{row.seconds:.4f}", f"{row.exposed:.4f}")
+    return row.name, str(row.world), *(f"{s / unit:.2f}" for s in sizes), peak, host, *times
 
 
 def picture(plans: Plans) -> str:

@@ -46,7 +46,8 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
     end = 1 + max((index for index, i in enumerate(instructions) if is_event(i)), default=-1)
     now = max((span.stop for span in prediction.spans if span.lane == "compute" and span.index < end), default=0.0)
     settled = {i.bucket for i in instructions[:end] if isinstance(i, Settle)}
-    gathered, behind = 0.0, 0  # so many of `before` are in front of the last Regather
+    gathered = max(over.values(), default=0.0)  # the lane of collectives
+    behind = 0  # so many of `before` are in front of the last Regather
     left, before = set[int](), list[int]()
 
     def leave(until: float, first: int = 0) -> float:
@@ -69,8 +70,10 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
             case Settle(bucket):
                 settled.discard(bucket)
                 now = max(leave(over[bucket]), over[bucket])
+                behind = min(behind, len(before))
             case Regather():
                 gathered = max(now, gathered) + schedule.collective_seconds(index, costs)
                 behind = len(before)
-    leave(gathered, behind)
+    if schedule.regathers:
+        leave(gathered, behind)
     return left

@@ -10,12 +10,16 @@ from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import Prediction, is_event, simulate
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import Instruction, Regather, Settle, Update
+from zeroweave.schedule.passes.fuse import fuse
+from zeroweave.schedule.passes.insert import insert
 from zeroweave.schedule.passes.keep import held, keep
 from zeroweave.schedule.passes.prefetch import prefetch
 from zeroweave.schedule.passes.room import predict, price
 
 _MOST: Final = 8
 """Buckets that are looked at: what comes later in the step is gathered under what comes before."""
+_IN_VAIN: Final = 2
+"""So many in a row gain nothing, and no more are looked at: each look takes what all passes take."""
 
 
 def heads(schedule: Schedule) -> Schedule:
@@ -25,31 +29,33 @@ def heads(schedule: Schedule) -> Schedule:
     After:   Unshard 0 (stays) · Wait 0 · Run 0 · … · Settle 0 · Update 0 · Regather 0 · Settle 1 · Update 1
 
     They stay gathered from then on: where they lie is what graphs of steps know. So they take memory in the whole
-    step, and as many do as ``facts.memory`` has room for and the step is predicted to gain by. What takes no more than
-    the step takes without it has room: at stages 1 and 2 all is gathered for most of the step. What room is left is for
+    step, and as many do as ``facts.memory`` has room for and the step is predicted to gain by. What room is left is for
     the pass ``keep``, and both are compared with what that does alone. Only where ``facts.keep`` is "auto", by measured
     costs, and where each ``Update`` is over before what comes behind it.
     """
-    costs, facts = schedule.costs, schedule.facts
-    if costs is None or facts.keep != "auto" or not facts.regather:
+    costs, facts, most = schedule.costs, schedule.facts, schedule.facts.memory
+    if costs is None or most is None or facts.keep != "auto" or not facts.regather:
         return schedule
-    best, before = schedule, _foreseen(schedule, costs)
-    most, cheapest = max(facts.memory or 0, before.peak), price(before)
+    best, cheapest = schedule, price(_foreseen(schedule, costs))
     chosen: list[int] = []
+    in_vain = 0
     for bucket in _first(schedule):
         choice = early(schedule, [*chosen, bucket], costs)
         prediction = _foreseen(choice, costs)
         if prediction.peak > most:  # a smaller one may have room
             continue
         chosen.append(bucket)
+        in_vain += 1
         if price(prediction) < cheapest:
-            best, cheapest = choice, price(prediction)
+            best, cheapest, in_vain = choice, price(prediction), 0
+        if in_vain == _IN_VAIN:
+            break
     return best
 
 
 def _foreseen(schedule: Schedule, costs: Costs) -> Prediction:
-    """With what the passes behind this one do."""
-    return predict(prefetch(keep(schedule)), costs)
+    """With what the passes behind this one do that gather."""
+    return predict(fuse(insert(prefetch(keep(schedule)))), costs)
 
 
 def _first(schedule: Schedule) -> list[int]:

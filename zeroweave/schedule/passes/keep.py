@@ -8,7 +8,7 @@ from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import Reshard, Unshard, Wait
-from zeroweave.schedule.passes.prefetch import prefetch
+from zeroweave.schedule.passes.prefetch import limit, prefetch
 from zeroweave.schedule.passes.room import Events, predict, price
 
 
@@ -26,15 +26,14 @@ def keep(schedule: Schedule) -> Schedule:
 
     "auto" fills the memory that ``facts.memory`` and prefetch leave, first with the buckets whose gathers expose most
     time per byte, then with those that save most time of the collectives' lane per byte and are needed again soonest;
-    without measured costs or a budget it keeps none. What has no room for all windows may have it inside of one.
+    without measured costs it keeps none. What has no room for all windows may have it inside of one.
     """
     wanted, costs = schedule.facts.keep, schedule.costs
     if wanted != "auto":
         return held(schedule, wanted, wanted)
-    most = schedule.facts.memory
-    if costs is None or most is None:
+    if costs is None:
         return schedule
-    ahead = prefetch(schedule)
+    most, ahead = limit(schedule, costs), prefetch(schedule)
     chosen = _choose(ahead, costs, most)
     while chosen:
         kept = held(schedule, chosen, [bucket for bucket, stays in chosen.items() if stays])
