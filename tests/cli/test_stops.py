@@ -218,6 +218,33 @@ def test_a_stopped_job_has_an_exit_code_and_leaves_nothing(kind: str, code: int,
     assert found == code and said in error, error
 
 
+@daily("what", ["on"], ["saving"])
+def test_ranks_end_with_a_launcher_that_is_killed(what: str, tmp_path: Path) -> None:
+    job = Job(tmp_path, nodes("one"), what, 3)
+    job.wait_until_there()
+    (launcher,) = job.launchers
+    launcher.kill()
+    ((code, error),) = job.ends()  # its output ends with the last rank
+    assert code == -signal.SIGKILL
+    assert (what == "saving") == ("SIGTERM: saved as" in error), error
+
+
+@pytest.mark.matrix
+def test_ranks_go_on_under_a_launcher_that_stands_still(tmp_path: Path) -> None:
+    job = Job(tmp_path, nodes("one"), "saving", 3)
+    job.wait_until_there()
+    (launcher,) = job.launchers
+    launcher.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    assert not any(is_gone(rank["process"]) for rank in job.ranks())
+    launcher.send_signal(signal.SIGCONT)
+    time.sleep(1)
+    assert not any(is_gone(rank["process"]) for rank in job.ranks())
+    launcher.send_signal(signal.SIGTERM)
+    ((code, error),) = job.ends()
+    assert code == 143 and "SIGTERM: saved as" in error, error
+
+
 @pytest.mark.matrix
 def test_a_launcher_passes_signals_on_and_saves_before_it_ends(tmp_path: Path) -> None:
     job = Job(tmp_path, nodes("one"), "saving", 3)

@@ -1,6 +1,6 @@
 """Start a script on several ranks, as torchrun does, with what its users otherwise learn the hard way.
 
-`launch` takes torchrun's own arguments and differs from it in seven things:
+`launch` takes torchrun's own arguments and differs from it in eight things:
 
 * restarts get a TCPStore of their own (`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`); without it gloo recovers from
   `--max-restarts` only sometimes (with `--master-port` the runner gives them one);
@@ -9,6 +9,7 @@
 * `--nproc` and `-n` are short for `--nproc-per-node`;
 * Python scripts run under `zeroweave.report.runner`, which ends the process group on every way out;
 * SIGUSR1 is passed on to the ranks, instead of ending the launcher and leaving them behind;
+* ranks end with a launcher that was killed (on Linux, by SIGTERM), instead of training on without it;
 * when ranks fail, what is shown is the first one's reason: not the launcher's log of whom it ended, nor the warnings
   with which PyTorch's store and gloo tell of connections to processes that are gone (both return with
   TORCH_CPP_LOG_LEVEL=INFO).
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 RUNNER = "zeroweave.report.runner"
+LAUNCHER: Final = "ZEROWEAVE_LAUNCHER"
+"""The number of the launcher's process, in the environment of its ranks."""
 _LEFT: Final = re.compile(r"SystemExit: (\d+)$")
 """What the runner notes of `sys.exit(n)`."""
 
@@ -50,6 +53,7 @@ def launch(arguments: Sequence[str]) -> int:
 
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[LAUNCHER] = str(os.getpid())
     if os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":
         launcher = logging.getLogger("torch.distributed.elastic")
         launcher.propagate = False

@@ -8,25 +8,50 @@ failed one and hides a failed run's own exit code. So, when the script is over:
 * failed: the traceback is printed, without the lines of this runner, and the process leaves with its exit
   code by `os._exit` after all other exit handlers. Destroying the group here could wait for ever for a peer.
 
-Before the script, ranks that were started again get a store of their own (`own_store`).
+Before the script, ranks that were started again get a store of their own (`own_store`), and each has itself ended
+with its launcher (`end_with_launcher`).
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import os
 import runpy
+import signal
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
+from zeroweave.report.launch import LAUNCHER
+
 _START_SECONDS = 900
 """How long a rank waits for rank 0 when it was started again; a static rendezvous waits as long for a launcher."""
+
+
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def end_with_launcher(environment: Mapping[str, str]) -> None:
+    """Has Linux send SIGTERM to this process when its launcher's is gone, however that has ended.
+
+    A launcher that is killed, or runs out of memory, ends nobody. Its ranks would train on, and save beside those of a
+    job that was started again. Linux sends the signal when the thread has ended that has started this process: the
+    launcher's first one, which lasts as long as it does. A launcher that stands still ends nobody.
+    """
+    launcher = environment.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    try:
+        os.kill(int(launcher), 0)
+    except ProcessLookupError:  # it was gone before that
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def own_store(environment: MutableMapping[str, str]) -> dist.TCPStore | None:  # type: ignore[name-defined]
@@ -83,6 +108,7 @@ def main() -> int:
 
     atexit.register(leave)  # first, so that it acts after all other handlers
     try:
+        end_with_launcher(os.environ)
         opened = own_store(os.environ)
         record(run_script)(sys.argv[1:])
     except SystemExit as stop:

@@ -118,8 +118,8 @@ class Schedule:
     def collective_seconds(self, index: int, costs: Costs) -> float:
         """How long the collective takes that an ``Unshard``, a ``Reduce`` or a ``Regather`` starts, once it runs.
 
-        A Regather goes by kernel. Where copy engines gather its bucket else, their time says nothing of that: then it is
-        expected to take as long as the reduction, which goes by kernel and moves as many bytes, or more.
+        A Regather goes by kernel. Where copy engines gather its bucket else, their time says nothing of that. Then it
+        is expected to take as long as the reduction, which goes by kernel and moves as many bytes, or more.
         """
         instruction = self.instructions[index]
         assert isinstance(instruction, Unshard | Reduce | Regather)
