@@ -1,0 +1,33 @@
+"""Plans come as near to what two H200 did as plans are to come: `h200.json` has what was measured there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.plan import PEAK, STEP, parser, planned, spec_of
+from zeroweave.plan.calibration import Calibration
+from zeroweave.plan.hardware import GPUS, Hardware
+
+MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text())
+LLAMA = [row for row in MEASURED["rows"] if row["case"].startswith("llama") and row["stage"] == 3]
+"""of all rows the quickest to plan"""
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, marks=[] if row in LLAMA else pytest.mark.matrix, id=f"{row['case']}-z{row['stage']}")
+        for row in MEASURED["rows"]
+    ],
+)
+def test_peaks_and_times_are_near_what_was_measured(row: dict[str, Any]) -> None:
+    known, sheet = Calibration.read(json.dumps(MEASURED["calibration"])), GPUS["h200"]
+    plan = planned(
+        spec_of(row["case"], parser().parse_args([])), row["stage"], 2, Hardware(sheet, known.efficiency(sheet))
+    )
+    assert plan.peak / 2**30 == pytest.approx(row["peak_gib"], rel=PEAK)
+    assert plan.seconds == pytest.approx(row["step_s"], rel=STEP)
