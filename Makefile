@@ -34,7 +34,7 @@ demo: $(VENV)/.ready-run ## train a small language model under ZeRO on two proce
 test: $(VENV)/.ready-test ## the daily tests, within five minutes on two cores
 	$(VENV)/bin/python -m pytest -m "not matrix" -n 2 --dist loadfile $(ARGS)
 
-matrix: $(VENV)/.ready-matrix ## all other tests, hours, and what libraries they need; ARGS="--minutes 40 --shuffle SEED" runs a share of them
+matrix: $(VENV)/.ready-matrix ## all other tests, hours; ARGS="--minutes 40 --shuffle SEED" runs a share of them
 	$(VENV)/bin/python -m pytest -m matrix $(ARGS)
 
 test-oldest: $(if $(filter $(OLDEST_VENV)/%,$(OLDEST_PYTHON)),$(OLDEST_VENV)/.ready-test) ## a subset on the oldest PyTorch

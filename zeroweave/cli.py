@@ -121,13 +121,15 @@ def _courses(source: Path, arguments: list[str] | None, rank: int, ranks: int, s
     from zeroweave.report.course import Courses
     from zeroweave.report.schedule import of_script
 
-    asked = f"a run writes rank{rank}.json with {FOLDER}={{folder}} in its environment"
-    if source.suffix == ".jsonl":
-        raise typer.BadParameter(f"{source} is a log, which has no schedule: {asked.format(folder=source.parent)}")
+    is_log = source.suffix == ".jsonl"
+    folder = source.parent if is_log else source
+    asked = f"a run writes rank{rank}.json with {FOLDER}={folder} in its environment"
+    if is_log:
+        raise typer.BadParameter(f"{source} is a log, which has no schedule: {asked}")
     if source.is_dir():
-        folder, source = source, source / f"rank{rank}.json"
+        source = folder / f"rank{rank}.json"
         if not source.is_file():
-            raise typer.BadParameter(f"{folder} has no {source.name}: {asked.format(folder=folder)}")
+            raise typer.BadParameter(f"{folder} has no {source.name}: {asked}")
     saved = source.suffix == ".json"
     if saved and arguments:
         raise typer.BadParameter(f"a saved schedule takes no arguments: {' '.join(arguments)}")

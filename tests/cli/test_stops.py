@@ -218,11 +218,17 @@ def test_a_stopped_job_has_an_exit_code_and_leaves_nothing(kind: str, code: int,
     assert found == code and said in error, error
 
 
-@daily("what", ["on"], ["saving"])
-def test_ranks_end_with_a_launcher_that_is_killed(what: str, tmp_path: Path) -> None:
-    job = Job(tmp_path, nodes("one"), what, 3)
+def running(folder: Path, what: str) -> tuple[Job, subprocess.Popen[str]]:
+    """A job that has come to its third step, and its launcher."""
+    job = Job(folder, nodes("one"), what, 3)
     job.wait_until_there()
     (launcher,) = job.launchers
+    return job, launcher
+
+
+@daily("what", ["on"], ["saving"])
+def test_ranks_end_with_a_launcher_that_is_killed(what: str, tmp_path: Path) -> None:
+    job, launcher = running(tmp_path, what)
     launcher.kill()
     ((code, error),) = job.ends()  # its output ends with the last rank
     assert code == -signal.SIGKILL
@@ -231,9 +237,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(what: str, tmp_path: Path) -> 
 
 @pytest.mark.matrix
 def test_ranks_go_on_under_a_launcher_that_stands_still(tmp_path: Path) -> None:
-    job = Job(tmp_path, nodes("one"), "saving", 3)
-    job.wait_until_there()
-    (launcher,) = job.launchers
+    job, launcher = running(tmp_path, "saving")
     launcher.send_signal(signal.SIGSTOP)
     time.sleep(5)
     assert not any(is_gone(rank["process"]) for rank in job.ranks())
@@ -247,9 +251,7 @@ def test_ranks_go_on_under_a_launcher_that_stands_still(tmp_path: Path) -> None:
 
 @pytest.mark.matrix
 def test_a_launcher_passes_signals_on_and_saves_before_it_ends(tmp_path: Path) -> None:
-    job = Job(tmp_path, nodes("one"), "saving", 3)
-    job.wait_until_there()
-    (launcher,) = job.launchers
+    job, launcher = running(tmp_path, "saving")
     launcher.send_signal(signal.SIGUSR1)
     while not (tmp_path / "saved" / "latest").exists():
         assert launcher.poll() is None

@@ -30,6 +30,7 @@ from zeroweave.schedule import (
     verify,
 )
 from zeroweave.schedule import costs_of as costs_of_steps
+from zeroweave.schedule.cost import collective_seconds
 from zeroweave.schedule.passes.room import price
 
 
@@ -235,7 +236,7 @@ def test_what_copy_engines_gathered_takes_longer_by_kernel() -> None:
         assert span.stop - span.start == pytest.approx(seconds)
         longest, _ = dependencies(schedule).critical_path(replace(costs, reductions={**costs.reductions, 0: 100.0}))
         assert (longest > 300) == bool(placed)  # two reductions, and then the gather
-        assert schedule.collective_seconds(schedule.instructions.index(Unshard(1)), costs) == 0.5
+        assert collective_seconds(schedule, schedule.instructions.index(Unshard(1)), costs) == 0.5
 
 
 def test_what_a_kernel_took_is_not_taken_for_a_copy_engines_time() -> None:

@@ -65,8 +65,7 @@ def counted_operations(target: Any, args: Any, kwargs: Any, out: Any) -> int:
 
     if not isinstance(target, torch._ops.OpOverload):
         return 0
-    packet = target._overloadpacket
-    count = flop_registry.get(packet)
+    count = flop_registry.get(target._overloadpacket)
     if count is None and (name := operator_name(target)).endswith("_"):
         count = flop_registry.get(getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None))
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))

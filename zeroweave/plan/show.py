@@ -9,7 +9,8 @@ from xml.sax.saxutils import escape
 from zeroweave.plan.plan import Plans, Row
 from zeroweave.report.tables import table
 
-_GIB, _MIB = 2**30, 2**20
+_GIB: Final = 2**30
+_MIB: Final = 2**20
 _HEAD: Final = (
     "schedule",
     "ranks",

@@ -32,8 +32,6 @@ from zeroweave.report.launch import LAUNCHER
 
 _START_SECONDS = 900
 """How long a rank waits for rank 0 when it was started again; a static rendezvous waits as long for a launcher."""
-
-
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 

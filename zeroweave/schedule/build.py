@@ -115,19 +115,9 @@ class Schedule:
         """Does a collective run beside those by kernel? Not of what stays, which lies in ordinary memory."""
         return self.facts.by_copy_engine(kind, bucket) and bucket not in self.stays
 
-    def collective_seconds(self, index: int, costs: Costs) -> float:
-        """How long the collective takes that an ``Unshard``, a ``Reduce`` or a ``Regather`` starts, once it runs.
-
-        A Regather goes by kernel. Where copy engines gather its bucket else, their time says nothing of that. Then it
-        is expected to take as long as the reduction, which goes by kernel and moves as many bytes, or more.
-        """
-        instruction = self.instructions[index]
-        assert isinstance(instruction, Unshard | Reduce | Regather)
-        bucket, nbytes = instruction.bucket, self.facts.sizes[instruction.bucket]
-        by_kernel = isinstance(instruction, Regather) and self.facts.by_copy_engine("all_gather", bucket)
-        return costs.seconds(
-            "reduce_scatter" if isinstance(instruction, Reduce) or by_kernel else "all_gather", bucket, nbytes
-        )
+    def by_kernel_instead(self, kind: Kind, bucket: int) -> bool:
+        """Does it go by kernel here, while other schedules have copy engines for it?"""
+        return self.facts.by_copy_engine(kind, bucket) and not self.by_copy_engine(kind, bucket)
 
     @cached_property
     def _first_and_last_holds(self) -> tuple[frozenset[int], frozenset[int]]:

@@ -157,6 +157,19 @@ def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
     return most
 
 
+def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
+    """How long the collective takes that an ``Unshard``, a ``Reduce`` or a ``Regather`` starts, once it runs.
+
+    A Regather goes by kernel. Where copy engines gather its bucket else, their time says nothing of that. Then it is
+    expected to take as long as the reduction, which goes by kernel and moves as many bytes, or more.
+    """
+    instruction = schedule.instructions[index]
+    assert isinstance(instruction, Unshard | Reduce | Regather)
+    bucket = instruction.bucket
+    as_reduction = isinstance(instruction, Reduce) or schedule.by_kernel_instead("all_gather", bucket)
+    return costs.seconds("reduce_scatter" if as_reduction else "all_gather", bucket, schedule.facts.sizes[bucket])
+
+
 def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     """Plays a schedule on three lanes: the compute stream, the collectives in the order of their issue, and copies.
 
@@ -193,7 +206,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         nonlocal copied
         copies = schedule.by_copy_engine(lane, bucket)
         start = max(now, free[copies])
-        over = start + max(0.0, schedule.collective_seconds(index, costs) - (0.0 if copies else spared))
+        over = start + max(0.0, collective_seconds(schedule, index, costs) - (0.0 if copies else spared))
         copied += (over - start) * copies
         spans.append(Span(lane, index, start, over))
         free[copies] = over

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import is_event, simulate
+from zeroweave.schedule.cost import collective_seconds, is_event, simulate
 from zeroweave.schedule.instructions import Reduce, Regather, Run, Settle, Unshard, Update, Wait
 
 
@@ -72,7 +72,7 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
                 now = max(leave(over[bucket]), over[bucket])
                 behind = min(behind, len(before))
             case Regather():
-                gathered = max(now, gathered) + schedule.collective_seconds(index, costs)
+                gathered = max(now, gathered) + collective_seconds(schedule, index, costs)
                 behind = len(before)
     if schedule.regathers:
         leave(gathered, behind)

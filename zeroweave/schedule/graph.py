@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import is_event
+from zeroweave.schedule.cost import collective_seconds, is_event
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import Call, End, Reduce, Regather, Reshard, Run, Settle, Unshard, Update, Wait
 
@@ -77,7 +77,7 @@ class Graph:
                 case Unshard() if index not in self.schedule.gathers:
                     pass
                 case Unshard() | Regather() | Reduce():
-                    send = self.schedule.collective_seconds(index, costs)
+                    send = collective_seconds(self.schedule, index, costs)
                 case Update(b):
                     compute = costs.update.get(b, 0.0)
             yield compute, send

@@ -260,7 +260,7 @@ def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
             if isinstance(moment.instruction, Update):
                 updates.setdefault(moment.instruction.bucket, []).append(moment.stop - moment.start)
         for operation in step.operations:
-            if not _is_by_way_of_exception(step.schedule, operation):
+            if not step.schedule.by_kernel_instead(operation.kind, operation.bucket):
                 times[operation.kind].setdefault(operation.bucket, []).append(operation.seconds)
     sizes = steps[0].schedule.facts.sizes
     gathers, reduces = (
@@ -282,12 +282,6 @@ def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
     peak = max(moment.most for step in steps for moment in step.moments)
     filled = simulate(steps[0].schedule, costs).peak if peak else 0
     return replace(costs, filled=filled, beside=peak - filled)
-
-
-def _is_by_way_of_exception(schedule: Schedule, operation: Operation) -> bool:
-    """Was that by kernel, while other schedules gather the bucket by copy engine? See `Schedule.collective_seconds`."""
-    kind, bucket = operation.kind, operation.bucket
-    return schedule.facts.by_copy_engine(kind, bucket) and not schedule.by_copy_engine(kind, bucket)
 
 
 def _compute(step: Step) -> list[float]:
