@@ -23,7 +23,8 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 mkdir -p "$OUT"
 
 # Ends the run before whatever started this script would, so that what was written so far survives.
-bounded() { timeout --kill-after=15 "${LIMIT:-540}" "$@"; }
+# By SIGINT: pytest then still says why tests failed.
+bounded() { timeout --signal=INT --kill-after=15 "${LIMIT:-540}" "$@"; }
 
 doctor() {
     env | grep -E '^(NCCL|TORCH|NVSHMEM|CUDA)_' | sort

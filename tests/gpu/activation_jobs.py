@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,6 +112,11 @@ def compare(stage: int, mode: str, accumulate: int) -> Compared:
     return Compared(stay, move, equal)
 
 
+def loss_of(engine: Any, x: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = (engine(x) - target.mean()).pow(2).mean()
+    return loss
+
+
 def waits(mode: str) -> tuple[Counter[str], Counter[str]]:
     """How often the host waited for the device in a step, by phase, with activations that stay and that move."""
     device = join()
@@ -125,8 +131,8 @@ def waits(mode: str) -> tuple[Counter[str], Counter[str]]:
                 x = rows(engine.rank, index, device)
                 with torch.no_grad():
                     target = x.sign()
-                loss = during("forward", counted, lambda x=x, y=target: (engine(x) - y.mean()).pow(2).mean())
-                during("backward", counted, lambda loss=loss: engine.backward(loss))
+                loss = during("forward", counted, partial(loss_of, engine, x, target))
+                during("backward", counted, partial(engine.backward, loss))
                 during("step", counted, engine.step)
             assert (engine.stats.offloaded_activations > 0) == wanted
         found.append(counted)

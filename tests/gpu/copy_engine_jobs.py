@@ -150,6 +150,7 @@ def strayed(way: str, stage: int, prefetch: int) -> tuple[list[float], str, int,
                 for number, block in enumerate(model.blocks):
                     if isinstance(block, Keeping):
                         value = engine.full(f"blocks.{number}.linear.weight")
+                        assert value is not None
                         right &= block.kept is None or torch.equal(block.kept, value.t())
             if index == 15:
                 engine.reschedule(prefetch=2)

@@ -6,7 +6,7 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +37,8 @@ class Block(nn.Module):
 
 class Net(nn.Module):
     """Gives the loss of next tokens, times `factor` (0-dim), which a test makes infinite."""
+
+    seen: Tensor
 
     def __init__(self, dropout: float = 0.0, blocks: int = 4) -> None:
         super().__init__()
@@ -104,7 +106,8 @@ class Rich(Net):
         return {"loss": super().forward(tokens, factor), "mean": self.head.bias.mean() * 2, "name": "rich"}
 
 
-MODELS = {model.__name__: model for model in (Net, Reading, Early, Coined, Counting, Rich)}
+_MODELS: tuple[type[Net], ...] = (Net, Reading, Early, Coined, Counting, Rich)
+MODELS: dict[str, Callable[..., Net]] = {model.__name__: model for model in _MODELS}
 
 
 @dataclass(frozen=True)
@@ -230,10 +233,10 @@ def micro_step(engine: Any, case: Case, batch: tuple[Tensor, Tensor]) -> Tensor:
         return loss.detach()
     if case.loop == "cast around":
         with torch.autocast("cuda", torch.bfloat16):
-            return engine.train_step(batch)  # type: ignore[no-any-return]
+            return engine.train_step(batch)
     if case.loop == "relieved":  # it can be captured from some step on, with batches of other shapes
         engine.module.reads = engine.global_steps < 20
-        return engine.train_step(batch)  # type: ignore[no-any-return]
+        return engine.train_step(batch)
     defers = case.loop == "no_sync" and not engine.is_gradient_accumulation_boundary()
     with engine.no_sync() if defers else nullcontext():
         output = engine(*batch)

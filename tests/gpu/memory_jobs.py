@@ -86,7 +86,11 @@ def filled(compile_: dict[str, Any], cap: int | None = None, rows: list[int] | N
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info(device)[1]
-    given, kept_, prints, gradients, told = [], [], [], [], []
+    given: list[int] = []
+    kept_: list[int] = []
+    prints: list[int] = []
+    gradients: list[str] = []
+    told: list[str] = []
     steps = USUAL if cap is None else USUAL + 60
     size = float(ROWS)
     with deterministic(), started(device, compile_) as engine:
@@ -105,8 +109,8 @@ def filled(compile_: dict[str, Any], cap: int | None = None, rows: list[int] | N
                 told += [each.reason for each in engine._parts.journal.take() if "memory is short" in each.reason]
                 if index == USUAL - 1:
                     peak = torch.cuda.max_memory_allocated()
-                    costs, kind = engine.schedule.costs, engine._scheduler._kind
-                    expected = foreseen(costs, kind.measured, engine.schedule)
+                    costs = engine.schedule.costs
+                    expected = foreseen(costs, engine.schedule)
                 if rows is None and index > USUAL + 2 and kept_[-3] < BLOCKS:
                     break
             return Filled(given, kept_, prints, gradients, expected, peak, costs.room, total, told)

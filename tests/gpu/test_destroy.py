@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import zeroweave as zw
-from tests.gpu.jobs import WIDE, adamw, build, config, deterministic, join, step, tokens
+from benchmarks.models import build
+from tests.gpu.jobs import WIDE, adamw, config, deterministic, join, step, tokens
 from zeroweave.optim.room import Room
 
 MIB = 2**20
@@ -25,7 +26,7 @@ def ended(engine: Any, nbytes: int | None, host: bool) -> tuple[set[str], int, l
     Returns the devices of the moments, the bytes by which the memory in use grew at most, and the warnings.
     """
     room = Room.now
-    dropped = patch.object(Room, "now", lambda device: room(device)._replace(**({} if host else {"host": 0})))
+    dropped = patch.object(Room, "now", lambda device: room(device) if host else room(device)._replace(host=0))
     gc.collect()
     torch.cuda.empty_cache()
     total, before = torch.cuda.mem_get_info()[1], torch.cuda.memory_allocated()
@@ -51,7 +52,9 @@ def courses(stage: int, dtype: torch.dtype) -> dict[str, Any]:
         with deterministic():
             torch.manual_seed(0)
             model = build(WIDE, device, dtype)
-            optimizer, losses, end = adamw(model.parameters()), [], None
+            optimizer = adamw(model.parameters())
+            losses: list[float] = []
+            end: Any = None
             for _ in range(2):
                 engine = zw.initialize(model, optimizer, config(stage, "eager", dtype))
                 losses += [step(engine, tokens(WIDE, device, index)) for index in range(2)]

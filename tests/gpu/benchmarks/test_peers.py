@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from benchmarks import host_profile, lm
 pytestmark = pytest.mark.gpus(2)
 
 
-def run(arguments: str, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, object]]:
+def run(arguments: str, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
     """The rows of a run, by implementation. Whether its ratios hold is not asked of so small a model."""
     code = lm.main([*arguments.split(), "--gpus", "2", "--steps", "8", "--warm", "5", "--out", str(out)])
     assert code == 0, capsys.readouterr().out
