@@ -3,6 +3,8 @@
 On two processes:  zeroweave run --nproc-per-node 2 examples/hf_trainer.py
 On one:            python examples/hf_trainer.py
 Go on after a stop: the same with --resume
+
+It needs transformers and accelerate: pip install '.[examples]' in a clone.
 """
 
 import argparse
