@@ -4,6 +4,7 @@ On two processes:  zeroweave run --nproc-per-node 2 examples/hf_finetune.py --mo
 On one:            python examples/hf_finetune.py
 
 To start from weights, replace `build` by `AutoModelForCausalLM.from_pretrained(...)`; the rest stays.
+It needs transformers: pip install '.[examples]' in a clone.
 """
 
 import argparse

@@ -37,7 +37,10 @@ def gradients(stage: int, mode: str, parallel_size: int, coalesce: bool) -> tupl
         for index in (2 * window, 2 * window + 1):
             (dense(batch(index, device)) / 2).backward()
         average(list(dense.parameters()))
-        found = {name: p.grad.cpu() for name, p in dense.named_parameters() if p.grad is not None}
+        found = {}
+        for name, p in dense.named_parameters():
+            assert p.grad is not None, name
+            found[name] = p.grad.cpu()
         expected.append(own(found, parallel_size))
         dense.zero_grad()
     differences = []

@@ -106,8 +106,9 @@ class Rich(Net):
         return {"loss": super().forward(tokens, factor), "mean": self.head.bias.mean() * 2, "name": "rich"}
 
 
-_MODELS: tuple[type[Net], ...] = (Net, Reading, Early, Coined, Counting, Rich)
-MODELS: dict[str, Callable[..., Net]] = {model.__name__: model for model in _MODELS}
+MODELS: dict[str, Callable[..., Net]] = {
+    model.__name__: model for model in (Net, Reading, Early, Coined, Counting, Rich)
+}
 
 
 @dataclass(frozen=True)
