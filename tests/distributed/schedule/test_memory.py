@@ -222,16 +222,18 @@ def uncounted() -> tuple[Any, ...]:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
     found = []
     for budget in ("auto", "none", None):
-        compile_ = {"enabled": False, "record_steps": 1, "memory_budget": budget}
+        # As far ahead as times ask for, a gather may meet the drop before it, and then that bucket is held as well.
+        compile_ = {"enabled": False, "record_steps": 1, "prefetch": 1, "memory_budget": budget}
         with zw.initialize(module, optimizer, {"stage": 3, "compile": compile_}) as engine:
             for index in range(5):
                 regression(engine, module, rows(engine.rank, index), engine.backward)
                 engine.step()
-            found.append((engine.schedule.facts.memory, engine.schedule.facts.keep, len(kept(engine))))
+            found.append((engine.schedule.facts.memory, engine.schedule.facts.keep, kept(engine)))
     return tuple(found)
 
 
 @pytest.mark.matrix
 def test_without_a_count_there_is_no_budget(pools: Pools) -> None:
+    ends = 0, BLOCKS + 1  # whose uses follow each other at once
     for found in pools(2).run(uncounted):
-        assert set(found) == {(None, frozenset(), found[0][2])}
+        assert set(found) == {(None, frozenset(), ends)}
