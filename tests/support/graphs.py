@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeroweave._torch.storages import lent
 from zeroweave.engine.graphs.contents import Copies, contents
+from zeroweave.engine.graphs.parts import Left
 from zeroweave.runtime.bucket import Bucket
 
 POISON: Final = 255
@@ -253,6 +254,10 @@ class Device:
             else:
                 whole.copy_(before)
 
+    def gathered(self, left: Left) -> dict[int, torch.Tensor]:
+        """As `Left.gathered`: the addresses of flats say nothing here."""
+        return {bucket: self._flats[bucket] for bucket in left.flats}
+
     # ------------------------------------------------------------------ as a capturer
     @contextmanager
     def graph(self) -> Iterator[Tape]:
@@ -312,4 +317,5 @@ def on_cpu() -> Iterator[Device]:
         for where in ("assembly", "graphs.limits"):
             stack.enter_context(patch(f"zeroweave.engine.{where}.captures_on", lambda _: True))
         stack.enter_context(patch("zeroweave.engine.assembly.Capturer", lambda _: device))
+        stack.enter_context(patch.object(Left, "gathered", lambda left: device.gathered(left)))
         yield device

@@ -164,6 +164,7 @@ def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Te
             engine(*batch)
             engine.train()
     x, factor = batch
+    adds_up = case.stage == 1 and case.gas > 1  # there a sum over a backward comes first without graphs
     match step if micro == case.gas // 2 else -1:
         case 12:  # gradients are read
             engine.backward(engine(*batch)["loss"])
@@ -172,7 +173,7 @@ def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Te
         case 14:  # one forward more, without a backward
             engine(*batch)
             return micro_step(engine, case, batch)
-        case 16 if case.stage > 1 or case.gas == 1:  # two forwards, one backward; their sum comes first there
+        case 16 if not adds_up:  # two forwards, one backward
             loss = engine(*batch)["loss"] + 0.5 * engine(x * 2, factor)["loss"]
             engine.backward(loss)
             engine.step()
@@ -202,14 +203,14 @@ def busy(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, Te
             assert torch.is_tensor(engine.full("head.weight"))
             engine.clip_grad_norm_(0.05) if case.gas == 1 else None
             engine.step()
-        case 42 if case.gas == 1:  # part of the model by itself, in the loss; their sum comes first without graphs
+        case 42 if not adds_up:  # part of the model by itself, in the loss
             engine.backward(engine(*batch)["loss"] + engine.module.head(x).square().mean())
             engine.step()
         case 44:  # and in a backward of its own
             engine.backward(engine(*batch)["loss"])
             engine.backward(engine.module.head(x).square().mean())
             engine.step()
-        case 46 if case.stage > 1 or case.gas == 1:  # the modes change between two forwards
+        case 46 if not adds_up:  # the modes change between two forwards
             one = engine(*batch)["loss"]
             engine.eval()
             other = engine(*batch)["loss"]
@@ -274,6 +275,28 @@ def uneven(engine: Any, case: Case, step: int, micro: int, batch: tuple[Tensor, 
         case 20:
             if engine.rank == 1:
                 engine.local("head.weight")
+            return micro_step(engine, case, batch)
+        case 22 if case.stage < 3:  # part of the model by itself, in the loss
+            loss = engine(*batch)["loss"]
+            if engine.rank == 1:
+                loss = loss + engine.module.head(batch[0]).square().mean()
+            engine.backward(loss)
+            engine.step()
+        case 24 if case.stage < 3:  # a forward without gradients, in the middle of a micro-step
+            loss = engine(*batch)["loss"]
+            if engine.rank == 0:
+                with torch.no_grad():
+                    kept = [engine.module.head(batch[0])]
+                    engine.eval()
+                    kept.append(engine(*batch)["loss"])
+                    engine.train()
+                loss = loss + kept[0].mean() + kept[1]
+            engine.backward(loss)
+            engine.step()
+            return loss.detach()
+        case 26 if case.stage < 3 and case.gas > 1:  # between two micro-steps
+            if engine.rank == 1:
+                engine.module.head(batch[0]).square().mean()
             return micro_step(engine, case, batch)
         case _:
             return micro_step(engine, case, batch)

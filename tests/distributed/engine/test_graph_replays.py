@@ -12,6 +12,7 @@ ROWS = [
     *(Case(stage, gas, loop, dropout=0.1) for stage in (1, 2, 3) for gas, loop in ((1, "plain"), (3, "train_step"))),
     Case(2, 2, "clipped", decay=True, overflow=20),
     *(Case(stage, 3, "busy", steps=64, dropout=0.1) for stage in (2, 3)),
+    *(Case(stage, gas, "busy", steps=64) for stage, gas in ((1, 1), (2, 1), (3, 1))),
     *(Case(stage, 4, loop, dropout=0.1) for loop in ("coalesced", "no_sync") for stage in (1, 2, 3)),
 ]
 UNEVEN = [Case(stage, gas, "uneven", dropout=0.1) for stage in (1, 2, 3) for gas in (1, 2)]

@@ -14,12 +14,9 @@ from zeroweave.engine.graphs.parts import Outputs
 
 
 class Again:
-    """Made before the replay. `buffers`: those that it changes. `when`: it makes no sense any more at another one."""
+    """Made before the replay. `buffers`: those that it changes."""
 
-    def __init__(
-        self, given: Batch, capturer: Capturer, buffers: Sequence[torch.Tensor], modes: Modes, when: tuple[int, int]
-    ) -> None:
-        self.when = when
+    def __init__(self, given: Batch, capturer: Capturer, buffers: Sequence[torch.Tensor], modes: Modes) -> None:
         self._given, self._random, self._modes = given, capturer.random, modes
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
 

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from zeroweave._torch.autograd import current_graph_task
 from zeroweave.comm.pending import side_of
 from zeroweave.engine.agreements import Course
+from zeroweave.engine.calls import Calls
 from zeroweave.engine.graphs.around import Surroundings
 from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer
@@ -43,6 +45,7 @@ class Graphs:
     def __init__(
         self,
         parts: EngineParts,
+        calls: Calls,
         loop: Loop,
         window: Window,
         step: OptimizerStep,
@@ -65,6 +68,7 @@ class Graphs:
             opened = Opened(parts, loop, window, step, scaler, scalars, scheduler, capturer)
             self._engaged = Trials(bench, scheduler, self.known), opened
             parts.guard.attach(self._something_begins)
+            calls.attach(self._forward_begins)
             parts.ends.callback(self.close)
         self._meets = False
         """do the ranks meet before the next call? They do in a window whose first call was replayed"""
@@ -237,7 +241,7 @@ class Graphs:
 
     def _run_again(self, place: str) -> None:
         """The last forward runs as ever, if it was replayed and its backward is to come."""
-        if self._engaged is not None and self._engaged[1].awaits:
+        if self._engaged is not None and self._still(self._engaged[1]).awaits:
             with self._guard(place):
                 self._engaged[1].run_again()
 
@@ -272,9 +276,7 @@ class Graphs:
         trials, opened = self._engaged
         if trials.on:
             return Course.TRIAL
-        if opened.lapsed:
-            self._over(opened)
-        begins = self._window.begins and not opened.awaits
+        begins = self._window.begins and not self._still(opened).awaits
         if not begins and not self._meets:
             return Course.PLAIN
         if begins:
@@ -333,9 +335,15 @@ class Graphs:
             trials.end()
 
     def _over(self, opened: Opened) -> None:
-        """The window is."""
+        """The window is over."""
         opened.end()
         self._meets = False
+
+    def _still(self, opened: Opened) -> Opened:
+        """It, with nothing of a window that has lapsed."""
+        if opened.lapsed:
+            self._over(opened)
+        return opened
 
     def _something_begins(self) -> None:
         """Something other than a call of the loop begins: an open window goes on as ever."""
@@ -343,6 +351,20 @@ class Graphs:
             trials, opened = self._engaged
             trials.spoil("something else was done in it")
             opened.go_on_as_ever()
+
+    def _forward_begins(self) -> None:
+        """An outermost forward that is no replay begins: a call of the loop, or of a module by itself.
+
+        What a module computes by itself belongs to the window's backward. So the forward before it runs as ever, too:
+        what both have used is reduced once.
+        """
+        if self._parts.transport.tries or self._engaged is None or current_graph_task() >= 0:
+            return
+        opened = self._still(self._engaged[1])
+        opened.show_gathered()
+        if opened.awaits and not self._mine and torch.is_grad_enabled():
+            with _Mine(self):
+                opened.run_again()
 
 
 class _Mine:

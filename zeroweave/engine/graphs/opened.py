@@ -52,8 +52,12 @@ class Opened:
         """whose calls are replayed, while they are"""
         self._at = 0
         """so many of them were"""
+        self._since: tuple[int, int] | None = None
+        """when the first one was: see `_now`"""
         self._out = False
         """do the accounts have what those have left? Then the window goes on as ever"""
+        self._gathered = False
+        """have buckets what those have gathered?"""
         self._forwards = 0
         """forwards that were replayed; the last one's activations are there"""
         self._awaited: Part | None = None
@@ -75,16 +79,16 @@ class Opened:
 
     def begin(self, captured: CapturedWindow | None = None) -> None:
         """A window begins, whose calls can be replayed if it goes on as that one."""
-        self._captured, self._at, self._out = captured, 0, False
+        self._captured, self._at, self._since, self._out, self._gathered = captured, 0, None, False, False
 
     def end(self) -> None:
         """The window is over."""
-        self._captured = self._awaited = self._again = self._roots = None
+        self._captured = self._since = self._awaited = self._again = self._roots = None
 
     @property
     def lapsed(self) -> bool:
-        """Can nobody go back to the last forward any more?"""
-        return self._again is not None and self._again.when != self._now
+        """Was the window given up, or have parameters changed? Nobody can go on from its replays then."""
+        return self._since is not None and self._since != self._now
 
     def why_not(self, key: object) -> str | None:
         """Why its next call, which has this key, cannot be replayed; None if it can."""
@@ -104,6 +108,7 @@ class Opened:
         assert captured is not None and optimizer is not None and optimizer.rates is not None
         part = captured.parts[self._at]
         if self._at == 0:
+            self._since = self._now
             self._parts.runtime.unseat()
             self._parts.runtime.replay.lingering.wait()
             self._scalars.take(self._scaler.loss_scale.value)
@@ -118,9 +123,7 @@ class Opened:
         """The next call, a forward; what it returns."""
         captured = self._captured
         assert captured is not None
-        self._again = Again(
-            given, self._capturer, captured.buffers, Modes(self._modules, self._parts.device), self._now
-        )
+        self._again = Again(given, self._capturer, captured.buffers, Modes(self._modules, self._parts.device))
         self._roots = None
         part = self.replay(given.tensors)
         self._forwards += 1
@@ -195,6 +198,17 @@ class Opened:
     def _now(self) -> tuple[int, int]:
         """Changes where windows are given up, and with the values of parameters."""
         return self._window.aborted, sum(bucket.generation for bucket in self._parts.runtime.buckets.values())
+
+    def show_gathered(self) -> None:
+        """A forward that is no replay finds what graphs have gathered in the open window, and gathers it no more.
+
+        Without them it would, at stages 1 and 2: so a rank may compute something alone there.
+        """
+        if self._captured is None or not self._at or self._gathered:
+            return
+        self._gathered = True
+        if (left := self._captured.parts[self._at - 1].left) is not None:
+            self._parts.runtime.replay.executor.take_up(left.gathered())
 
     def go_on_as_ever(self) -> None:
         """The accounts have what graphs have left of the open window, from now on."""

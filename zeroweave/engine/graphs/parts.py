@@ -20,6 +20,7 @@ from zeroweave.engine.graphs.contents import Whereabouts
 from zeroweave.engine.graphs.nest import Nest, copy
 from zeroweave.optim.scaler import Scaler
 from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.runtime import Runtime
 from zeroweave.schedule import Instruction, Schedule
 
 Kind = Literal["train_step", "forward", "backward", "reduce", "clip", "step"]
@@ -67,11 +68,13 @@ class _Memory:
 
 @dataclass(frozen=True)
 class Left:
-    """What a part leaves of each bucket's gradients, in the memory of the graphs; see `Account`.
+    """What a part leaves, in the memory of the graphs: gradients of each bucket, see `Account`, and gathered buckets.
 
-    `unreduced`: do they have to be reduced?
+    `unreduced`: do the gradients have to be reduced?
     """
 
+    flats: Mapping[int, _Memory]
+    """of the buckets that the stage keeps to the end of the window"""
     shards: Mapping[int, _Memory]
     sums: Mapping[int, _Memory]
     had_gradient: Mapping[int, frozenset[int]]
@@ -80,9 +83,12 @@ class Left:
     """of a clipping"""
 
     @classmethod
-    def of(cls, gradients: Gradients, scaler: Scaler) -> Left:
+    def of(cls, runtime: Runtime, scaler: Scaler) -> Left:
+        gradients = runtime.gradients
         accounts = gradients.accounts.items()
+        kept = [runtime.buckets[bucket] for bucket in sorted(runtime.replay.kept_by_stage)]
         return cls(
+            {each.id: _Memory.of(each.flat) for each in kept if each.resident and not each.standing},
             {bucket: _Memory.of(each.shard) for bucket, each in accounts if each.shard is not None},
             {bucket: _Memory.of(each.local) for bucket, each in accounts if each.local is not None},
             {bucket: frozenset(each.had_gradient) for bucket, each in accounts},
@@ -90,8 +96,12 @@ class Left:
             None if scaler.coefficient is None else _Memory.of(scaler.coefficient),
         )
 
+    def gathered(self) -> dict[int, torch.Tensor]:
+        """The gathered buckets, by id: values [numel], which are there until the next window."""
+        return {bucket: memory.tensor() for bucket, memory in self.flats.items()}
+
     def take_up(self, gradients: Gradients, scaler: Scaler) -> None:
-        """The accounts gain copies of it."""
+        """The accounts gain copies of the gradients."""
         if self.coefficient is not None:
             scaler.gain(self.coefficient.tensor().clone())
         for bucket, account in gradients.accounts.items():

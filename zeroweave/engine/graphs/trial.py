@@ -324,7 +324,7 @@ class Trial:
                 copy(inputs, taken.given)
                 with bench.capture() as graph:
                     outputs = play(taken, inputs)
-        left = None if taken.boundary else Left.of(runtime.gradients, bench.scaler)
+        left = None if taken.boundary else Left.of(runtime, bench.scaler)
         part = Part(taken.kind, taken.key, graph, inputs, outputs, collectives, left, play.trained)
         return _Captured(part, (before, self._state(), runtime.replay.executed[ran:]))
 
@@ -332,7 +332,7 @@ class Trial:
         """What one call leaves to the next, and where."""
         runtime = self.bench.parts.runtime
         flats = [(bucket.id, bucket.flat.data_ptr()) for bucket in runtime.buckets.values() if bucket.resident]
-        return Left.of(runtime.gradients, self.bench.scaler), flats
+        return Left.of(runtime, self.bench.scaler), flats
 
     def left(self, results: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[str, int], Print]:
         """What a window leaves; see `prints`."""
