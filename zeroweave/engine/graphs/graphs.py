@@ -276,7 +276,7 @@ class Graphs:
         trials, opened = self._engaged
         if trials.on:
             return Course.TRIAL
-        begins = self._window.begins and not self._still(opened).awaits
+        begins = not self._still(opened).awaits and self._window.begins
         if not begins and not self._meets:
             return Course.PLAIN
         if begins:
