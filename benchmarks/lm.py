@@ -47,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--gpus", type=int, default=None, help="processes; default: all GPUs, or 2 on the CPU")
     p.add_argument("--steps", type=int, default=25)
     p.add_argument("--warm", type=int, default=10, help="first steps that are not counted")
+    p.add_argument("--in-a-row", type=int, default=1, help="steps between two waits for the device, once it is warm")
     p.add_argument("--lower", choices=["inductor", "aot_eager", "none"], default="inductor")
     p.add_argument("--compile-embedding", action="store_true", help="FSDP2 and compute: compile the embedding too")
     p.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="zeroweave's config, dotted key")
@@ -115,13 +116,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = implementations(a.impl, a.ce_rs, variants)
     if not 0 <= a.warm < a.steps:
         raise SystemExit("--warm must be less than --steps")
+    if a.in_a_row < 1 or (a.steps - a.warm) % a.in_a_row or (a.in_a_row > 1 and not a.warm):
+        raise SystemExit("--in-a-row must divide the steps behind the warm-up, of which the first step is part")
     if (a.trace or a.host_profile) and a.out is None:
         raise SystemExit("--trace and --host-profile need --out")
     world = a.gpus or torch.cuda.device_count() or 2
     out: Path | None = a.out
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    settings = (a.lower, a.compile_embedding, overrides(a.set), variants, a.loop, a.hf, a.gas)
+    settings = (a.lower, a.compile_embedding, overrides(a.set), variants, a.loop, a.hf, a.gas, a.in_a_row)
     base = Spec("", a.model, a.seq, a.micro_batch, a.steps, a.warm, *settings)
 
     rows: list[report.Row] = []

@@ -169,6 +169,7 @@ def title(spec: Spec, rows: Sequence[Row]) -> str:
         *([f"{spec.gas} micro-steps"] if spec.gas > 1 else []),
         *(["plain loop"] if spec.loop == "plain" else []),
         f"{spec.steps} steps of which {spec.warm} are warm-up",
+        *([f"{spec.in_a_row} in a row"] if spec.in_a_row > 1 else []),
         f"torch {first.torch_version}",
     ]
     return ", ".join(words)

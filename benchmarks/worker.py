@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -29,7 +29,7 @@ GIB = float(2**30)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What to measure: `steps` steps, the first `warm` not counted.
+    """What to measure: `steps` steps, the first `warm` not counted. The others are timed `in_a_row` at a time.
 
     `trace` and `host_profile` name files to write; what the others mean is said by `peers.Options`.
     """
@@ -47,6 +47,7 @@ class Spec:
     loop: str = "train_step"
     hf: str = ""
     gas: int = 1
+    in_a_row: int = 1
     trace: str | None = None
     host_profile: str | None = None
 
@@ -114,15 +115,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def timed(trainer: peers.Trainer, batches: list[Tensor], device: torch.device) -> tuple[float, float, float]:
-    """One step's loss, its seconds until the device is idle, and the seconds until the host was free."""
+def timed(
+    trainer: peers.Trainer, steps: Sequence[list[Tensor]], device: torch.device
+) -> tuple[list[float], float, float]:
+    """The losses of steps in a row; and of each, on average, the seconds of the device, and those of the host.
+
+    The device is idle before and after them, and not in between.
+    """
     synchronize(device)
     start = time.perf_counter()
-    loss = trainer.step(batches)
+    losses = [trainer.step(batches).detach().clone() for batches in steps]  # a captured step overwrites its loss
     host = time.perf_counter() - start
     synchronize(device)
     whole = time.perf_counter() - start
-    return float(loss), whole, host  # a captured step overwrites its loss: it is read now
+    return list(map(float, losses)), whole / len(steps), host / len(steps)
 
 
 def steps_of(micro_batches: Iterator[Tensor], gas: int) -> Iterator[list[Tensor]]:
@@ -143,19 +149,21 @@ def measure(spec: Spec, device: torch.device) -> Record:
     setup = time.perf_counter() - start
     say(rank, f"{spec.impl}: set up in {setup:.1f} s{f'; {trainer.note}' if trainer.note else ''}")
 
-    losses, seconds, host = [], [], []
+    losses: list[float] = []
+    seconds, host = [], []
     used, peaks = 0.0, []
     """what was allocated and reserved at most: up to the first step, in the warm-up, behind it"""
-    for index in range(spec.steps):
-        if index in (1, max(spec.warm, 1)):
+    while len(losses) < spec.steps:
+        if (index := len(losses)) in (1, max(spec.warm, 1)):
             peaks.append(memory.take())
-        loss, whole, issued = timed(trainer, next(data), device)
-        losses.append(loss)
+        count = 1 if index < spec.warm else spec.in_a_row
+        found, whole, issued = timed(trainer, list(islice(data, count)), device)
+        losses += found
         seconds.append(whole)
         host.append(issued)
         used = max(used, memory.used())
-        if index in (0, spec.warm, spec.steps - 1):
-            say(rank, f"{spec.impl}: step {index + 1} took {whole:.3f} s (host {issued:.3f} s)")
+        if index in (0, spec.warm) or len(losses) == spec.steps:
+            say(rank, f"{spec.impl}: step {len(losses)} took {whole:.3f} s (host {issued:.3f} s)")
     setup_peak, *later = [*peaks, memory.take()]
     record = Record(
         impl=spec.impl,

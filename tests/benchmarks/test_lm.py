@@ -30,12 +30,14 @@ def test_implementations_train_alike(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.matrix
 def test_models_loops_and_settings_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "zeroweave-kept-z3,zeroweave-z2,fsdp2-ce-z3,compute"
-    arguments = f"--hf --model tiny --seq 32 --gas 2 --loop plain --impl {names} --gpus 2 --steps 4 --warm 3"
-    more = "--variant kept compile.keep=all --lower none --host-profile compute"
+    arguments = f"--hf --model tiny --seq 32 --gas 2 --loop plain --impl {names} --gpus 2 --steps 7 --warm 3"
+    more = "--variant kept compile.keep=all --lower none --host-profile compute --in-a-row 2"
     assert lm.main([*arguments.split(), *more.split(), "--out", str(tmp_path)]) == 0, capsys.readouterr().out
     rows = {row["impl"]: row for row in json.loads((tmp_path / "lm.json").read_text())["rows"]}
     assert list(rows) == names.split(",")
+    assert "7 steps of which 3 are warm-up, 2 in a row" in (tmp_path / "lm.md").read_text()
     for name in names.split(","):
+        assert len(rows[name]["losses"]) == 7
         assert rows[name]["losses"] == pytest.approx(rows["fsdp2-ce-z3"]["losses"], abs=0.5e-3)
     assert rows["zeroweave-kept-z3"]["details"]["config"]["compile"]["keep"] == "all"
     assert "gathers are plain" in rows["fsdp2-ce-z3"]["note"]
