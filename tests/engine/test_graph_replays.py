@@ -120,34 +120,6 @@ def test_whatever_else_a_program_does_is_exact_with_frozen_weights(stage: int, g
     assert graphed["captured"] >= 3 and graphed["replayed"] >= 8 * gas, (graphed["uncaptured"], graphed["told"])
 
 
-@daily("behind", ["no_sync"], ["by itself"])
-def test_a_forward_whose_window_was_given_up_does_not_run_again(behind: str) -> None:
-    case, ran = Case(2, 2, "plain"), []
-
-    def noise() -> float:
-        ran.append(1)
-        return 0.0
-
-    with on_cpu() as device:
-        engine = start(case, True)
-        device.serve(engine)
-        engine.module.noise = noise
-        for index in range(24):
-            micro_step(engine, case, batch_of(case, index, 0))
-        before = len(ran)
-        micro_step(engine, case, batch_of(case, 24, 0))
-        engine(*batch_of(case, 25, 0))
-        assert engine.stats.replayed_steps and len(ran) == before, "they were replayed"
-        engine.zero_grad()
-        if behind == "no_sync":
-            with engine.no_sync():
-                pass
-        else:
-            engine.module.head(batch_of(case, 26, 0)[0])
-        assert len(ran) == before
-        engine.destroy()
-
-
 def test_micro_steps_in_the_middle_share_their_graphs() -> None:
     few, many = (train(Case(2, gas, steps=12), graphs=True) for gas in (4, 9))
     assert few["replayed"] and many["replayed"]

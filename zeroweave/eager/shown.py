@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -33,10 +33,15 @@ class Shown:
         """what `open` shows, by name; None: it is closed"""
         self._lends = False
         """does this rank show full values of its own?"""
+        self._comes: Callable[[], None] = lambda: None
         for bucket in access.buckets:
             bucket.attach(self._retire)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
         self.hide()
+
+    def attach(self, comes: Callable[[], None]) -> None:
+        """`comes()` is called before somebody sees values, who saw none so far. Once: it consists of later objects."""
+        self._comes = comes
 
     # ------------------------------------------------------------------ to the user
     @property
@@ -57,6 +62,7 @@ class Shown:
         """
         if self.is_open:
             return
+        self._comes()
         for bucket in self._access.buckets:
             bucket.unshard()
         for bucket in self._access.buckets:
@@ -129,6 +135,7 @@ class Shown:
                 "a forward inside `with engine.full_on_rank_0():`, where one rank may be alone: leave it first"
             )
         if self._count == 0:
+            self._comes()
             self._places.show_real()
             self._access.watch()
             self._note(shown=True)

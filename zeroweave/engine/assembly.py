@@ -328,7 +328,7 @@ def _compose(
     loop = Loop(parts, faults.before(calls, "session", "forward"), window, step)
     never = never_captured(parts, looks) if settings.compile.cuda_graphs else None
     capturer = Capturer(parts.device) if settings.compile.cuda_graphs and never is None else None
-    graphs = Graphs(parts, calls, loop, window, step, scaler, scheduler, capturer, never)
+    graphs = Graphs(parts, shown, loop, window, step, scaler, scheduler, capturer, never)
     values = Values(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)
     if parts.optimizer is not None:

@@ -66,7 +66,6 @@ class Calls:
         self._compiling = False
         """do regions that are called now run compiled?"""
         self._told_cache = False
-        self._begins: Callable[[], None] = lambda: None
         regions = find_regions(model, config.compile.regions, max_bytes=config.bucket.bytes)
         self.regions = len(regions)
         self.templates: Templates | None = None
@@ -127,14 +126,9 @@ class Calls:
             self._journal.warn("fallback", f"{name or 'the model'} trains eagerly, exact but slower: {reason}")
         self.eager_regions[name] = reason
 
-    def attach(self, begins: Callable[[], None]) -> None:
-        """`begins()` is called before each outermost forward. Once: what it consists of needs these calls."""
-        self._begins = begins
-
     @contextmanager
     def session(self) -> Iterator[None]:
         """The outermost forward: real parameters in the modules, handles for what eager code saves."""
-        self._begins()
         self._shown.show()
         try:
             self._runtime.begin_session()

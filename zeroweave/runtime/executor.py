@@ -222,10 +222,9 @@ class Executor:
 
     def take_up(self, gathered: Mapping[int, torch.Tensor]) -> None:
         """Holds these buckets until the end of the window, with values [numel] that a graph has gathered in it."""
-        with unseen():
-            for bucket, values in gathered.items():
-                self._buckets[bucket].take_up(values)
-                self.holds[bucket] += 1
+        for bucket, values in gathered.items():
+            self._buckets[bucket].take_up(values)
+            self.holds[bucket] += 1
 
     def drop_holds(self) -> None:
         """Drops every hold."""

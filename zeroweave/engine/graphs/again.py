@@ -26,11 +26,12 @@ class Again:
         capturer.resume_random(self._random)
         _put(self._buffers)
         args, kwargs = self._given.of([tensor.clone() for tensor in inputs])
-        with self._modes.again():
-            outputs = Outputs(loop.forward(args, kwargs))
-        _put(now)
-        capturer.resume_random(random)
-        return outputs
+        try:
+            with self._modes.again():
+                return Outputs(loop.forward(args, kwargs))
+        finally:
+            _put(now)
+            capturer.resume_random(random)
 
 
 def _put(contents: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -17,8 +17,8 @@ import torch
 
 from zeroweave._torch.autograd import current_graph_task
 from zeroweave.comm.pending import side_of
+from zeroweave.eager.shown import Shown
 from zeroweave.engine.agreements import Course
-from zeroweave.engine.calls import Calls
 from zeroweave.engine.graphs.around import Surroundings
 from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.capturer import Capturer
@@ -45,7 +45,7 @@ class Graphs:
     def __init__(
         self,
         parts: EngineParts,
-        calls: Calls,
+        shown: Shown,
         loop: Loop,
         window: Window,
         step: OptimizerStep,
@@ -68,7 +68,7 @@ class Graphs:
             opened = Opened(parts, loop, window, step, scaler, scalars, scheduler, capturer)
             self._engaged = Trials(bench, scheduler, self.known), opened
             parts.guard.attach(self._something_begins)
-            calls.attach(self._forward_begins)
+            shown.attach(self._somebody_reads)
             parts.ends.callback(self.close)
         self._meets = False
         """do the ranks meet before the next call? They do in a window whose first call was replayed"""
@@ -241,7 +241,7 @@ class Graphs:
 
     def _run_again(self, place: str) -> None:
         """The last forward runs as ever, if it was replayed and its backward is to come."""
-        if self._engaged is not None and self._still(self._engaged[1]).awaits:
+        if self._engaged is not None and self._engaged[1].awaits:
             with self._guard(place):
                 self._engaged[1].run_again()
 
@@ -276,7 +276,9 @@ class Graphs:
         trials, opened = self._engaged
         if trials.on:
             return Course.TRIAL
-        begins = not self._still(opened).awaits and self._window.begins
+        if opened.lapsed:
+            self._over(opened)
+        begins = self._window.begins and not opened.awaits
         if not begins and not self._meets:
             return Course.PLAIN
         if begins:
@@ -339,12 +341,6 @@ class Graphs:
         opened.end()
         self._meets = False
 
-    def _still(self, opened: Opened) -> Opened:
-        """It, with nothing of a window that has lapsed."""
-        if opened.lapsed:
-            self._over(opened)
-        return opened
-
     def _something_begins(self) -> None:
         """Something other than a call of the loop begins: an open window goes on as ever."""
         if not self._mine and not self._parts.transport.tries and self._engaged is not None:
@@ -352,19 +348,23 @@ class Graphs:
             trials.spoil("something else was done in it")
             opened.go_on_as_ever()
 
-    def _forward_begins(self) -> None:
-        """An outermost forward that is no replay begins: a call of the loop, or of a module by itself.
+    def _somebody_reads(self) -> None:
+        """Parameters are about to be read, by the model or by the program.
 
-        What a module computes by itself belongs to the window's backward. So the forward before it runs as ever, too:
-        what both have used is reduced once.
+        What is computed with them beside a forward that was replayed belongs to its backward. So that forward runs as
+        ever, too: gradients of both are reduced once. At stages 1 and 2 one rank alone may come here.
         """
-        if self._parts.transport.tries or self._engaged is None or current_graph_task() >= 0:
+        if self._engaged is None or self._parts.transport.tries or self._guard.dirty:
             return
-        opened = self._still(self._engaged[1])
+        opened, replay = self._engaged[1], self._parts.runtime.replay
         opened.show_gathered()
-        if opened.awaits and not self._mine and torch.is_grad_enabled():
-            with _Mine(self):
-                opened.run_again()
+        computes = not self._mine and torch.is_grad_enabled() and current_graph_task() < 0
+        if not (computes and opened.awaits):
+            return
+        with _Mine(self), self._guard("a module that is called by itself"):
+            if not replay.kept_by_stage:
+                self._guard.meet()
+            opened.run_again()
 
 
 class _Mine:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeroweave._torch.autograd import keeps_graph
+from zeroweave._torch.modes import unseen
 from zeroweave.engine.graphs.again import Again
 from zeroweave.engine.graphs.around import Modes
 from zeroweave.engine.graphs.batch import Batch
@@ -87,8 +88,13 @@ class Opened:
 
     @property
     def lapsed(self) -> bool:
-        """Was the window given up, or have parameters changed? Nobody can go on from its replays then."""
+        """Was the window given up, or have parameters changed? Its next call is none of it then."""
         return self._since is not None and self._since != self._now
+
+    @property
+    def _changed(self) -> bool:
+        """Have parameters other values than in the replays?"""
+        return self._since is not None and self._since[1] != self._now[1]
 
     def why_not(self, key: object) -> str | None:
         """Why its next call, which has this key, cannot be replayed; None if it can."""
@@ -131,7 +137,12 @@ class Opened:
         return part.outputs.of(waiting(part.results(), part.trained, partial(self._backward, self._forwards)))
 
     def run_again(self) -> None:
-        """The last forward, as ever, because its backward is no part of the window any more. On all ranks."""
+        """The last forward, as ever, because its backward is no part of the window any more.
+
+        On all ranks, or where stages 1 and 2 have shown what the graphs have gathered. Not with other parameters.
+        """
+        if self._changed:
+            return
         captured, again = self._captured, self._again
         assert captured is not None and again is not None
         self.go_on_as_ever()
@@ -148,6 +159,8 @@ class Opened:
         captured, part = self._captured, self._awaited
         if forward != self._forwards or captured is None:
             raise EngineError("a backward of a forward whose window is over: call it before the next window's forward")
+        if self._changed:
+            raise EngineError("a backward of a forward whose parameters were written since then: call it before")
         if self._roots is not None:
             go_on(self._roots, gradients, self._window.backward_from)
             return
@@ -168,6 +181,7 @@ class Opened:
         if self._out:
             assert part.left is not None
             part.left.take_up(self._parts.runtime.gradients, self._scaler)
+            self._scheduler.unrecorded()
         self._window.backward_replayed()
 
     def reduce(self) -> None:
@@ -200,15 +214,17 @@ class Opened:
         return self._window.aborted, sum(bucket.generation for bucket in self._parts.runtime.buckets.values())
 
     def show_gathered(self) -> None:
-        """A forward that is no replay finds what graphs have gathered in the open window, and gathers it no more.
+        """Buckets that the stage keeps have what graphs have gathered in the open window: copies. Sends nothing.
 
-        Without them it would, at stages 1 and 2: so a rank may compute something alone there.
+        Without graphs they would be held by now, and no rank that computes alone would gather them. Until the end of
+        the window, unless parameters have changed.
         """
-        if self._captured is None or not self._at or self._gathered:
+        if self._captured is None or not self._at or self._gathered or self._changed:
             return
-        self._gathered = True
         if (left := self._captured.parts[self._at - 1].left) is not None:
-            self._parts.runtime.replay.executor.take_up(left.gathered())
+            with unseen():
+                self._parts.runtime.replay.executor.take_up(left.gathered())
+        self._gathered = True
 
     def go_on_as_ever(self) -> None:
         """The accounts have what graphs have left of the open window, from now on."""

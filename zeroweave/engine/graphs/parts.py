@@ -97,7 +97,7 @@ class Left:
         )
 
     def gathered(self) -> dict[int, torch.Tensor]:
-        """The gathered buckets, by id: values [numel], which are there until the next window."""
+        """The gathered buckets, by id: values [numel], which are there until the last call of the window."""
         return {bucket: memory.tensor() for bucket, memory in self.flats.items()}
 
     def take_up(self, gradients: Gradients, scaler: Scaler) -> None:
