@@ -1,225 +1,169 @@
-"""What a program may do in a step of its own, beside a forward that graphs have replayed: nothing comes out otherwise.
+"""A stream beside the computation in graphs on the CPU: what a replay executes there comes as late as it may.
 
-Each is a micro-step, given an engine of `tests.support.replays.Net` and a batch; it returns its loss.
+A capture writes down which operations were issued on the stream, and when the main one waits for them. A replay
+executes these operations at that wait, and not before. Memory is poisoned as soon as nobody on the host refers to it:
+what the main stream has made at that place, and what the other one has made behind the operations that it had then.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_leaves
 
-from tests.support.graphs import on_cpu
-from tests.support.replays import Case, batch_of, micro_step, start
+from tests.support import graphs
+from tests.support.graphs import POISON, Call, Device, InFlat, Tape, execute
 
-STEPS, AT = 22, 18
-"""Steps, and the one that is special."""
-Batch = tuple[Tensor, Tensor]
-Special = Callable[[Any, Case, Batch], Tensor]
+Stream = Literal["main", "side"]
 
 
-def ended(engine: Any, loss: Tensor) -> Tensor:
-    engine.backward(loss)
-    engine.step()
-    return loss.detach()
+@dataclass
+class Beside:
+    """What the test sees of it. `operations`: those of the side stream, in all captures."""
+
+    operations: int = 0
+    tape: LateTape | None = None
+    """of the capture that is open"""
+    stream: Stream = "main"
 
 
-def head(engine: Any, batch: Batch, trains: bool = False) -> Tensor:
-    """Part of the model by itself."""
-    with torch.set_grad_enabled(trains):
-        found: Tensor = engine.module.head(batch[0])
-        return found.square().mean()
+@dataclass(frozen=True)
+class _Issued:
+    call: Call
+    stream: Stream
 
 
-# ---------------------------------------------------------------------- a window is given up, and its forward is not
-def given_up(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    engine.zero_grad()
-    return ended(engine, loss)
+@dataclass(frozen=True)
+class _Joined:
+    count: int
+    """The main stream waits for so many operations of the other."""
 
 
-def given_up_no_sync(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    engine.zero_grad()
-    with engine.no_sync():
-        engine.backward(loss)
-    engine.step()
-    return loss.detach()
+@dataclass(frozen=True)
+class _Freed:
+    storage: int
+    stream: Stream
+    """on which it was made"""
 
 
-def given_up_and_read(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    engine.zero_grad()
-    head(engine, batch)
-    return ended(engine, loss)
+class Side:
+    """In the place of `comm.pending.Side`."""
+
+    def __init__(self, beside: Beside) -> None:
+        self._beside = beside
+
+    def __enter__(self) -> None:
+        assert self._beside.stream == "main", "entered inside of itself"
+        self._beside.stream = "side"
+
+    def __exit__(self, *error: object) -> None:
+        self._beside.stream = "main"
+
+    def pending(self, *alive: torch.Tensor) -> _Pending:
+        tape = self._beside.tape
+        return _Pending(tape, 0 if tape is None else tape.beside, list(alive))
 
 
-def given_up_with_head(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    engine.zero_grad()
-    return ended(engine, loss + head(engine, batch, trains=True))
+class _Pending:
+    def __init__(self, tape: LateTape | None, count: int, alive: list[torch.Tensor]) -> None:
+        self._tape, self._count, self._alive = tape, count, alive
+
+    def wait(self) -> None:
+        if self._tape is not None:
+            self._tape.joined(self._count)
+        self._alive.clear()
 
 
-def given_up_boundary(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    engine.zero_grad()
-    engine.set_gradient_accumulation_boundary(not engine.is_gradient_accumulation_boundary())
-    engine.backward(loss)
-    engine.set_gradient_accumulation_boundary(None)
-    engine.step()
-    return loss.detach()
+class LateTape(Tape):
+    """Operations of two streams."""
+
+    def __init__(self, device: Device, beside: Beside) -> None:
+        super().__init__(device)
+        self._state = beside
+        self._events: list[_Issued | _Joined | _Freed] = []
+        self._made_on: dict[int, Stream] = {}
+        self._in_use = self._pool.used()
+        self.beside = 0
+        """operations of the side stream"""
+
+    def __enter__(self) -> LateTape:
+        self._state.tape = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> Any:
+        self._state.tape = None
+        self._note_freed()
+        return super().__exit__(*error)
+
+    def joined(self, count: int) -> None:
+        self._events.append(_Joined(count))
+        self._note_freed()
+
+    def _note_freed(self) -> None:
+        now = self._pool.used()
+        self._events += [_Freed(key, self._made_on.get(key, "main")) for key in self._in_use - now]
+        self._in_use = now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note_freed()
+        calls, known, stream = len(self._calls), set(self._pool._made), self._state.stream
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._made_on |= dict.fromkeys(set(self._pool._made) - known, stream)
+        for call in self._calls[calls:]:
+            self._events.append(_Issued(call, stream))
+            if stream == "side":
+                flats = [each for each in tree_leaves(call[1:]) if isinstance(each, InFlat)]
+                assert not flats, f"{call[0]} on the side stream uses a flat, which the main one may free"
+                self.beside += 1
+                self._state.operations += 1
+        self._in_use = self._in_use | self._pool.used()
+        return out
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        self._pool.check_found(self._found)
+        self._pool.poison(but=self._before)
+        waiting, executed = deque[_Issued | _Freed](), 0
+        with self._device.flats_of_graphs(self._flats_after):
+            for event in self._events:
+                match event:
+                    case _Issued(call, "main"):
+                        execute(call)
+                    case _Freed(storage, "main"):
+                        self._poison(storage)
+                    case _Joined(count):
+                        while waiting and (executed < count or isinstance(waiting[0], _Freed)):
+                            executed += self._come(waiting.popleft())
+                    case _:
+                        waiting.append(event)
+            assert not any(isinstance(each, _Issued) for each in waiting), "the capture ends with unjoined work"
+        self._pool.poison(but=self._after)
+
+    def _come(self, event: _Issued | _Freed) -> int:
+        """How many operations that is."""
+        if isinstance(event, _Freed):
+            self._poison(event.storage)
+            return 0
+        execute(event.call)
+        return 1
+
+    def _poison(self, key: int) -> None:
+        if (storage := self._pool._made.get(key)) is not None:
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
 
 
-# ---------------------------------------------------------------------- something else is computed
-def checkpointed(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    x = batch[0].clone().requires_grad_(True)
-    return ended(engine, loss + checkpoint(engine.module.head, x, use_reentrant=False).square().mean())
-
-
-def checkpointed_reentrant(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    x = batch[0].clone().requires_grad_(True)
-    return ended(engine, loss + checkpoint(engine.module.head, x, use_reentrant=True).square().mean())
-
-
-def inference(engine: Any, case: Case, batch: Batch) -> Tensor:
-    """In inference mode, on both sides of the backward."""
-    loss = engine(*batch)["loss"]
-    with torch.inference_mode():
-        head(engine, batch)
-    engine.backward(loss)
-    with torch.inference_mode():
-        head(engine, batch)
-    engine.step()
-    return loss.detach()
-
-
-def inference_and_head(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    with torch.inference_mode():
-        engine.module.head(batch[0])
-    return ended(engine, loss + head(engine, batch, trains=True))
-
-
-def in_a_hook(engine: Any, case: Case, batch: Batch) -> Tensor:
-    """On rank 0 alone, inside of the backward."""
-    loss = engine(*batch)["loss"] * 1.0
-    if engine.rank == 0:
-        loss.register_hook(lambda _: print(end="" if head(engine, batch).isfinite() else " "))
-    return ended(engine, loss)
-
-
-def saved_on_cpu(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    with torch.autograd.graph.save_on_cpu():
-        loss = loss + head(engine, batch, trains=True)
-    return ended(engine, loss)
-
-
-def three_heads(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    for factor in (1.0, 2.0, 3.0):
-        loss = loss + head(engine, (batch[0] * factor, batch[1]), trains=True)
-    return ended(engine, loss)
-
-
-def gradient_of_a_head(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    x = batch[0].clone().requires_grad_(True)
-    (gradient,) = torch.autograd.grad(engine.module.head(x).square().mean(), x)
-    return ended(engine, loss + gradient.square().mean())
-
-
-def in_the_loss(engine: Any, case: Case, batch: Batch) -> Tensor:
-    """A parameter, as it is shown to the program."""
-    loss = engine(*batch)["loss"]
-    with engine.full_parameters() as parameters:
-        loss = loss + parameters["head.weight"].square().sum()
-    return ended(engine, loss)
-
-
-def written(engine: Any, case: Case, batch: Batch) -> Tensor:
-    """Parameters are written between a forward and its backward: that is refused, and the window given up."""
-    loss = engine(*batch)["loss"]
-    with engine.full_parameters() as parameters, torch.no_grad():
-        parameters["head.bias"].add_(0.01)
-        parameters["head.weight"].mul_(1.01)
-    try:
-        ended(engine, loss)
-        raise AssertionError("a backward with other parameters")
-    except RuntimeError:
-        engine.zero_grad()
-    return micro_step(engine, case, batch)
-
-
-# ---------------------------------------------------------------------- and on one rank alone
-def read_alone_then_shown(engine: Any, case: Case, batch: Batch) -> Tensor:
-    if engine.rank == 0:
-        head(engine, batch)
-    with engine.full_parameters() as parameters:
-        assert parameters["head.bias"].isfinite().all()
-    return micro_step(engine, case, batch)
-
-
-def trained_alone_then_shown(engine: Any, case: Case, batch: Batch) -> Tensor:
-    loss = engine(*batch)["loss"]
-    if engine.rank == 1:
-        loss = loss + head(engine, batch, trains=True)
-    with engine.full_parameters() as parameters:
-        assert parameters["head.bias"].isfinite().all()
-    return ended(engine, loss)
-
-
-def written_then_read_alone(engine: Any, case: Case, batch: Batch) -> Tensor:
-    head(engine, batch)
-    with engine.full_parameters() as parameters, torch.no_grad():
-        parameters["head.bias"].add_(0.01)
-    if engine.rank == 0:
-        head(engine, batch)
-    return micro_step(engine, case, batch)
-
-
-def read_alone(engine: Any, case: Case, batch: Batch) -> Tensor:
-    if engine.rank == 0:
-        head(engine, batch)
-    return micro_step(engine, case, batch)
-
-
-class Trained(NamedTuple):
-    """What came of a program: losses and parameters by their text, and micro-steps that were replayed before."""
-
-    losses: str
-    values: str
-    replayed: int
-
-
-def train(case: Case, special: Special, graphs: bool) -> Trained:
-    """One special micro-step among ordinary ones: the last of its window, which goes on from replays."""
-    losses, before = [], 0
-    with on_cpu() as device, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = start(case, graphs)
-        device.serve(engine)
-        torch.manual_seed(3 + engine.rank)
-        for index in range(STEPS):
-            for micro in range(case.gas):
-                batch = batch_of(case, index, micro, engine.rank)
-                if index == AT and micro == case.gas - 1:
-                    before = engine.stats.replayed_steps
-                    losses.append(special(engine, case, batch))
-                else:
-                    losses.append(micro_step(engine, case, batch))
-        values = {name: value.tolist() for name, value in engine.state_dict().items()}
-        engine.destroy()
-    return Trained(repr([float(loss) for loss in losses]), repr(values), before)
-
-
-def both(case: Case, special: Special) -> tuple[bool, int]:
-    """Is all the same with graphs and without? And how many micro-steps had been replayed."""
-    graphed, plain = train(case, special, True), train(case, special, False)
-    return graphed[:2] == plain[:2], graphed.replayed
+@contextmanager
+def late() -> Iterator[Beside]:
+    """Inside, engines that capture on the CPU have such a stream."""
+    beside = Beside()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(graphs, "Tape", lambda device: LateTape(device, beside)))
+        stack.enter_context(patch("zeroweave.engine.graphs.graphs.side_of", lambda _: Side(beside)))
+        yield beside
