@@ -25,7 +25,7 @@ GRAPHED = [
     *(Case(stage, 4, loop, dropout=0.1) for loop in ("coalesced", "no_sync") for stage in (1, 2, 3)),
     Case(3, 1, frozen=True),
 ]
-UNEVEN = [Case(stage, gas, "uneven", dropout=0.1) for stage in (1, 2, 3) for gas in (1, 2)]
+UNEVEN = [Case(stage, gas, "uneven", steps=40, dropout=0.1) for stage in (1, 2, 3) for gas in (1, 2)]
 
 
 def with_heads(case: Case) -> tuple[list[str], dict[str, Any]]:
