@@ -92,19 +92,22 @@ class Flat:
 
         Where there is no memory, or the gather cannot be issued, no hold is taken: the next one gathers.
         """
-        self._hold(lambda: self._issued(self._gatherer.all_gather(self._target, self._source(), self.layout)))
-
-    def take_up(self, values: torch.Tensor) -> None:
-        """As `unshard`, of what was gathered elsewhere: `values` [numel], which are copied. Nothing is sent."""
-        with torch.no_grad():
-            self._hold(lambda: self._target.copy_(values))
-
-    def _hold(self, fill: Callable[[], object]) -> None:
-        """Takes a hold; of the first one, `fill` brings the content."""
         if not self.holds and not self.good:
             try:
                 self._move_in()
-                fill()
+                self._issued(self._gatherer.all_gather(self._target, self._source(), self.layout))
+            except BaseException:
+                self.free()
+                raise
+        self.holds += 1
+
+    def take_up(self, values: torch.Tensor) -> None:
+        """As `unshard`, of what was gathered elsewhere: `values` [numel], which are copied. Nothing is sent."""
+        if not self.holds and not self.good:
+            try:
+                self._move_in()
+                with torch.no_grad():
+                    self._target.copy_(values)
             except BaseException:
                 self.free()
                 raise
