@@ -336,26 +336,3 @@ def captured(megabytes: int = 8) -> tuple[bool, bool, bool]:
         del graph
         torch.cuda.synchronize()
         return eager, all(replayed), all(kept)
-
-
-def given_inside_captures(count: int = 33) -> list[bool]:
-    """Does a storage get its place inside a capture on each of PyTorch's streams, one after the other?"""
-    device = join()
-    found = []
-    with copying(device, Ledger(dist.get_world_size(), dist.get_rank())) as (_, _, places):
-        (place,) = places.fit([1 << 20])
-        assert place is not None
-        storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        number = torch.zeros((), device=device)
-        for _ in range(count):
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                number.add_(1)
-                try:
-                    place.memory.give(storage)
-                    found.append(True)
-                except RuntimeError:
-                    found.append(False)
-                storage.resize_(0)
-        torch.cuda.synchronize()
-    return found

@@ -32,18 +32,17 @@ class Registered:
     """A piece of device memory that communicators know: one block of a pool that nobody else allocates from.
 
     A storage gets it by being resized inside the pool. PyTorch hands a free block out to the stream that allocated it
-    first, and inside a capture it takes the capture's own pool for whatever is allocated on a stream that is part of
-    it. So the block is always asked for on the default stream, which cannot be: another one may be, since PyTorch has
-    32 and hands them out in turn, to communicators, too. The order of its users is that of ordinary flats: a gather
-    follows whatever the stream that issues it was given before, and a storage is given up when the current stream has
-    waited for its gather and was given the last work that reads it.
+    first, and inside a capture it takes the capture's own pool for whatever the capturing stream allocates. So the
+    block is always asked for on one stream, which runs nothing. The order of its users is that of ordinary flats: a
+    gather follows whatever the stream that issues it was given before, and a storage is given up when the current
+    stream has waited for its gather and was given the last work that reads it.
     """
 
     def __init__(self, nbytes: int, device: torch.device, allocator: Any, closed: Callable[[int], object]) -> None:
         """`allocator`: the backend's, whose memory can be registered. `closed(address)` hears of the end."""
         self.nbytes = max(_LEAST, -(-nbytes // _GRAIN) * _GRAIN)
         self._device, self._closed = device, closed
-        self._stream = torch.cuda.default_stream(device)
+        self._stream = torch.Stream(device=device)
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool(allocator)
         self._known_to: list[Any] = []
@@ -51,11 +50,11 @@ class Registered:
 
     def tensor(self) -> torch.Tensor:
         """All of it as a uint8 tensor; free again when that goes."""
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device):
+        with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
             return torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
 
     def give(self, storage: torch.UntypedStorage) -> None:
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device):
+        with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
             storage.resize_(self.nbytes)
         if storage.data_ptr() != self.address:
             raise RuntimeError("a flat does not lie in its place: its values would be gathered elsewhere")
