@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -10,9 +9,8 @@ import pytest
 import torch
 
 import zeroweave as zw
-from tests.support.graphs import on_cpu
 from tests.support.marks import daily
-from tests.support.replays import WIDTH, Case, batch_of, compared, micro_step, start
+from tests.support.replays import WIDTH, Case, batch_of, compared, micro_step, start, started
 from zeroweave.comm.process_group import LocalTransport
 
 ROWS = [
@@ -75,11 +73,8 @@ def test_a_capture_that_fails_there_leaves_no_older_values(number: int) -> None:
     """Its rank has lost what stays, and gathers it again before it is used."""
     found = []
     for graphs in (True, False):
-        with on_cpu() as device, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            case = Case(3, heads=graphs)
-            engine = start(case, graphs)
-            device.serve(engine)
+        case = Case(3, heads=graphs)
+        with started(case, graphs) as engine:
             usual, calls = LocalTransport.all_gather, []
 
             def all_gather(
@@ -96,7 +91,6 @@ def test_a_capture_that_fails_there_leaves_no_older_values(number: int) -> None:
             if graphs:
                 assert len(calls) >= number and engine.stats.captured_windows == 0
             found.append((losses, {name: value.tolist() for name, value in engine.state_dict().items()}))
-            engine.destroy()
     assert found[0] == found[1]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.graphs import on_cpu
 from tests.support.marks import daily
-from tests.support.replays import WIDTH, Case, batch_of, micro_step, start
+from tests.support.replays import WIDTH, Case, batch_of, micro_step, started
 
 STEPS, FIRST, EVERY = 48, 20, 4
 """How long is trained, and when something is done between two steps."""
@@ -70,10 +68,7 @@ CAUSES: list[Cause] = [set_one, write, load_values, load_checkpoint, profile, lo
 
 def trained(case: Case, graphs: bool, cause: Cause, folder: Path) -> tuple[dict[str, Any], Any]:
     losses = []
-    with on_cpu() as device, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = start(case, graphs)
-        device.serve(engine)
+    with started(case, graphs) as engine:
         torch.manual_seed(7 + engine.rank)
         for step in range(STEPS):
             losses.append(float(micro_step(engine, case, batch_of(case, step, 0, engine.rank))))
@@ -82,7 +77,6 @@ def trained(case: Case, graphs: bool, cause: Cause, folder: Path) -> tuple[dict[
         found = {"losses": losses} | {name: value.tolist() for name, value in engine.state_dict().items()}
         stats = engine.stats
         assert bool(engine.schedule.regathers) == case.heads
-        engine.destroy()
     return found, stats
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -103,6 +104,17 @@ def start(case: Case, graphs: bool) -> Any:
     if case.overflow is not None:
         config["precision"] = {"loss_scale": "dynamic", "initial_loss_scale": 256.0, "loss_scale_window": 5}
     return zw.initialize(model, optimizer, config, lr_scheduler=decay)
+
+
+@contextmanager
+def started(case: Case, graphs: bool) -> Iterator[Any]:
+    """An engine on a device that captures, which nobody is warned of; it ends with the block, unless that raises."""
+    with on_cpu() as device, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine = start(case, graphs)
+        device.serve(engine)
+        yield engine
+        engine.destroy()
 
 
 def batch_of(case: Case, step: int, micro: int, rank: int = 0) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ Each is a micro-step, given an engine of `tests.support.replays.Net` and a batch
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.graphs import on_cpu
-from tests.support.replays import Case, batch_of, micro_step, start
+from tests.support.replays import Case, batch_of, micro_step, started
 
 STEPS, AT = 22, 18
 """Steps, and the one that is special."""
@@ -109,8 +107,12 @@ def inference_and_head(engine: Any, case: Case, batch: Batch) -> Tensor:
 def in_a_hook(engine: Any, case: Case, batch: Batch) -> Tensor:
     """On rank 0 alone, inside of the backward."""
     loss = engine(*batch)["loss"] * 1.0
+
+    def look(gradient: Tensor) -> None:
+        head(engine, batch)
+
     if engine.rank == 0:
-        loss.register_hook(lambda _: print(end="" if head(engine, batch).isfinite() else " "))
+        loss.register_hook(look)
     return ended(engine, loss)
 
 
@@ -201,10 +203,7 @@ class Trained(NamedTuple):
 def train(case: Case, special: Special, graphs: bool) -> Trained:
     """One special micro-step among ordinary ones: the last of its window, which goes on from replays."""
     losses, before = [], 0
-    with on_cpu() as device, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        engine = start(case, graphs)
-        device.serve(engine)
+    with started(case, graphs) as engine:
         torch.manual_seed(3 + engine.rank)
         for index in range(STEPS):
             for micro in range(case.gas):
@@ -215,7 +214,6 @@ def train(case: Case, special: Special, graphs: bool) -> Trained:
                 else:
                     losses.append(micro_step(engine, case, batch))
         values = {name: value.tolist() for name, value in engine.state_dict().items()}
-        engine.destroy()
     return Trained(repr([float(loss) for loss in losses]), repr(values), before)
 
 

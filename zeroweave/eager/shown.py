@@ -40,7 +40,7 @@ class Shown:
         self.hide()
 
     def attach(self, comes: Callable[[], None]) -> None:
-        """`comes()` is called before somebody sees values, who saw none so far. Once: it consists of later objects."""
+        """`comes()` is called before real parameters, or views, are shown. Once: what it consists of needs these."""
         self._comes = comes
 
     # ------------------------------------------------------------------ to the user
