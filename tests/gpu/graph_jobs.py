@@ -355,6 +355,24 @@ def train(case: Case, graphs: bool) -> Run:
         )
 
 
+def pool_read_often(case: Case, pools: int = 300, reads: int = 500) -> list[int]:
+    """Bytes of the graphs, as each of many `engine.stats` has them, in a process that has had many pools.
+
+    The numbers of pools go up. Of those above 256 Python has no copy of its own.
+    """
+    for _ in range(pools):
+        torch.cuda.graph_pool_handle()
+    with started(case, graphs=True) as engine:
+        for step in range(case.steps):
+            micro_step(engine, case, batch_of(case, step, 1.0, engine.device))
+        read = []
+        for number in range(reads):
+            read.append(engine.stats.memory.graphs)
+            _ = [10**6 + number + each for each in range(100)]  # they lie where a number lay that was lost
+        assert engine.stats.captured_windows == 1
+        return read
+
+
 def equal(one: Run, other: Run) -> str:
     """What differs between two runs; "" if nothing does."""
     differs = [name for name, value in one.values.items() if not torch.equal(value, other.values[name])]

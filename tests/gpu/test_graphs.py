@@ -96,6 +96,11 @@ def test_a_capture_that_has_failed_leaves_nothing_behind(ranks: Ranks, stage: in
         assert run.captured == 1 and run.replayed >= 30, run.uncaptured
 
 
+def test_statistics_may_be_read_as_often_as_one_likes(ranks: Ranks) -> None:
+    for read in ranks(graph_jobs.pool_read_often, Case(2, steps=20)):
+        assert set(read) == {read[0]} and read[0] > 0, read
+
+
 REFUSED = [
     (Case(3, model="Reading"), "operation not permitted"),
     (Case(3, model="Coined"), "random numbers on the CPU"),

@@ -63,7 +63,7 @@ class Outcome:
     def describe(self) -> str:
         head = f"--- rank {self.rank}: "
         if self.exit_code is not None:
-            return f"{head}process ended with exit code {self.exit_code}\n{self.stderr[-4000:]}"
+            return f"{head}process ended with exit code {self.exit_code}\n{self.stderr[-8000:]}"
         if self.kind is not None:
             return f"{head}{self.kind}\n{self.trace}{self.stderr[-1000:]}"
         return f"{head}returned"
@@ -101,6 +101,10 @@ class _Worker:
         data = self.stderr.read_bytes() if self.stderr.exists() else b""
         text, self.read = data[self.read :].decode(errors="replace"), len(data)
         return text
+
+    def last_stacks(self) -> str:
+        """Where its threads were when it was asked, or when a signal ended it."""
+        return self.stacks.read_text() if self.stacks.exists() else "(no stacks)"
 
 
 class Pool:
@@ -195,7 +199,8 @@ class Pool:
             reply = None
         if reply is None:
             worker.process.join()
-            return Outcome(worker.rank, now, exit_code=worker.process.exitcode, stderr=worker.new_stderr())
+            said = worker.new_stderr() + worker.last_stacks()
+            return Outcome(worker.rank, now, exit_code=worker.process.exitcode, stderr=said)
         return Outcome(worker.rank, now, **reply, stderr=worker.new_stderr())
 
     def _late(self, outcomes: list[Outcome], waiting: list[_Worker]) -> DeadlineExceeded:
@@ -205,7 +210,7 @@ class Pool:
         time.sleep(1.0)
         parts = [outcome.describe() for outcome in outcomes]
         for worker in waiting:
-            stacks = worker.stacks.read_text() if worker.stacks.exists() else "(no stacks)"
+            stacks = worker.last_stacks()
             parts.append(f"--- rank {worker.rank} did not return:\n{stacks}\n{worker.new_stderr()[-2000:]}")
         self.kill()
         return DeadlineExceeded("\n".join(parts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -30,6 +31,11 @@ def leave_on(rank: int, code: int) -> None:
     if dist.get_rank() == rank:
         print("leaving now", file=sys.stderr, flush=True)
         os._exit(code)
+
+
+def break_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def wait_forever_on(rank: int) -> None:
@@ -63,6 +69,12 @@ def test_a_process_ends(disposable: Pools) -> None:
     outcomes = pool.outcomes(leave_on, 0, 7)
     assert outcomes[0].exit_code == 7 and "leaving now" in outcomes[0].stderr
     assert pool.run(add, 0.0)[0][1] == 1.0
+
+
+@pytest.mark.matrix
+def test_a_process_that_a_signal_ends_says_where_it_was(disposable: Pools) -> None:
+    with pytest.raises(JobFailed, match=r"Segmentation fault[\s\S]* in break_on"):
+        disposable(2).run(break_on, 1)
 
 
 def test_an_engine_that_is_left_running_is_not_met_by_the_next_job(disposable: Pools) -> None:

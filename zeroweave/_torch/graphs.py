@@ -1,7 +1,8 @@
-"""Captures of CUDA graphs that fail."""
+"""Captures of CUDA graphs that fail, and the memory of those that do not."""
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from typing import Any
 
@@ -33,3 +34,16 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.dev
     sound.capture_begin(capture_error_mode="thread_local")
     nothing.zero_()
     sound.capture_end()
+
+
+def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
+    """The allocator's segments in the pool of that id, as `torch.cuda.memory_snapshot` describes them.
+
+    Why: up to PyTorch 2.13 that function gives up a reference to each object that it is asked with, and none is its
+    own (its pull request 196366). A number above 256 is freed at once, while the id has it, and the process ends sooner
+    or later. So each gets a reference that can be given up. Where none is any more, the few numbers merely stay.
+    """
+    for given in (*pool, False):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(given))
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool, include_traces=False)
+    return segments
