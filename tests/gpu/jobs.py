@@ -240,7 +240,8 @@ class Peak:
     """Bytes of this rank's GPU. `rest`: allocated between steps. `grown`: more so after further steps.
 
     `states`: what the engine says its shards, masters and optimizer take; `gradients`: gradient shards. `small`: the
-    largest bucket of less than an eighth of the largest one, which goes in one call with its neighbour.
+    largest bucket of less than an eighth of the largest one, which goes in one call with its neighbour. `departures`,
+    `on_demand`, `told`: what may explain the others.
     """
 
     rest: int
@@ -254,6 +255,9 @@ class Peak:
     small: int
     total: int
     activations: int
+    departures: int
+    on_demand: int
+    told: list[str]
 
 
 def allocated() -> int:
@@ -284,11 +288,13 @@ def peak(stage: int) -> Peak:
             step(engine, tokens(WIDE, device))
         rest = allocated()
         torch.cuda.reset_peak_memory_stats()
+        engine._parts.runtime.restart_peaks()  # what they are measured beside
         for _ in range(3):
             step(engine, tokens(WIDE, device))
         torch.cuda.synchronize()
         highest = torch.cuda.max_memory_allocated()
-        memory = engine.stats.memory
+        stats = engine.stats
+        memory = stats.memory
         sizes = [layout.nbytes for layout in engine.buckets]
         return Peak(
             rest=rest - before,
@@ -302,6 +308,9 @@ def peak(stage: int) -> Peak:
             small=max(size for size in sizes if size < max(sizes) / 8),
             total=sum(sizes),
             activations=needed,
+            departures=stats.departures,
+            on_demand=stats.on_demand_unshards,
+            told=[each.reason for each in engine._parts.journal.take()],
         )
 
 
