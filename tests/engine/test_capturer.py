@@ -23,8 +23,6 @@ class Runtime:
         self.draws = True
         """can random numbers be drawn?"""
         self.handles = 0
-        self.grows = False
-        """do segments that are taken now?"""
         self.ends = True
         """does the driver end a capture?"""
 
@@ -34,10 +32,6 @@ class Runtime:
 
     def graph(self) -> Graph:
         return Graph(self)
-
-    def set(self, settings: str) -> None:
-        if "expandable_segments" in settings:
-            self.grows = "expandable_segments:True" in settings
 
     def end(self, device: int, pool: int) -> None:
         if pool not in self.underway:
@@ -91,8 +85,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
-    monkeypatch.setattr("zeroweave._torch.graphs._allocator_settings", lambda: "")
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", made.set)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     yield made
 
@@ -105,21 +97,12 @@ def test_after_a_failed_capture_others_succeed(runtime: Runtime, ends: bool) -> 
     runtime.ends = ends
     with pytest.raises(ZeroDivisionError), capturer.alone(first=False), capturer.graph():
         _ = 1 / 0
-    assert not runtime.underway and runtime.draws and not runtime.grows
+    assert not runtime.underway and runtime.draws
     pool = kept.pool()  # type: ignore[attr-defined]
     assert runtime.uses[pool] == (2 if ends else 1)  # a graph whose capture was ended gives its use back by itself
     with capturer.alone(first=False), capturer.graph() as other:
         pass
     assert other.pool() == pool  # type: ignore[attr-defined]
-
-
-def test_segments_grow_while_a_capture_runs(runtime: Runtime) -> None:
-    capturer = Capturer(torch.device("cpu", 0))
-    with capturer.alone(first=True):
-        assert not runtime.grows
-        with capturer.graph():
-            assert runtime.grows
-        assert not runtime.grows
 
 
 def test_a_pool_that_all_graphs_have_given_up_is_not_used_again(runtime: Runtime) -> None:

@@ -77,6 +77,16 @@ def test_infiniband_that_is_not_used() -> None:
     assert of({"NCCL_IB_DISABLE": "1"}, infiniband=False)[0].state == "ok"
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_that_grow_under_graphs(name: str) -> None:
+    grows = {name: "max_split_size_mb:99, expandable_segments:True"}
+    (check,) = of(grows)
+    assert (check.name, check.state, check.cure) == ("expandable_segments", "limited", "export NCCL_GRAPH_REGISTER=0")
+    for fine in (grows | {"NCCL_GRAPH_REGISTER": "0"}, {name: "expandable_segments:False"}):
+        assert of(fine)[0].state == "ok"
+    assert of(grows, gpus=1)[0].state == "ok"
+
+
 @pytest.mark.parametrize(
     ("name", "value", "absent"),
     [

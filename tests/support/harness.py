@@ -41,9 +41,10 @@ GRACE = 60.0
 class Outcome:
     """What one rank made of a job: a value, a traceback, or the end of its process.
 
-    `kind` is the exception's class name and `message` its text with notes; `exit_code` is None while the process lives;
-    `ended` is the wall clock (`time.time()`) at which the pool saw the value, the traceback or the end. `running`: the
-    job has left threads of an engine behind, as one does that raises before it closes its engine.
+    `kind` is the exception's class name and `message` its text with notes; `exit_code` is None while the process lives,
+    and `stacks` says where its threads were if a signal ended it; `ended` is the wall clock (`time.time()`) at which
+    the pool saw the value, the traceback or the end. `running`: the job has left threads of an engine behind, as one
+    does that raises before it closes its engine.
     """
 
     rank: int
@@ -55,6 +56,7 @@ class Outcome:
     running: bool = False
     exit_code: int | None = None
     stderr: str = ""
+    stacks: str = ""
 
     @property
     def failed(self) -> bool:
@@ -63,7 +65,7 @@ class Outcome:
     def describe(self) -> str:
         head = f"--- rank {self.rank}: "
         if self.exit_code is not None:
-            return f"{head}process ended with exit code {self.exit_code}\n{self.stderr[-8000:]}"
+            return f"{head}process ended with exit code {self.exit_code}\n{self.stderr[-4000:]}\n{self.stacks[:8000]}"
         if self.kind is not None:
             return f"{head}{self.kind}\n{self.trace}{self.stderr[-1000:]}"
         return f"{head}returned"
@@ -199,8 +201,8 @@ class Pool:
             reply = None
         if reply is None:
             worker.process.join()
-            said = worker.new_stderr() + worker.last_stacks()
-            return Outcome(worker.rank, now, exit_code=worker.process.exitcode, stderr=said)
+            said = {"stderr": worker.new_stderr(), "stacks": worker.last_stacks()}
+            return Outcome(worker.rank, now, exit_code=worker.process.exitcode, **said)
         return Outcome(worker.rank, now, **reply, stderr=worker.new_stderr())
 
     def _late(self, outcomes: list[Outcome], waiting: list[_Worker]) -> DeadlineExceeded:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-_GROWING = "expandable_segments"
 _RELEASES_BY_ITSELF = (2, 13)
 """The first version whose graphs may give back the pool of a capture that has failed."""
 
@@ -36,35 +34,6 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.dev
     sound.capture_begin(capture_error_mode="thread_local")
     nothing.zero_()
     sound.capture_end()
-
-
-@contextmanager
-def growing_segments() -> Iterator[None]:
-    """Inside, memory that the allocator takes from the device lies in segments that grow, one for each pool and stream.
-
-    So blocks fit into what blocks of other sizes gave up. A program that has decided about `expandable_segments` is
-    left alone. Why: no public function sets that. It is the process's: threads that allocate meanwhile get such
-    segments, too. Each setting forgets most of those before, and `before` says nothing about segments, so that it takes
-    two to go back.
-    """
-    before = _allocator_settings()
-    if _GROWING in before or "MallocAsync" in before:  # another allocator, which knows no segments
-        yield
-        return
-    torch._C._accelerator_setAllocatorSettings(f"{before},{_GROWING}:True".lstrip(","))
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(f"{_GROWING}:False")
-        torch._C._accelerator_setAllocatorSettings(before)
-
-
-def _allocator_settings() -> str:
-    """What the allocator was set to last, or by the environment. Why: there is no public way to ask."""
-    ask = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if ask is None:  # as in 2.11
-        return str(torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"])
-    return str(ask())
 
 
 def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ VARIABLES: Final = (
 
 
 def variables(environ: Mapping[str, str], gpus: int, interfaces: Iterable[str], infiniband: bool) -> Iterator[Check]:
-    """The variables that slow training down, and network interfaces that are named and not there."""
+    """The variables that slow training down or endanger it, and network interfaces that are named and not there."""
     found = [
         Check(each.name, "slow", f"{environ[each.name]}: {each.means}", f"unset {each.name}")
         for each in VARIABLES
@@ -71,12 +71,21 @@ def variables(environ: Mapping[str, str], gpus: int, interfaces: Iterable[str], 
     if gpus and infiniband and _on(environ.get("NCCL_IB_DISABLE", "0")):
         detail = f"{environ['NCCL_IB_DISABLE']}: machines exchange over TCP beside the InfiniBand that is here"
         found.append(Check("NCCL_IB_DISABLE", "slow", detail, "unset NCCL_IB_DISABLE"))
+    if gpus > 1 and _grows(environ) and environ.get("NCCL_GRAPH_REGISTER") != "0":
+        detail = "steps as CUDA graphs may hang, or end: NCCL registers memory there that may move under it"
+        found.append(Check("expandable_segments", "limited", detail, "export NCCL_GRAPH_REGISTER=0"))
     there = sorted(interfaces)
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if (name[0] == "G" or gpus) and (absent := _absent(environ.get(name, ""), there, exact=name[0] == "G")):
             detail = f"no interface of this machine is called {absent}: it has {', '.join(there)}"
             found.append(Check(name, "failed", detail, f"export {name}={_outward(there)}"))
     yield from found or [Check("settings", "ok", "no environment variable slows training down")]
+
+
+def _grows(environ: Mapping[str, str]) -> bool:
+    """Is PyTorch's allocator told to make its segments larger and smaller?"""
+    told = (environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:True" in each.replace(" ", "") for each in told)
 
 
 def _absent(value: str, there: list[str], exact: bool) -> str:

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import torch
 
-from zeroweave._torch.graphs import end_failed_capture, growing_segments, pool_segments
+from zeroweave._torch.graphs import end_failed_capture, pool_segments
 from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.optim.room import Room
 
@@ -39,7 +39,7 @@ class Capturer:
         """What the device is given inside becomes the graph; nothing is executed."""
         graph, pool = torch.cuda.CUDAGraph(), self._pool
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), growing_segments():
+        with torch.cuda.stream(self._stream):
             # Other threads, such as those of the backend, may ask for things that are forbidden inside of a capture.
             try:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
