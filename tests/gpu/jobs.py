@@ -240,8 +240,8 @@ class Peak:
     """Bytes of this rank's GPU. `rest`: allocated between steps. `grown`: more so after further steps.
 
     `states`: what the engine says its shards, masters and optimizer take; `gradients`: gradient shards. `small`: the
-    largest bucket of less than an eighth of the largest one, which goes in one call with its neighbour. `departures`,
-    `on_demand`, `told`: what may explain the others.
+    largest bucket of less than an eighth of the largest one. `departures`, `on_demand`, `told`: what may explain the
+    others.
     """
 
     rest: int
@@ -283,7 +283,9 @@ def peak(stage: int) -> Peak:
     device = join()
     needed = activations(WIDE)
     before = allocated()
-    with start(WIDE, config(stage, "inductor", torch.bfloat16), torch.bfloat16) as engine:
+    settings = config(stage, "inductor", torch.bfloat16)
+    settings["compile"]["fuse"] = False  # where gathers are slow to start, several buckets share a launch
+    with start(WIDE, settings, torch.bfloat16) as engine:
         for _ in range(4):
             step(engine, tokens(WIDE, device))
         rest = allocated()
