@@ -130,20 +130,11 @@ def test_what_reductions_hold_beside_their_flats_goes_with_their_settling() -> N
     assert simulate(early, costs).memory[8:] == (20, 3, 26, 4, 4, 4)
 
 
-def test_gathers_in_one_launch_start_up_once_and_are_over_together() -> None:
-    """The launch takes 0–4.5, the start-up of the second less; the first call waits for all of it and runs 4.5–6.5."""
+def test_gathers_in_one_launch_start_up_once() -> None:
     prediction = simulate(of(FUSED), COSTS)
     assert [(s.start, s.stop) for s in prediction.spans if s.lane == "all_gather"] == [(0.0, 1.0), (1.0, 4.5)]
-    assert prediction.waits == {3: 4.5, 11: 1.5, 13: 0.75}
-    assert prediction.seconds == 13.0
-
-
-@pytest.mark.parametrize(("placed", "seconds"), [((0, 1), 11.5), ((0,), 10.5), ((1,), 10.5)])
-def test_gathers_by_copy_engine_share_no_launch(placed: tuple[int, ...], seconds: float) -> None:
-    """Each starts up by itself and is there when it is over; so is a kernel that is left alone, beside the other."""
-    prediction = simulate(Schedule(FUSED, RECORD, replace(FACTS, placed=frozenset(placed))), COSTS)
-    assert [s.stop - s.start for s in prediction.spans if s.lane == "all_gather"] == [1.0, 4.0]
-    assert prediction.waits[3] == 1.0 and prediction.seconds == seconds
+    assert prediction.seconds == 11.0
+    assert simulate(of(EARLY), COSTS).seconds - prediction.seconds == COSTS.gather.alpha
 
 
 def test_costs_of_another_record_are_refused() -> None:

@@ -179,8 +179,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
     until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
     take no time: what the program computes behind them comes after the instructions that wait for nothing.
-    Collectives of one ``Fuse`` pay their start-up time once. They are one launch: its reductions start at the last of
-    them, and what it gathers is there when all is. Gathers by copy engine have no launch to share. Copies of
+    Collectives of one ``Fuse`` pay their start-up time once; its reductions start at the last of them. Copies of
     activations run in the order of their issue; ``Release`` waits for its copy, the event behind the need of a call's
     activations for theirs. Costs must be the record's.
     """
@@ -189,8 +188,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     flats, away = flats_of(schedule), away_of(schedule, costs.moves)
     now = copied = 0.0  # of the compute lane; seconds of gathers by copy engine
     free = {False: 0.0, True: 0.0}  # of the lanes of collectives: by kernel, by copy engine
-    event, together = -1, 0  # collectives left of a Fuse
-    launch: list[int] = []  # buckets that are gathered by its kernel so far
+    event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
     due: list[tuple[int, int]] = []  # reductions that wait for the last of their Fuse: index, bucket
     arrives: dict[int, float] = {}
     flying: dict[int, deque[float]] = {}
@@ -228,17 +226,16 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         match instruction:
             case Unshard(bucket):
                 if index in schedule.gathers:
-                    joins = together > 0 and not schedule.by_copy_engine("all_gather", bucket)
-                    over = send("all_gather", index, bucket, costs.gather.alpha * bool(joins and launch))
-                    launch = [*launch, bucket] if joins else []
-                    arrives |= dict.fromkeys(launch or [bucket], over)
+                    spared = costs.gather.alpha * (together > 0 and launched)
+                    arrives[bucket] = send("all_gather", index, bucket, spared)
+                    launched = True
                 together = max(0, together - 1)
             case Regather(bucket):
                 send("all_gather", index, bucket, 0.0)
             case Wait(bucket):
                 now = wait(index, arrives.get(bucket, 0.0))
             case Fuse(count):
-                together, launch = count, []
+                together, launched = count, False
             case Run() | End() | Reduce():
                 if isinstance(instruction, Reduce):
                     due.append((index, instruction.bucket))
