@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from benchmarks.models import Shape
 from benchmarks.peers.common import LEARNING_RATE, Options, Trainer, compile_in_place, mean
 from benchmarks.peers.subject import Subject
+from zeroweave._torch.graphs import unused_bytes
 
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 1e-2
 WARM = 3
@@ -138,10 +139,7 @@ class Captured:
 
     def memory(self) -> int:
         """Bytes of the graph's memory that no tensor has."""
-        if not self._inputs:
-            return 0
-        segments = torch.cuda.memory_snapshot(self._graph.pool(), include_traces=False)
-        return sum(segment["total_size"] - segment["allocated_size"] for segment in segments)
+        return unused_bytes(self._graph.pool()) if self._inputs else 0
 
     def _replay(self, batches: Sequence[Tensor]) -> None:
         if not self._inputs:

@@ -240,8 +240,7 @@ class Peak:
     """Bytes of this rank's GPU. `rest`: allocated between steps. `grown`: more so after further steps.
 
     `states`: what the engine says its shards, masters and optimizer take; `gradients`: gradient shards. `small`: the
-    largest bucket of less than an eighth of the largest one. `departures`, `on_demand`, `told`: what may explain the
-    others.
+    largest bucket of less than an eighth of the largest one.
     """
 
     rest: int
@@ -255,9 +254,6 @@ class Peak:
     small: int
     total: int
     activations: int
-    departures: int
-    on_demand: int
-    told: list[str]
 
 
 def allocated() -> int:
@@ -295,8 +291,7 @@ def peak(stage: int) -> Peak:
             step(engine, tokens(WIDE, device))
         torch.cuda.synchronize()
         highest = torch.cuda.max_memory_allocated()
-        stats = engine.stats
-        memory = stats.memory
+        memory = engine.stats.memory
         sizes = [layout.nbytes for layout in engine.buckets]
         return Peak(
             rest=rest - before,
@@ -310,9 +305,6 @@ def peak(stage: int) -> Peak:
             small=max(size for size in sizes if size < max(sizes) / 8),
             total=sum(sizes),
             activations=needed,
-            departures=stats.departures,
-            on_demand=stats.on_demand_unshards,
-            told=[each.reason for each in engine._parts.journal.take()],
         )
 
 

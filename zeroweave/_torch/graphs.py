@@ -36,14 +36,15 @@ def end_failed_capture(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.dev
     sound.capture_end()
 
 
-def pool_segments(pool: tuple[int, int]) -> list[dict[str, Any]]:
-    """The allocator's segments in the pool of that id, as `torch.cuda.memory_snapshot` describes them.
+def unused_bytes(pool: tuple[int, int]) -> int:
+    """Bytes of the pool of that id that no tensor has.
 
-    Why: up to PyTorch 2.13 that function gives up a reference to each object that it is asked with, and none is its
-    own (its pull request 196366). A number above 256 is freed at once, while the id has it, and the process ends sooner
-    or later. So each gets a reference that can be given up. Where none is any more, the few numbers merely stay.
+    Why: up to PyTorch 2.13 `torch.cuda.memory_snapshot` gives up a reference to each object that it is asked with, and
+    none is its own (PyTorch's pull request 196366). A number above 256 is freed at once, while the id has it, and the
+    process ends sooner or later. So each gets a reference that can be given up. Where none is any more, the few numbers
+    merely stay.
     """
     for given in (*pool, False):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(given))
-    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot(pool, include_traces=False)
-    return segments
+    segments = torch.cuda.memory_snapshot(pool, include_traces=False)
+    return sum(int(segment["total_size"]) - int(segment["allocated_size"]) for segment in segments)

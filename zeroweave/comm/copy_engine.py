@@ -57,7 +57,7 @@ class Registered:
         with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
             storage.resize_(self.nbytes)
         if storage.data_ptr() != self.address:
-            storage.resize_(0)  # nobody has counted it
+            storage.resize_(0)
             raise RuntimeError("a flat does not lie in its place: its values would be gathered elsewhere")
 
     def register(self, backends: list[Any]) -> None:

@@ -17,7 +17,10 @@ class Memory(Protocol):
     address: int
 
     def give(self, storage: torch.UntypedStorage) -> None:
-        """`storage`, which has no bytes, gets all of it; it is free again when the storage is resized."""
+        """`storage`, which has no bytes, gets all of it; it is free again when the storage is resized.
+
+        Where that fails, the storage has no bytes still.
+        """
 
     def close(self) -> None:
         """Nothing is gathered there any more. A storage that still lies there keeps it. Collective."""

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 import torch
 
-from zeroweave._torch.graphs import end_failed_capture, pool_segments
+from zeroweave._torch.graphs import end_failed_capture, unused_bytes
 from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.optim.room import Room
 
@@ -86,7 +86,7 @@ class Capturer:
     @property
     def nbytes(self) -> int:
         """Bytes of the pool that no tensor has. Replays use them, and nobody else can."""
-        return sum(segment["total_size"] - segment["allocated_size"] for segment in pool_segments(self._pool))
+        return unused_bytes(self._pool)
 
     def spare(self, peak: int) -> int:
         """Bytes on the device beside what a step takes, and its graphs, which have memory of their own. Local.
