@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
+import threading
 
-from zeroweave.comm.ledger import Ledger
-from zeroweave.ranks.answers import Answers
-from zeroweave.ranks.board import Board
-from zeroweave.ranks.status import StatusLine
-from zeroweave.ranks.watcher import Watcher
+import pytest
+
+from zeroweave.ranks import answers
+from zeroweave.ranks.answers import Answers, answered
 
 DEADLINE = 20.0
 
 
-class Asking(Watcher):
-    """Rank 1's watcher, which has asked rank 0 at a time."""
-
-    def asks(self, now: float | None) -> None:
-        self.asked = now
-
-
 class Rank:
-    def __init__(self) -> None:
-        store = dist.HashStore()
-        line, ledger = StatusLine(Board(1, 2, lambda: store)), Ledger(2, 1)
+    """Rank 1, which misses an answer since some time."""
+
+    def __init__(self, grace: float = 0.0) -> None:
         self.since: float | None = None
-        self.watcher = Asking(line, lambda: (0, 0), lambda _: None, ledger, DEADLINE, lambda: 0)
-        self.answers = Answers(self.watcher, lambda: self.since, lambda _: None, DEADLINE)
+        self.answers = Answers(1, lambda: self.since, lambda _: None, DEADLINE, grace=grace)
 
     def ends(self, first: float, last: float) -> float | None:
         """When it looks each second between two times, the first at which it must end."""
@@ -34,17 +25,16 @@ class Rank:
         return next((first + more for more in seconds if self.answers.look(first + more) is not None), None)
 
 
-def test_who_waits_without_an_answer_ends_after_the_deadline() -> None:
-    rank = Rank()
-    rank.since = 5.0
-    rank.watcher.asks(6.0)
-    assert rank.ends(0.0, 6.0 + DEADLINE) is None
-    assert rank.ends(7.0 + DEADLINE, 9.0 + DEADLINE) == 7.0 + DEADLINE
+@pytest.mark.parametrize("grace", [0.0, 60.0])
+def test_who_waits_without_an_answer_ends_after_the_deadline(grace: float) -> None:
+    rank, late = Rank(grace), 6.0 + DEADLINE + grace
+    rank.since = 6.0
+    assert rank.ends(0.0, late) is None
+    assert rank.ends(late + 1.0, late + 3.0) == late + 1.0
 
 
 def test_who_computes_needs_no_answer() -> None:
     rank = Rank()
-    rank.watcher.asks(6.0)
     assert rank.ends(6.0, 20 * DEADLINE) is None
     rank.since = 20 * DEADLINE  # it begins to wait, and waits for as long as it may
     assert rank.ends(20 * DEADLINE, 21 * DEADLINE) is None
@@ -52,18 +42,37 @@ def test_who_computes_needs_no_answer() -> None:
 
 def test_with_an_answer_in_time_all_is_well() -> None:
     rank = Rank()
-    rank.since = 0.0
     for now in range(20 * int(DEADLINE)):
-        rank.watcher.asks(float(now - now % (int(DEADLINE) - 1)))
+        rank.since = float(now - now % (int(DEADLINE) - 1))
         assert rank.answers.look(float(now)) is None
 
 
 def test_a_job_that_was_suspended_as_a_whole_goes_on() -> None:
     rank = Rank()
-    rank.since = 0.0
-    rank.watcher.asks(0.5)
+    rank.since = 0.5
     assert rank.answers.look(1.0) is None
     for now in (1000.0, 1001.0):
         assert rank.answers.look(now) is None
-    rank.watcher.asks(None)  # the answer
+    rank.since = None  # the answer
     assert rank.ends(1002.0, 1010.0) is None
+
+
+def test_what_takes_too_long_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "LOOK_SECONDS", 0.01)
+    said: list[str] = []
+    ended = threading.Event()
+    with answered(1, 0.05, 0.05, lambda reason: (said.append(reason), ended.set())):  # type: ignore[func-returns-value]
+        assert ended.wait(60.0)
+    assert said == [
+        "rank 1 is ended by its alarm: rank 0, whose process keeps the board, has not answered within the deadline of "
+        "0.05 s"
+    ]
+
+
+def test_what_comes_to_its_end_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with answered(1, DEADLINE):
+        assert threading.active_count() == before + 1
+    with pytest.raises(ValueError, match="inside"), answered(1, DEADLINE):
+        raise ValueError("inside")
+    assert threading.active_count() == before

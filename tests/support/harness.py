@@ -170,10 +170,10 @@ class Pool:
             worker.new_stderr()
             worker.pipe.send((function, args))
         ready = wait([each for w in self._workers for each in (w.process.sentinel, w.pipe)], self.deadline)
+        if not ready:
+            raise self._late([], self._workers)
         outcomes = [self._receive(w) for w in self._workers if w.pipe in ready or w.process.sentinel in ready]
         self.kill()
-        if not outcomes:
-            raise DeadlineExceeded(f"{function.__name__}{args}: no rank has ended")
         return max(outcomes, key=lambda outcome: outcome.exit_code is not None)
 
     def _collect(self, end: float) -> list[Outcome]:

@@ -21,6 +21,7 @@ from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
 
 _GRAIN: Final = 2 << 20
@@ -137,12 +138,11 @@ class CopyEngines:
         if control.board is None or control.world == groups:
             return None
         name = f"copy engines of {groups}.{control.rank % groups}"
-        own = copying_communicator(
-            control.board.part(name), control.rank // groups, control.world // groups, name, timeout
-        )
-        self._backends.append(own)
-        own.allreduce([torch.ones(1, device=self._device)]).wait()
-        torch.cuda.synchronize(self._device)
+        with rendezvous(control.board, name, control.deadline_seconds) as store:
+            own = copying_communicator(store, control.rank // groups, control.world // groups, name, timeout)
+            self._backends.append(own)
+            own.allreduce([torch.ones(1, device=self._device)]).wait()
+            torch.cuda.synchronize(self._device)
         control.barrier("the start of gathers by copy engines")  # a rank that meets the others still needs the board
         return own
 

@@ -29,6 +29,7 @@ from zeroweave.comm.rounding import cast_
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
 
 _LOANS: Final = 64
@@ -366,8 +367,9 @@ def own_group(
         return None
     number, name = control.rank % groups, control.broadcast_object(f"zeroweave {uuid.uuid4()}")
     ranks = dist.get_process_group_ranks(group)[number::groups]
-    store = control.board.part(f"collectives of {groups}.{number}")
-    own = new_process_group(ranks, dist.get_backend(group), store, f"{name}.{number}", timeout)
+    place = f"collectives of {groups}.{number}"
+    with rendezvous(control.board, place, control.deadline_seconds) as store:
+        own = new_process_group(ranks, dist.get_backend(group), store, f"{name}.{number}", timeout)
     control.barrier("the start of the collectives")  # a rank that meets the others there still needs the board
     return own
 

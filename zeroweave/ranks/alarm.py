@@ -35,8 +35,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from zeroweave._torch.distributed import collectives_begun
 from zeroweave.errors import RankFailure
@@ -78,17 +78,20 @@ class Alarm:
         self._shared: str | None = None  # the last error that all ranks had
         self._process = os.getpid()
         self._line: StatusLine | None = None
-        self._asked: float | None = None  # since when the user's thread has asked the board
         if control.board is None:
             return
         self._line = StatusLine(control.board.connect())
         self._line.post(process=own())
+        self._boards = control.board, self._line.board
         self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds, lambda: control.operations)
-        self._stop = threading.Event()
-        answers = Answers(self._watcher, self._waits_since, end, control.deadline_seconds)
+        answers = Answers(self.rank, self._missed, end, control.deadline_seconds, self._watcher.write_stacks)
+        self._stop, self._gone = threading.Event(), threading.Event()
         self._thread, self._second = (
-            threading.Thread(target=run, args=(self._stop,), name=name, daemon=True)
-            for run, name in ((self._watcher.run, "zeroweave alarm"), (answers.run, "zeroweave answers"))
+            threading.Thread(target=run, args=(stop,), name=name, daemon=True)
+            for run, stop, name in (
+                (self._watcher.run, self._stop, "zeroweave alarm"),
+                (answers.run, self._gone, "zeroweave answers"),
+            )
         )
         self._thread.start()
         self._second.start()
@@ -107,12 +110,7 @@ class Alarm:
         if isinstance(error, RankFailure):
             # A broken connection is no cause. If the watcher knows or finds one, it ends this process with that.
             self._thread.join(CAUSE_SECONDS)
-        with self._asking():
-            return self._tell(self._line, place, step, error)
-
-    def _tell(self, line: StatusLine, place: str, step: int, error: BaseException) -> bool:
-        """See `failed`."""
-        count = self._progress()[1]
+        line, count = self._line, self._progress()[1]
         broken = self._control.broken is not None or isinstance(error, RankFailure)
         missed = self._control.late
         others = collectives_begun()
@@ -155,7 +153,7 @@ class Alarm:
         issued more and does not come is stuck, and its watcher ends it.
         """
         if self._line is not None:
-            with self._asking(), suppress(ConnectionError):  # the agreement that follows fails and says why
+            with suppress(ConnectionError):  # the agreement that follows fails and says why
                 self._line.finish(step, count)
 
     def meet(self, place: str, call: str) -> None:
@@ -165,7 +163,7 @@ class Alarm:
         AgreementError where ranks meet in different calls, or one does not come before the deadline.
         """
         if self._line is not None:
-            with self._asking(), suppress(ConnectionError):  # the meeting fails and says why
+            with suppress(ConnectionError):  # the meeting fails and says why
                 meetings = self._line.status.meetings + 1
                 self._line.post(meetings=meetings, count=self._progress()[1], call=call)
                 self._line.board.ring()
@@ -179,19 +177,19 @@ class Alarm:
         """
         self._leave("it closed its engine")
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        self._asked = time.monotonic()
-        try:
-            yield
-        finally:
-            self._asked = None
+    def _missed(self) -> float | None:
+        """Since when this rank has waited for an answer of rank 0's that it needs to go on, if it does.
 
-    def _waits_since(self) -> float | None:
-        """Since when the user's thread has waited for other ranks, if it does."""
+        The user's thread needs what it asks. What the watcher asks it needs where it waits for other ranks.
+        """
+        asks = {thread: since for board in self._boards for thread, since in board.asks.items()}
+        watcher = asks.pop(self._thread.ident or 0, None)
         collective = self._trail.waiting
-        times = [self._asked, self._control.waiting, None if collective is None else collective[1]]
-        return max((time for time in times if time is not None), default=None)
+        waits = [self._control.waiting, None if collective is None else collective[1]]
+        since = max((time for time in waits if time is not None), default=None)
+        if not asks:
+            return None if watcher is None or since is None else max(watcher, since)
+        return min(asks.values())
 
     def _verdict(self, board: Board, mine: Failure) -> str:
         """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
@@ -231,15 +229,15 @@ class Alarm:
             return
         stopped = self._stop.is_set()
         self._stop.set()
-        for thread in (self._thread, self._second):
-            if threading.current_thread() is not thread:
-                thread.join(PARTING_SECONDS)
+        self._thread.join(PARTING_SECONDS)  # longer where it has no answer
         with suppress(ConnectionError):
             if not (self._watcher.host_left or stopped):
                 line.post(count=self._progress()[1], left=how)
                 line.board.ring()
             if self.rank == 0:
                 self._await_others(line.board)
+        self._gone.set()
+        self._second.join()
         atexit.unregister(self._at_exit)
         line.board.close()
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -35,17 +37,18 @@ class Board:
         self.rank, self.world, self.name = rank, world, name
         self._reach, self._server = reach, server
         self._connection: Store | None = None
+        self._asks: dict[int, float] = {}
         with self._connected() as store:
             for heading in HEADINGS:
                 if not store.check([f"{heading}/{rank}"]):
                     store.set(f"{heading}/{rank}", "")
 
     @classmethod
-    def open(cls, process_group: dist.ProcessGroup | None, deadline_seconds: float) -> Board:
+    def meet(cls, process_group: dist.ProcessGroup | None, deadline_seconds: float) -> Callable[[], Board]:
         """Collective over `process_group`: rank 0 keeps a store on a free port and tells the others where.
 
-        The address is the loopback where all ranks run on one machine, else MASTER_ADDR where that is rank
-        0's, else rank 0's host name.
+        Returns what opens the board: that waits for rank 0's answer, and may be watched. The address is the loopback
+        where all ranks run on one machine, else MASTER_ADDR where that is rank 0's, else rank 0's host name.
         """
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         timeout = timedelta(seconds=deadline_seconds)
@@ -57,7 +60,12 @@ class Board:
         dist.all_gather_object(told, mine, group=process_group)
         _, address, port, name = told[0]
         host = "127.0.0.1" if len({where for where, *_ in told}) == 1 else address
-        return cls(rank, world, partial(_tcp_store, host, port, timeout), server, name)
+        return partial(cls, rank, world, partial(_tcp_store, host, port, timeout), server, name)
+
+    @property
+    def asks(self) -> Mapping[int, float]:
+        """The threads that wait for an answer of rank 0's, by number, and since when (`time.monotonic`)."""
+        return dict(self._asks)
 
     def connect(self) -> Board:
         """The same board over a connection of its own."""
@@ -108,12 +116,16 @@ class Board:
 
     @contextmanager
     def _connected(self) -> Iterator[Store]:
+        thread = threading.get_ident()
+        self._asks[thread] = time.monotonic()
         try:
             if self._connection is None:
                 self._connection = self._reach()
             yield self._connection
         except RuntimeError as error:
             raise ConnectionError(f"the store kept by rank 0 does not answer: {error}") from error
+        finally:
+            del self._asks[thread]
 
 
 def _tcp_store(host: str, port: int, timeout: timedelta, serve: bool = False) -> dist.TCPStore:  # type: ignore[name-defined]

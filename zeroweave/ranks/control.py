@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
+from zeroweave.ranks.answers import answered, rendezvous
 from zeroweave.ranks.board import Board
 from zeroweave.ranks.differ import advice, same
 
@@ -128,8 +129,11 @@ class Control:
         if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
             return cls(None, 0, 1, deadline_seconds)
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        board = Board.open(process_group, deadline_seconds)
-        group = dist.ProcessGroupGloo(board.part("gloo"), rank, world, timedelta(seconds=deadline_seconds))
+        open_board = Board.meet(process_group, deadline_seconds)
+        with answered(rank, deadline_seconds):
+            board = open_board()
+        with rendezvous(board, "gloo", deadline_seconds) as store:
+            group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=deadline_seconds))
         # a backend without its process group, which has the same methods
         control = cls(cast(dist.ProcessGroup, group), rank, world, deadline_seconds, board)
         control.barrier("the start of the engine")
@@ -238,7 +242,8 @@ class Control:
         self._arrive(label)
         time.sleep(_SETTLE_SECONDS)
         try:
-            places = [_Place.parse(line) for line in self.board.read("arrived")]
+            with answered(self.rank, self.deadline_seconds):
+                places = [_Place.parse(line) for line in self.board.read("arrived")]
         except ConnectionError:
             return RankFailure(f"rank 0 has gone; rank {self.rank} waited for it at '{label}': {error}")
         for rank, place in enumerate(places):

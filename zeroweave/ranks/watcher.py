@@ -85,8 +85,6 @@ class Watcher:
         self._remembered = False  # has this rank told what it remembers?
         self._missed = False  # was a rank missed for longer than the deadline?
         self.rank, self.stacks = line.board.rank, stacks.folder(line.board)
-        self.asked: float | None = None
-        """since when it has asked the board, or thought about what that said"""
 
     @property
     def host_left(self) -> bool:
@@ -95,15 +93,18 @@ class Watcher:
 
     def run(self, stop: threading.Event) -> None:
         while not stop.wait(POLL_SECONDS):
-            now = self.asked = time.monotonic()
+            now = time.monotonic()
             told = self.look(now)
             found = told or self.find(now)
             if found is not None and not stop.is_set():
-                where = stacks.write(self.stacks, self.rank) if self._missed else ""
+                where = self.write_stacks() if self._missed else ""
                 self._part(found, ours=told is None)
                 self._end(f"rank {self.rank} is ended by its alarm: {found}{where}")
                 return
-            self.asked = None
+
+    def write_stacks(self) -> str:
+        """Writes where all threads of this process are; the end of a message that says where that is, or ""."""
+        return stacks.write(self.stacks, self.rank)
 
     def look(self, now: float) -> str | None:
         """Reads the board if it is time to; what another rank says that must end this process, or None."""

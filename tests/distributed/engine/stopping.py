@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,14 @@ STEPS, EVERY = 9, 2
 """How long it is, and after how many steps each it saves."""
 
 
+def stop(folder: Path, seconds: float | None = None) -> None:
+    """Stops this process as by SIGSTOP, for good or for so long; `folder` is told when, and that it goes on."""
+    (folder / "stopped").write_text(str(time.time()))
+    if seconds is not None:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; touch {folder}/continued; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def train(
     folder: Path | None,
     stage: int,
@@ -27,6 +38,7 @@ def train(
     fault: str = "",
     step_begins: Callable[[zw.Engine], None] = lambda engine: None,
     deadline: float = 200.0,
+    steps: float = STEPS,
     **checkpoint: Any,
 ) -> dict[str, Any]:
     """Goes on from the latest checkpoint in `folder`, if there is one. `fault`: as `ZEROWEAVE_FAULT`.
@@ -52,14 +64,14 @@ def train(
     engine.on_signal(data=sampler)
     if folder is not None:
         engine.load(folder, data=sampler, missing_ok=True)
-    while engine.global_steps < STEPS:
+    while engine.global_steps < steps:
         for batch in sampler.counted(loader):
             step_begins(engine)
             loss = engine.train_step(batch, lambda output, _: output.square().mean())
             losses[engine.global_steps] = loss.item(), batch.sum().item()
             if folder is not None and engine.global_steps % EVERY == 0:
                 engine.save(folder, data=sampler, asynchronous="phase=stage" in fault)
-            if engine.global_steps == STEPS:
+            if engine.global_steps == steps:
                 break
     return {"losses": losses} | state_of(engine, sampler)
 

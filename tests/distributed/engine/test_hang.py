@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import signal
-import subprocess
 import threading
-import time
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zeroweave as zw
-from tests.distributed.engine.stopping import train
+from tests.distributed.engine.stopping import stop, train
 from tests.support.harness import Outcome, Pools
 from tests.support.marks import daily, matrix
 from tests.support.patience import patient
@@ -26,21 +23,15 @@ SOON = 5.0
 
 
 def stops(rank: int, later: float, folder: Path, engine: zw.Engine) -> None:
-    """This rank is stopped as by SIGSTOP, at some moment from its third step on."""
-
-    def stop() -> None:
-        (folder / "stopped").write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    if engine.rank == rank and engine.global_steps == 3 and not (folder / "stopped").exists():
-        threading.Timer(later, stop).start() if later else stop()
+    """This rank is stopped at some moment from its third step on."""
+    if engine.rank == rank and engine.global_steps == 3:
+        threading.Timer(later, stop, (folder,)).start() if later else stop(folder)
 
 
 def pauses(rank: int, folder: Path, engine: zw.Engine) -> None:
     """This rank is stopped for half of the deadline, and then continued."""
     if engine.rank == rank and engine.global_steps == 3:
-        subprocess.Popen(["sh", "-c", f"sleep {DEADLINE / 2}; touch {folder}/continued; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop(folder, DEADLINE / 2)
 
 
 def stacks_of(outcome: Outcome) -> Path:
@@ -50,8 +41,7 @@ def stacks_of(outcome: Outcome) -> Path:
 
 
 def run_for_ever(folder: Path, stage: int, mode: str, rank: int, later: float) -> dict[str, Any]:
-    while True:
-        train(None, stage, mode, step_begins=partial(stops, rank, later, folder), deadline=DEADLINE)
+    return train(None, stage, mode, step_begins=partial(stops, rank, later, folder), deadline=DEADLINE, steps=inf)
 
 
 ROWS = [(stage, mode, rank, 0.0) for stage in (1, 2, 3) for mode in ("eager", "aot_eager") for rank in (0, 1)]
