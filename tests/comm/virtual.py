@@ -46,7 +46,7 @@ class VirtualClock:
 @dataclass
 class VirtualPending:
     clock: VirtualClock
-    end: float
+    end: float = float("nan")
     waited: bool = False
 
     def wait(self) -> None:
@@ -62,7 +62,8 @@ class VirtualPending:
 class VirtualTransport:
     """One rank that moves nothing: collectives run one after the other, each as long as `costs` say.
 
-    Of collectives that are issued `together` only the first pays the start-up. `calls`: (kind, bucket, issued, over).
+    What is issued `together` is one launch, as NCCL's: it pays the start-up once, and all of it is over at its end.
+    `calls`: (kind, bucket, issued, over).
     """
 
     costs: Costs
@@ -71,27 +72,36 @@ class VirtualTransport:
     free: float = 0.0
     rank: int = 0
     world: int = 1
-    _launched: bool | None = None
+    _launch: list[tuple[Kind, int, float, VirtualPending]] | None = None
+    """what has been asked for together: kind, bucket, seconds"""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        self._launched = False
+        launch = self._launch = []
         yield
-        self._launched = None
+        self._launch = None
+        if launch:
+            self._start(launch)
 
     def _issue(self, kind: Kind, bucket: int, nbytes: int) -> VirtualPending:
-        seconds = self.costs.seconds(kind, bucket, nbytes)
-        if self._launched:
-            line = self.costs.gather if kind == "all_gather" else self.costs.reduce
-            seconds = max(0.0, seconds - line.alpha)
-        if self._launched is not None:
-            self._launched = True
-        self.free = max(self.clock.now, self.free) + seconds
-        self.calls.append((kind, bucket, self.clock.now, self.free))
-        return VirtualPending(self.clock, self.free)
+        pending = VirtualPending(self.clock)
+        one = kind, bucket, self.costs.seconds(kind, bucket, nbytes), pending
+        if self._launch is None:
+            self._start([one])
+        else:
+            self._launch.append(one)
+        return pending
+
+    def _start(self, launch: list[tuple[Kind, int, float, VirtualPending]]) -> None:
+        line = self.costs.gather if launch[0][0] == "all_gather" else self.costs.reduce
+        alone = [seconds for _, _, seconds, _ in launch]
+        self.free = max(self.clock.now, self.free) + max(*alone, sum(alone) - line.alpha * (len(launch) - 1))
+        for kind, bucket, _, pending in launch:
+            pending.end = self.free
+            self.calls.append((kind, bucket, self.clock.now, self.free))
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> VirtualPending:
         return self._issue("all_gather", layout.id, flat.nbytes)

@@ -35,6 +35,7 @@ from zeroweave.schedule import (
     simulate,
     verify,
 )
+from zeroweave.schedule.cost import shared_launches
 
 F, G = Call("f", "forward"), Call("g", "forward")
 RECORD = (Entered(F, (0,)), Left(F), Entered(G, (1,)), Left(G), Ready(0), Ready(1), Micro())
@@ -130,11 +131,33 @@ def test_what_reductions_hold_beside_their_flats_goes_with_their_settling() -> N
     assert simulate(early, costs).memory[8:] == (20, 3, 26, 4, 4, 4)
 
 
-def test_gathers_in_one_launch_start_up_once() -> None:
+def test_gathers_in_one_launch_start_up_once_and_are_over_together() -> None:
+    """The launch takes 0–4.5, a start-up less, a third of it for a. The first call waits for all, and runs to 6.5."""
     prediction = simulate(of(FUSED), COSTS)
-    assert [(s.start, s.stop) for s in prediction.spans if s.lane == "all_gather"] == [(0.0, 1.0), (1.0, 4.5)]
-    assert prediction.seconds == 11.0
-    assert simulate(of(EARLY), COSTS).seconds - prediction.seconds == COSTS.gather.alpha
+    assert [(s.start, s.stop) for s in prediction.spans if s.lane == "all_gather"] == [(0.0, 1.5), (1.5, 4.5)]
+    assert prediction.waits == {3: 4.5, 11: 1.5, 13: 0.75}
+    assert prediction.seconds == 13.0
+
+
+@pytest.mark.parametrize(("placed", "seconds"), [((0, 1), 11.5), ((0,), 10.5), ((1,), 10.5)])
+def test_gathers_by_copy_engine_share_no_launch(placed: tuple[int, ...], seconds: float) -> None:
+    """Each starts up by itself and is there when it is over; so is a kernel that is left alone, beside the other."""
+    prediction = simulate(Schedule(FUSED, RECORD, replace(FACTS, placed=frozenset(placed))), COSTS)
+    assert [s.stop - s.start for s in prediction.spans if s.lane == "all_gather"] == [1.0, 4.0]
+    assert prediction.waits[3] == 1.0 and prediction.seconds == seconds
+
+
+REDUCED = (*EARLY[:8], Fuse(2), Reduce(0), Reduce(1), Settle(0), Update(0), Settle(1), Update(1))
+
+
+def test_reductions_in_one_launch_are_settled_together() -> None:
+    """It starts with the second, at 9.5, and takes the three seconds of both but for a start-up."""
+    prediction = simulate(of(REDUCED), replace(COSTS, reduce=Line(0.5, 0.0)))
+    assert [(s.start, s.stop) for s in prediction.spans if s.lane == "reduce_scatter"] == [
+        (8.5, 8.5 + 2.5 / 3),
+        (8.5 + 2.5 / 3, 11.0),
+    ]
+    assert prediction.waits[11] == 2.5 and 13 not in prediction.waits
 
 
 def test_costs_of_another_record_are_refused() -> None:
@@ -192,10 +215,16 @@ def measured(schedule: Schedule, costs: Costs = COSTS) -> Step:
             now = ends[index]
         marks.append((start, now))
         now = ends.get(index, now)
+    launches = shared_launches(schedule)
+    spans = {s.index: s for s in prediction.spans if s.lane != "compute"}
     collectives = [
-        (s.lane, schedule.instructions[s.index].bucket, marks[s.index][0], s.stop)  # type: ignore[union-attr]
-        for s in prediction.spans
-        if s.lane != "compute"
+        (
+            s.lane,
+            schedule.instructions[index].bucket,  # type: ignore[union-attr]
+            marks[index][0],
+            spans[launches.get(index, (index,))[-1]].stop,  # all that a clock sees of a launch
+        )
+        for index, s in spans.items()
     ]
     moments = [Moment(i, *mark) for i, mark in zip(schedule.instructions, marks, strict=True)]
     return Step.of(schedule, moments, collectives)
@@ -225,6 +254,35 @@ def test_the_costs_of_a_measured_step_are_those_it_was_made_of(instructions: tup
     assert found.gather == Line.fit([(10, 1.0), (20, 4.0)])
     assert step.seconds == simulate(of(instructions), COSTS).seconds
     assert step.waits == simulate(of(instructions), COSTS).waits
+
+
+@pytest.mark.parametrize("instructions", [FUSED, REDUCED])
+def test_the_costs_of_a_launch_are_divided(instructions: tuple[Instruction, ...]) -> None:
+    """What is measured of a launch predicts it again, whatever start-up the line of all launches has."""
+    line = Line(0.5, 0.25)
+    costs = replace(COSTS, gathers={}, reductions={}, gather=line, reduce=line)
+    schedule = of(instructions)
+    step = measured(schedule, costs)
+    prediction = simulate(schedule, costs)
+    found = costs_of([step])
+    assert step.waits == prediction.waits and found.compute == costs.compute
+    if instructions is REDUCED:  # of the gathers each was alone
+        assert found.gather == line and found.reduce == Line(0.0, (0.5 + 7.5) / 30)
+    assert simulate(schedule, found).seconds == pytest.approx(prediction.seconds, rel=1e-12)
+
+
+def test_a_launch_tells_what_each_takes_by_itself() -> None:
+    """Where others tell the start-up: here c, which is gathered alone."""
+    line, h = Line(0.5, 0.25), Call("h", "forward")
+    record = (*RECORD[:4], Entered(h, (2,)), Left(h), *RECORD[4:])
+    facts = replace(FACTS, buckets=(*FACTS.buckets, BucketFacts(2, "c", 40, False)))
+    instructions = (*FUSED[:9], Unshard(2), Wait(2), Run(h, (2,)), Reshard(2), *TAIL)
+    schedule = Schedule(instructions, record, facts)
+    verify(schedule)
+    costs = replace(COSTS, compute=(2.0, 3.0, 1.0, 0.5, 0.0), activations=(0,) * 5, gathers={}, gather=line)
+    found = costs_of([measured(schedule, costs)])
+    assert found.gather == line
+    assert found.gathers == {0: line(10), 1: line(20), 2: line(40)}
 
 
 def test_where_the_device_was_held_the_shortest_time_counts() -> None:

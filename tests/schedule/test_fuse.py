@@ -175,8 +175,24 @@ def test_no_settle_moves_into_a_launch() -> None:
     assert moved.instructions.index(Settle(2)) + 1 == moved.instructions.index(Fuse(2))
 
 
+def test_what_is_reduced_in_one_launch_is_settled_when_all_of_it_is_over() -> None:
+    """It takes 1–2.25, beside calls that begin at 1, 2 and 3."""
+    later = (Entered(X, ()), Left(X)) * 3
+    launched = fuse(of((Entered(X, ()), Left(X), Ready(1), Ready(0), *later, Micro()), 1.0, 0.0, 0.0, 1.0, 1.0, 1.0))
+    runs = [index for index, i in enumerate(settle(launched).instructions) if isinstance(i, Run)]
+    assert [type(i) for i in launched.instructions].count(Fuse) == 1
+    assert settle(launched).instructions[runs[-1] - 2 : runs[-1]] == (Settle(1), Settle(0))
+
+
+def test_what_takes_no_time_is_not_settled_before_it_is_reduced() -> None:
+    launched = fuse(of(ONE_CALL))
+    assert Fuse(2) in launched.instructions
+    free = replace(launched, facts=replace(launched.facts, costs=costs(ONE_CALL, line=Line())))
+    verify(settle(free))
+
+
 def test_a_launch_of_reductions_starts_up_once_with_the_last_of_them() -> None:
-    """Run 0–1, then b is complete, a half a second later. Alone 1–2.125 and 2.125–3.25, together from 1.5 on."""
+    """Run 0–1, then b is complete, a half a second later. Alone 1–2.125 and 2.125–3.25, together 1.5–2.75."""
     plain = of(ONE_CALL, 1.0, 0.5, 0.0)
     fused = fuse(plain)
     assert plain.costs is not None
@@ -184,7 +200,7 @@ def test_a_launch_of_reductions_starts_up_once_with_the_last_of_them() -> None:
         [(s.start, s.stop) for s in simulate(each, plain.costs).spans if s.lane == "reduce_scatter"]
         for each in (plain, fused)
     ]
-    assert spans == [[(1.0, 2.125), (2.125, 3.25)], [(1.5, 2.625), (2.625, 2.75)]]
+    assert spans == [[(1.0, 2.125), (2.125, 3.25)], [(1.5, 2.125), (2.125, 2.75)]]
     assert [simulate(each, plain.costs).seconds for each in (plain, fused)] == [3.25, 2.75]
     assert simulate(fused, plain.costs).peak == 16
 

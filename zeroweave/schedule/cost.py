@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias
 
 from zeroweave.errors import ScheduleError
@@ -58,7 +59,8 @@ class Prediction:
 
     seconds: of the step. starts: when the compute stream comes to each instruction. waits: how long it waits for
     communication, for each instruction that waits at all, by index. memory: bytes of flats, reductions in flight and
-    activations after each instruction. copied: seconds of the gathers by copy engine.
+    activations after each instruction. copied: seconds of the gathers by copy engine. over: when what each collective
+    brings is there, by the index of the instruction that starts it; its span is a part of its launch.
     """
 
     seconds: float
@@ -67,6 +69,7 @@ class Prediction:
     memory: tuple[int, ...]
     spans: tuple[Span, ...]
     copied: float = field(default=0.0, kw_only=True)
+    over: dict[int, float] = field(default_factory=dict, kw_only=True)
 
     @cached_property
     def peak(self) -> int:
@@ -163,11 +166,44 @@ def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
     A Regather goes by kernel. Where copy engines gather its bucket else, their time says nothing of that. Then it is
     expected to take as long as the reduction, which goes by kernel and moves as many bytes, or more.
     """
+    bucket = _bucket(schedule, index)
+    as_reduction = isinstance(schedule.instructions[index], Reduce) or schedule.by_kernel_instead("all_gather", bucket)
+    return costs.seconds("reduce_scatter" if as_reduction else "all_gather", bucket, schedule.facts.sizes[bucket])
+
+
+def _bucket(schedule: Schedule, index: int) -> int:
+    """That of a collective."""
     instruction = schedule.instructions[index]
     assert isinstance(instruction, Unshard | Reduce | Regather)
-    bucket = instruction.bucket
-    as_reduction = isinstance(instruction, Reduce) or schedule.by_kernel_instead("all_gather", bucket)
-    return costs.seconds("reduce_scatter" if as_reduction else "all_gather", bucket, schedule.facts.sizes[bucket])
+    return instruction.bucket
+
+
+def shared_launches(schedule: Schedule) -> dict[int, tuple[int, ...]]:
+    """By its index, each collective that shares a launch: the indices of all of that launch.
+
+    Those of one ``Fuse`` that are neighbours by kernel do: copies have no launch to share.
+    """
+    runs: list[list[int]] = []
+    left = 0  # of a Fuse
+    for index, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Fuse(count):
+                left = count
+                runs.append([])
+            case Unshard(bucket) if left and schedule.by_copy_engine("all_gather", bucket):
+                left -= 1
+                runs.append([])
+            case Unshard() | Reduce() if left:
+                left -= 1
+                runs[-1].append(index)
+    return {index: tuple(run) for run in runs if len(run) > 1 for index in run}
+
+
+def divided(start: float, over: float, sizes: Sequence[int]) -> list[tuple[float, float]]:
+    """The time of a launch from ``start`` to ``over``, in parts as long as what its collectives move, in bytes."""
+    bounds = [start + (over - start) * part / sum(sizes) for part in accumulate(sizes)]
+    bounds[-1] = over
+    return list(pairwise([start, *bounds]))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Prediction:
@@ -179,19 +215,20 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
     until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
     take no time: what the program computes behind them comes after the instructions that wait for nothing.
-    Collectives of one ``Fuse`` pay their start-up time once; its reductions start at the last of them. Copies of
-    activations run in the order of their issue; ``Release`` waits for its copy, the event behind the need of a call's
-    activations for theirs. Costs must be the record's.
+    Collectives that share a launch pay their start-up time once. It takes no less than the longest of them alone, and
+    all are over when it is; reductions start at the last of them. Copies of activations run in the order of their
+    issue; ``Release`` waits for its copy, the event behind the need of a call's activations for theirs. Costs must be
+    the record's.
     """
     _check(schedule, costs)
     copies, held = _Copies(costs), held_by_reductions(schedule, costs.held)
     flats, away = flats_of(schedule), away_of(schedule, costs.moves)
     now = copied = 0.0  # of the compute lane; seconds of gathers by copy engine
     free = {False: 0.0, True: 0.0}  # of the lanes of collectives: by kernel, by copy engine
-    event, together, launched = -1, 0, False  # collectives left of a Fuse; has one of them paid the start-up?
-    due: list[tuple[int, int]] = []  # reductions that wait for the last of their Fuse: index, bucket
-    arrives: dict[int, float] = {}
-    flying: dict[int, deque[float]] = {}
+    launches, event = shared_launches(schedule), -1
+    over: dict[int, float] = {}
+    gathered: dict[int, int] = {}  # bucket -> its gather
+    flying: dict[int, deque[int]] = {}  # bucket -> its reductions that are not settled
     waits: dict[int, float] = {}
     memory: list[int] = []
     starts: list[float] = []
@@ -202,15 +239,20 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         spans.append(Span("compute", index, now, now + seconds))
         return now + seconds
 
-    def send(lane: Kind, index: int, bucket: int, spared: float) -> float:
+    def send(lane: Kind, *indices: int) -> None:
+        """Collectives in one launch."""
         nonlocal copied
-        copies = schedule.by_copy_engine(lane, bucket)
+        buckets = [_bucket(schedule, index) for index in indices]
+        copies = schedule.by_copy_engine(lane, buckets[0])
+        alone = [collective_seconds(schedule, index, costs) for index in indices]
+        spared = (costs.gather if lane == "all_gather" else costs.reduce).alpha * (len(indices) - 1)
         start = max(now, free[copies])
-        over = start + max(0.0, collective_seconds(schedule, index, costs) - (0.0 if copies else spared))
-        copied += (over - start) * copies
-        spans.append(Span(lane, index, start, over))
-        free[copies] = over
-        return over
+        end = start + max(*alone, sum(alone) - spared)
+        copied += (end - start) * copies
+        parts = divided(start, end, [schedule.facts.sizes[bucket] for bucket in buckets])
+        spans.extend(Span(lane, index, *part) for index, part in zip(indices, parts, strict=True))
+        over.update(dict.fromkeys(indices, end))
+        free[copies] = end
 
     def wait(index: int, until: float) -> float:
         if until > now:
@@ -225,32 +267,28 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         starts.append(now)
         match instruction:
             case Unshard(bucket):
+                launch = launches.get(index, (index,))
                 if index in schedule.gathers:
-                    spared = costs.gather.alpha * (together > 0 and launched)
-                    arrives[bucket] = send("all_gather", index, bucket, spared)
-                    launched = True
-                together = max(0, together - 1)
+                    gathered[bucket] = index
+                    if index == launch[0]:
+                        send("all_gather", *launch)
             case Regather(bucket):
-                send("all_gather", index, bucket, 0.0)
+                send("all_gather", index)
             case Wait(bucket):
-                now = wait(index, arrives.get(bucket, 0.0))
-            case Fuse(count):
-                together, launched = count, False
+                now = wait(index, over[gathered[bucket]] if bucket in gathered else 0.0)
             case Run() | End() | Reduce():
                 if isinstance(instruction, Reduce):
-                    due.append((index, instruction.bucket))
-                    together = max(0, together - 1)
-                    for number, (at, bucket) in enumerate(due if not together else ()):
-                        over = send("reduce_scatter", at, bucket, costs.reduce.alpha * (number > 0))
-                        flying.setdefault(bucket, deque()).append(over)
-                    due = due if together else []
+                    flying.setdefault(instruction.bucket, deque()).append(index)
+                    launch = launches.get(index, (index,))
+                    if index == launch[-1]:
+                        send("reduce_scatter", *launch)
                 event += 1
                 if isinstance(instruction, Run):
                     now = compute(index, costs.compute[event])
                 else:
                     behind = index, costs.compute[event]
             case Settle(bucket):
-                now = wait(index, flying[bucket].popleft())
+                now = wait(index, over[flying[bucket].popleft()])
             case Offload(call, number) | Reload(call, number):
                 spans.append(copies.start(index, (call, number), now))
             case Release(call, number):
@@ -261,7 +299,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         memory.append(flats[index] + held[index] + activations)
     if behind is not None:
         now = compute(*behind)
-    return Prediction(max(now, *free.values()), tuple(starts), waits, tuple(memory), tuple(spans), copied=copied)
+    seconds = max(now, *free.values())
+    return Prediction(seconds, tuple(starts), waits, tuple(memory), tuple(spans), copied=copied, over=over)
 
 
 class _Copies:

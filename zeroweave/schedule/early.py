@@ -37,12 +37,8 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
     costs, instructions = schedule.costs, schedule.instructions
     if costs is None:
         return set()
-    prediction, over = simulate(schedule, costs), dict[int, float]()
-    for span in prediction.spans:
-        if span.lane == "reduce_scatter":
-            over[instructions[span.index].bucket] = span.stop  # type: ignore[union-attr]
-    together = schedule.reduced_together  # one launch is over as a whole
-    over = {bucket: max(over[each] for each in together.get(bucket, (bucket,))) for bucket in over}
+    prediction = simulate(schedule, costs)
+    over = {i.bucket: prediction.over[index] for index, i in enumerate(instructions) if isinstance(i, Reduce)}
     end = 1 + max((index for index, i in enumerate(instructions) if is_event(i)), default=-1)
     now = max((span.stop for span in prediction.spans if span.lane == "compute" and span.index < end), default=0.0)
     settled = {i.bucket for i in instructions[:end] if isinstance(i, Settle)}

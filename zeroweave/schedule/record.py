@@ -13,11 +13,13 @@ from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import (
     Span,
     away_of,
+    divided,
     flats_of,
     held_by_reductions,
     is_event,
     most_by_event,
     reductions,
+    shared_launches,
     simulate,
 )
 from zeroweave.schedule.facts import Costs, Kind, Line
@@ -63,7 +65,7 @@ class Operation:
 
     It was ``issued`` at the instruction ``index`` of the schedule, ``started`` when the collective before it was
     over, and was ``over``. ``exposed``: how long the compute stream waited for it. ``after``: what it had to wait
-    for before it could start, in words.
+    for before it could start, in words. Of a launch each collective has a part, by its bytes.
     """
 
     kind: Kind
@@ -154,28 +156,22 @@ class Step:
         """
         if tuple(moment.instruction for moment in moments) != schedule.instructions:
             raise ScheduleError("the step did not follow its schedule")
-        times: dict[tuple[str, int], deque[tuple[float, float]]] = {}
-        for sent, bucket, issued, over in collectives:
-            times.setdefault((sent, bucket), deque()).append((issued, over))
+        sent = _sent(schedule, collectives)
+        launches = shared_launches(schedule)
         free = {False: 0.0, True: 0.0}  # of the queues of collectives: by kernel, by copy engine
         last = "the start of the step"
         lane = {False: "", True: ""}
         operations: list[Operation] = []
         flying: dict[int, deque[int]] = {}  # bucket -> its reductions' places in operations
         gathered: dict[int, int] = {}
+        arrived: list[float] = []  # when all of its launch was over, by place in operations
+        over, parts = 0.0, deque[tuple[float, float]]()  # of the launch that is being gone through
         waits: dict[int, float] = {}
         early: dict[int, float] = {}  # bucket -> how long was waited for what the step before has gathered
         for index, moment in enumerate(moments):
             instruction, until = moment.instruction, moment.start
             awaited: int | None = None  # place in operations
-            kind: Kind | None = None
             match instruction:
-                case Unshard(bucket) if index in schedule.gathers:
-                    kind = "all_gather"
-                case Regather(bucket):
-                    kind = "all_gather"
-                case Reduce(bucket):
-                    kind = "reduce_scatter"
                 case Wait(bucket):
                     awaited = gathered.get(bucket)
                     if awaited is None and bucket in schedule.regathers:  # the step before has gathered it
@@ -186,32 +182,58 @@ class Step:
                 case Release():
                     until = moment.stop
             if awaited is not None:
-                until = operations[awaited].over
+                until = arrived[awaited]
             if (waited := min(moment.stop, until) - moment.start) > 0:
                 waits[index] = waited
                 if awaited is not None:
                     each = operations[awaited]
                     operations[awaited] = replace(each, exposed=each.exposed + waited)
-            if kind is not None and (queue := times.get((kind, bucket))):
-                issued, over = queue.pop() if isinstance(instruction, Regather) else queue.popleft()
+            if index in sent:
+                kind, bucket, issued, _ = sent[index]
                 if kind == "all_gather":
                     gathered[bucket] = len(operations)
                 else:
                     flying.setdefault(bucket, deque()).append(len(operations))
                 facts = schedule.facts.by_id[bucket]
-                # One that is over before its predecessor ran beside it, as gloo's may.
                 beside = schedule.by_copy_engine(kind, bucket)
-                begin = free[beside] if issued < free[beside] < over else issued
+                launch = tuple(each for each in launches.get(index, (index,)) if each in sent)
+                if index == launch[0]:
+                    begun = max(sent[each][2] for each in launch)
+                    over = max(sent[each][3] for each in launch)
+                    # One that is over before its predecessor ran beside it, as gloo's may.
+                    start = free[beside] if begun < free[beside] < over else begun
+                    free[beside] = max(over, free[beside])
+                    parts = deque(divided(start, over, [schedule.facts.sizes[sent[each][1]] for each in launch]))
+                begin, end = parts.popleft()
                 after = f"{lane[beside]}, which ran before it" if begin > issued else last
-                free[beside] = max(over, free[beside])
                 exposed = early.get(bucket, 0.0) if isinstance(instruction, Regather) else 0.0
                 operations.append(
-                    Operation(kind, facts.id, facts.name, facts.nbytes, index, issued, begin, over, exposed, after)
+                    Operation(kind, facts.id, facts.name, facts.nbytes, index, issued, begin, end, exposed, after)
                 )
+                arrived.append(over)
                 lane[beside] = f"the {kind} of {facts.name}"
             if is_event(instruction):
                 last = schedule.describe(instruction)
         return cls(schedule, tuple(moments), tuple(operations), tuple(Copy(*each) for each in copies), waits)
+
+
+def _sent(
+    schedule: Schedule, collectives: Sequence[tuple[str, int, float, float]]
+) -> dict[int, tuple[Kind, int, float, float]]:
+    """The collectives (kind, bucket, issued, over), by the index of the instruction that started each."""
+    times: dict[tuple[str, int], deque[tuple[float, float]]] = {}
+    for sent, bucket, issued, over in collectives:
+        times.setdefault((sent, bucket), deque()).append((issued, over))
+    found: dict[int, tuple[Kind, int, float, float]] = {}
+    for index, instruction in enumerate(schedule.instructions):
+        kind: Kind = "reduce_scatter" if isinstance(instruction, Reduce) else "all_gather"
+        match instruction:
+            case Regather(bucket) if queue := times.get((kind, bucket)):
+                found[index] = kind, bucket, *queue.pop()  # the last one of the step
+            case Unshard(bucket) | Reduce(bucket) if queue := times.get((kind, bucket)):
+                if kind == "reduce_scatter" or index in schedule.gathers:
+                    found[index] = kind, bucket, *queue.popleft()
+    return found
 
 
 @dataclass(frozen=True)
@@ -254,25 +276,18 @@ def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
     typical = min if held else median_high
     computes = [_compute(step) for step in steps]
     updates: dict[int, list[float]] = {}
-    times: dict[Kind, dict[int, list[float]]] = {"all_gather": {}, "reduce_scatter": {}}
     for step in steps:
         for moment in step.moments:
             if isinstance(moment.instruction, Update):
                 updates.setdefault(moment.instruction.bucket, []).append(moment.stop - moment.start)
-        for operation in step.operations:
-            if not step.schedule.by_kernel_instead(operation.kind, operation.bucket):
-                times[operation.kind].setdefault(operation.bucket, []).append(operation.seconds)
-    sizes = steps[0].schedule.facts.sizes
-    gathers, reduces = (
-        {b: min(seconds) for b, seconds in sorted(times[kind].items())} for kind in ("all_gather", "reduce_scatter")
-    )
+    (gather, gathers), (reduce, reduces) = (_times(steps, kind) for kind in ("all_gather", "reduce_scatter"))
     costs = Costs(
         compute=tuple(typical(each) for each in zip(*computes, strict=True)),
         update={bucket: typical(seconds) for bucket, seconds in sorted(updates.items())},
         gathers=gathers,
         reductions=reduces,
-        gather=Line.fit((sizes[b], seconds) for b, seconds in gathers.items()),
-        reduce=Line.fit((sizes[b], seconds) for b, seconds in reduces.items()),
+        gather=gather,
+        reduce=reduce,
         activations=tuple(max(each) for each in zip(*map(_activations, steps), strict=True)),
         copy=Line.fit((copy.nbytes, copy.stop - copy.start) for step in steps for copy in step.copies),
         moves=moves_of(steps[0].schedule.record),
@@ -282,6 +297,36 @@ def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
     peak = max(moment.most for step in steps for moment in step.moments)
     filled = simulate(steps[0].schedule, costs).peak if peak else 0
     return replace(costs, filled=filled, beside=peak - filled)
+
+
+def _times(steps: Sequence[Step], kind: Kind) -> tuple[Line, dict[int, float]]:
+    """The line of all launches by their bytes, and what each bucket's collective takes by itself.
+
+    Of a launch that several share only the whole is known. The start-up of the line is paid once in it, and the rest is
+    divided by bytes.
+    """
+    schedule = steps[0].schedule
+    shared, sizes = shared_launches(schedule), schedule.facts.sizes
+    times: dict[tuple[int, ...], float] = {}  # the shortest of each launch, by its buckets
+    for step in steps:
+        launches: dict[tuple[int, ...], list[Operation]] = {}
+        for each in step.operations:
+            if each.kind == kind and not schedule.by_kernel_instead(kind, each.bucket):
+                launches.setdefault(shared.get(each.index, (each.index,)), []).append(each)
+        for launch in launches.values():
+            buckets = tuple(each.bucket for each in launch)
+            seconds = launch[-1].over - launch[0].started
+            times[buckets] = min(seconds, times.get(buckets, seconds))
+    line = Line.fit((sum(sizes[bucket] for bucket in buckets), seconds) for buckets, seconds in times.items())
+    alone: dict[int, float] = {}
+    for buckets, seconds in times.items():
+        nbytes = sum(sizes[bucket] for bucket in buckets)
+        for bucket in buckets:
+            part = sizes[bucket] / nbytes
+            start_up = min(line.alpha, seconds)
+            own = seconds if len(buckets) == 1 else start_up + (seconds - start_up) * part
+            alone[bucket] = min(own, alone.get(bucket, own))
+    return line, dict(sorted(alone.items()))
 
 
 def _compute(step: Step) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Final
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import Prediction, is_event, simulate
 from zeroweave.schedule.facts import Costs
-from zeroweave.schedule.instructions import Instruction, Regather, Settle, Update
+from zeroweave.schedule.instructions import Instruction, Reduce, Regather, Settle, Update
 from zeroweave.schedule.passes.fuse import fuse
 from zeroweave.schedule.passes.insert import insert
 from zeroweave.schedule.passes.keep import held, keep
@@ -112,6 +112,5 @@ def _expected(schedule: Schedule, end: int, costs: Costs) -> tuple[dict[int, flo
     """When the last reduction of each bucket is over, and when what comes at index ``end`` begins."""
     ahead = prefetch(schedule)  # which moves nothing behind the last event
     prediction = simulate(ahead, costs)
-    reductions = (each for each in prediction.spans if each.lane == "reduce_scatter")
-    over = {ahead.instructions[each.index].bucket: each.stop for each in reductions}  # type: ignore[union-attr]
+    over = {i.bucket: prediction.over[index] for index, i in enumerate(ahead.instructions) if isinstance(i, Reduce)}
     return over, prediction.starts[end] if end < len(prediction.starts) else prediction.seconds

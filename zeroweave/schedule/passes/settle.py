@@ -23,7 +23,6 @@ def settle(schedule: Schedule) -> Schedule:
     if costs is None:
         return schedule
     prediction = simulate(schedule, costs)
-    over = {span.index: span.stop for span in prediction.spans if span.lane == "reduce_scatter"}
     events = [span.index for span in prediction.spans if span.lane == "compute"]
     begins = [span.start for span in prediction.spans if span.lane == "compute"]
     instructions = schedule.instructions
@@ -31,17 +30,18 @@ def settle(schedule: Schedule) -> Schedule:
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
     fused = [(n, i.count) for n, i in enumerate(instructions) if isinstance(i, Fuse)]
-    launch = {inside: first for first, count in fused for inside in range(first, first + count + 1)}
+    launch = {inside: (first, first + count) for first, count in fused for inside in range(first, first + count + 1)}
     for index, instruction in enumerate(instructions):
         match instruction:
             case Reduce(bucket):
                 issued.setdefault(bucket, []).append(index)
             case Settle(bucket):
                 reduction = issued[bucket].pop(0)
-                # Both indices and times go up, and the reduction's own event begins before it is over.
-                found = bisect_left(begins, over[reduction], lo=bisect_right(events, reduction))
+                _, last = launch.get(reduction, (reduction, reduction))
+                # Both indices and times go up, and the launch's last event begins before it is over.
+                found = bisect_left(begins, prediction.over[reduction], lo=bisect_right(events, last))
                 event = events[found] if found < len(events) else index
-                event = launch.get(event, event)
+                event, _ = launch.get(event, (event, event))
                 if event < index and not isinstance(instructions[event], Update):
                     moved.setdefault(event, []).append(instruction)
                     taken.add(index)
