@@ -106,3 +106,15 @@ def recorded() -> tuple[list[tuple[str, float]], float, float, bool, int]:
             followed,
             operations.costs.peak,
         )
+
+
+def launched() -> tuple[int, bool]:
+    """How many launches several gathers share, and whether the measured step knows which they are."""
+    with started(join(), record_steps=0) as engine:
+        for index in range(3):
+            step(engine, index)
+        with engine.record() as record:
+            step(engine, 3)
+        fused = record.operations.schedule.fused
+        seen = {operation.index: operation.launch for operation in record.operations}
+        return len(set(fused.values())), all(seen[index] == run[0] for index, run in fused.items())

@@ -31,3 +31,8 @@ def test_steps_are_timed(ranks: Ranks) -> None:
         assert followed and peak > 0
         assert operations and all(0 < took < seconds for _, took in operations)
         assert 0 < predicted < 2 * seconds
+
+
+def test_a_launch_is_measured_as_one(ranks: Ranks) -> None:
+    for launches, known in ranks(jobs.launched):
+        assert launches and known

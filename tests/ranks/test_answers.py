@@ -57,15 +57,24 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on() -> None:
     assert rank.ends(1002.0, 1010.0) is None
 
 
+def test_what_was_seen_before_a_job_was_suspended_does_not_count() -> None:
+    rank = Rank()
+    rank.since = 0.5
+    assert rank.ends(1.0, 10.0) is None
+    for now in (1000.0, 1001.0, 1002.0):
+        assert rank.answers.look(now) is None
+    assert rank.answers.look(1003.0) is not None
+
+
 def test_what_takes_too_long_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(answers, "LOOK_SECONDS", 0.1)
     said: list[str] = []
     ended = threading.Event()
-    with answered(1, 0.05, 0.05, lambda reason: (said.append(reason), ended.set())):  # type: ignore[func-returns-value]
+    with answered(1, 0.1, lambda reason: (said.append(reason), ended.set()), grace=0.1):  # type: ignore[func-returns-value]
         assert ended.wait(60.0)
     assert said == [
         "rank 1 is ended by its alarm: rank 0, whose process keeps the board, has not answered within the deadline of "
-        "0.05 s"
+        "0.1 s"
     ]
 
 

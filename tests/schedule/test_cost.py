@@ -285,6 +285,27 @@ def test_a_launch_tells_what_each_takes_by_itself() -> None:
     assert found.gathers == {0: line(10), 1: line(20), 2: line(40)}
 
 
+def test_what_is_not_over_at_once_was_no_launch() -> None:
+    """As gloo has it, which knows none: each is there by itself, and tells what it takes."""
+    schedule = of(FUSED)
+    marks = [(0.0, 0.0)] * 3 + [(0.0, 1.0), (1.0, 1.0), (3.0, 3.0), (3.0, 5.0)] + [(8.0, 8.0)] * 8
+    moments = [Moment(i, *mark) for i, mark in zip(schedule.instructions, marks, strict=True)]
+    step = Step.of(schedule, moments, [("all_gather", 0, 0.0, 1.0), ("all_gather", 1, 0.0, 5.0)])
+    assert [(o.started, o.over, o.launch, o.after) for o in step.operations] == [
+        (0.0, 1.0, 1, "the start of the step"),
+        (1.0, 5.0, 2, "the all_gather of a, which ran before it"),
+    ]
+    assert step.waits == {3: 1.0, 6: 2.0}
+    assert costs_of([step]).gathers == COSTS.gathers
+
+
+def test_the_collectives_of_a_launch_wait_for_the_same() -> None:
+    first, second, *_ = measured(of(FUSED)).operations
+    assert (first.started, first.over, second.started, second.over) == (0.0, 1.5, 1.5, 4.5)
+    assert first.launch == second.launch == 1
+    assert first.after == second.after == "the start of the step"
+
+
 def test_where_the_device_was_held_the_shortest_time_counts() -> None:
     """In each step the host comes too late at another place, and the hold is in the time of the event before it."""
     usual, late = of(LATE), 10.0
@@ -359,6 +380,11 @@ def test_the_critical_path() -> None:
         ]
     assert simulate(of(EARLY), COSTS).seconds == 11.5  # so nothing is left to improve
     assert dependencies(Schedule((), (), FACTS)).critical_path(COSTS) == (0.0, ())
+
+
+def test_a_launch_starts_up_once_on_the_critical_path() -> None:
+    seconds, _ = dependencies(of(FUSED)).critical_path(COSTS)
+    assert seconds == 11.5 - COSTS.gather.alpha < simulate(of(FUSED), COSTS).seconds
 
 
 def test_the_critical_path_of_a_step_that_computes_for_long() -> None:

@@ -65,7 +65,7 @@ class _Work:
 
     def over(self, clock: Clock) -> Mark:
         assert self._work is not None
-        return clock.after(self._work.wait, self._tell)
+        return self._work.over(clock) if isinstance(self._work, _Launch) else clock.after(self._work.wait, self._tell)
 
     def _tell(self, stamp: Callable[[], None]) -> None:
         assert isinstance(self._work, dist.Work)
@@ -108,6 +108,7 @@ class _Launch:
         """inputs that are still to be made, and of what"""
         self._op: dist.ReduceOp.RedOpType | None = None
         self._work: dist.Work | None = None
+        self._over: Mark | None = None
 
     def gather(self, output: torch.Tensor, mine: torch.Tensor, shard: torch.Tensor) -> None:
         """`mine` is the shard, or what is still to be made of it."""
@@ -134,6 +135,12 @@ class _Launch:
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
+
+    def over(self, clock: Clock) -> Mark:
+        """One mark for all of it, which says that they were one launch."""
+        if self._over is None:
+            self._over = clock.after(self.wait)
+        return self._over
 
 
 def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread, there: Set[int] = frozenset()) -> None:

@@ -61,7 +61,10 @@ class Pending(Protocol):
         """Makes the current stream (on CPU: the caller) wait for the result. To be called exactly once."""
 
     def over(self, clock: Clock) -> Mark:
-        """When the result is there, by `clock`. To be asked for before `wait`; nobody waits for it."""
+        """When the result is there, by `clock`. To be asked for before `wait`; nobody waits for it.
+
+        The same for all collectives of one launch, to the bit.
+        """
 
 
 class Gatherer(Protocol):

@@ -41,7 +41,7 @@ from contextlib import suppress
 from zeroweave._torch.distributed import collectives_begun
 from zeroweave.errors import RankFailure
 from zeroweave.ranks import stacks
-from zeroweave.ranks.answers import Answers
+from zeroweave.ranks.answers import Answers, answered
 from zeroweave.ranks.board import Board
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.process import is_gone, is_stopped, own
@@ -76,12 +76,14 @@ class Alarm:
         self.fatal: str | None = None
         self._control, self._progress, self._trail = control, progress, trail
         self._shared: str | None = None  # the last error that all ranks had
+        self._leaves: float | None = None  # since when it has waited for its threads to end
         self._process = os.getpid()
         self._line: StatusLine | None = None
         if control.board is None:
             return
-        self._line = StatusLine(control.board.connect())
-        self._line.post(process=own())
+        with answered(self.rank, control.deadline_seconds, grace=LOOK_SECONDS):
+            self._line = StatusLine(control.board.connect())
+            self._line.post(process=own())
         self._boards = control.board, self._line.board
         self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds, lambda: control.operations)
         answers = Answers(self.rank, self._missed, end, control.deadline_seconds, self._watcher.write_stacks)
@@ -180,16 +182,18 @@ class Alarm:
     def _missed(self) -> float | None:
         """Since when this rank has waited for an answer of rank 0's that it needs to go on, if it does.
 
-        The user's thread needs what it asks. What the watcher asks it needs where it waits for other ranks.
+        The user's thread needs what it asks. What the watcher asks it needs where it waits for other ranks, or for the
+        watcher. Whatever it has needed for longest counts: an operation that has waited in vain asks who is missing.
         """
         asks = {thread: since for board in self._boards for thread, since in board.asks.items()}
         watcher = asks.pop(self._thread.ident or 0, None)
         collective = self._trail.waiting
-        waits = [self._control.waiting, None if collective is None else collective[1]]
+        waits = [self._control.waiting, self._leaves, None if collective is None else collective[1]]
         since = max((time for time in waits if time is not None), default=None)
-        if not asks:
-            return None if watcher is None or since is None else max(watcher, since)
-        return min(asks.values())
+        needed = list(asks.values())
+        if watcher is not None and since is not None:
+            needed.append(max(watcher, since))
+        return min(needed, default=None)
 
     def _verdict(self, board: Board, mine: Failure) -> str:
         """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
@@ -229,6 +233,7 @@ class Alarm:
             return
         stopped = self._stop.is_set()
         self._stop.set()
+        self._leaves = time.monotonic()
         self._thread.join(PARTING_SECONDS)  # longer where it has no answer
         with suppress(ConnectionError):
             if not (self._watcher.host_left or stopped):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -14,14 +15,18 @@ from zeroweave.ranks.start import BACKSTOP_SECONDS
 from zeroweave.ranks.watcher import LOOK_SECONDS, end_process
 
 _LOOKS = 3
-"""Looks that have to find the same. A job that was suspended as a whole and goes on has an answer before."""
+"""Looks that have to find the same, at most so many `LOOK_SECONDS` apart.
+
+A job that was suspended as a whole and goes on has an answer before.
+"""
 
 
 class Answers:
     """Ends this process where rank 0 has not answered for longer than the deadline.
 
     It asks nobody itself. `missed()`: since when (`time.monotonic`) this process has waited for an answer that it needs
-    to go on, if it does. `where()` ends the message. `grace`: seconds that it waits behind the deadline.
+    to go on, if it does. `where()` ends the message. `grace`: seconds that it waits behind the deadline. `who` is
+    missed then, in words.
     """
 
     def __init__(
@@ -32,11 +37,12 @@ class Answers:
         deadline_seconds: float,
         where: Callable[[], str] = str,
         grace: float = 0.0,
+        who: str = "rank 0, whose process keeps the board, has not answered",
     ) -> None:
         self._rank, self._missed, self._end, self._where = rank, missed, end, where
-        self._deadline, self._grace = deadline_seconds, grace
+        self._deadline, self._grace, self._who = deadline_seconds, grace, who
         self._since: float | None = None
-        self._looks = 0
+        self._looks, self._looked = 0, float("-inf")
 
     def run(self, stop: threading.Event) -> None:
         while not stop.wait(LOOK_SECONDS):
@@ -48,23 +54,24 @@ class Answers:
     def look(self, now: float) -> str | None:
         """Why this process must end, or None."""
         since = self._missed()
-        self._looks = self._looks + 1 if since is not None and since == self._since else 0
-        self._since = since
+        same = since is not None and since == self._since and now - self._looked <= _LOOKS * LOOK_SECONDS
+        self._looks = self._looks + 1 if same else 0
+        self._since, self._looked = since, now
         if since is None or now - since <= self._deadline + self._grace or self._looks < _LOOKS:
             return None
-        return f"rank 0, whose process keeps the board, has not answered within the deadline of {self._deadline:g} s"
+        return f"{self._who} within the deadline of {self._deadline:g} s"
 
 
 @contextmanager
 def answered(
-    rank: int, deadline_seconds: float, grace: float = 0.0, end: Callable[[str], None] = end_process
+    rank: int, deadline_seconds: float, end: Callable[[str], None] = end_process, **more: Any
 ) -> Iterator[None]:
     """Ends this process where what is inside does not come to its end: for calls that no alarm watches.
 
-    `grace`: seconds behind the deadline, for what has a timeout of its own, which comes first where rank 0 answers.
+    `more`: see `Answers`. A `grace` is for what has a timeout of its own, which comes first where rank 0 answers.
     """
     begin, stop = time.monotonic(), threading.Event()
-    answers = Answers(rank, lambda: begin, end, deadline_seconds, grace=grace)
+    answers = Answers(rank, lambda: begin, end, deadline_seconds, **more)
     thread = threading.Thread(target=answers.run, args=(stop,), name="zeroweave answers", daemon=True)
     thread.start()
     try:
@@ -78,5 +85,6 @@ def answered(
 def rendezvous(board: Board, name: str, deadline_seconds: float) -> Iterator[Store]:
     """A store inside the board, in which all ranks find each other for a new process group."""
     # Behind the group's own timeout, which is that of the backstop at most.
-    with answered(board.rank, deadline_seconds, 2 * BACKSTOP_SECONDS):
+    who = f"the ranks have not found each other for '{name}'"
+    with answered(board.rank, deadline_seconds, grace=2 * BACKSTOP_SECONDS, who=who):
         yield board.part(name)

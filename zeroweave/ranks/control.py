@@ -27,6 +27,7 @@ from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
 from zeroweave.ranks.answers import answered, rendezvous
 from zeroweave.ranks.board import Board
 from zeroweave.ranks.differ import advice, same
+from zeroweave.ranks.watcher import LOOK_SECONDS
 
 _FRAME = 4096
 """Bytes of a frame. What does not fit behind its header goes into a second all-gather."""
@@ -130,7 +131,7 @@ class Control:
             return cls(None, 0, 1, deadline_seconds)
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         open_board = Board.meet(process_group, deadline_seconds)
-        with answered(rank, deadline_seconds):
+        with answered(rank, deadline_seconds, grace=LOOK_SECONDS):  # a connection has that deadline itself
             board = open_board()
         with rendezvous(board, "gloo", deadline_seconds) as store:
             group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=deadline_seconds))

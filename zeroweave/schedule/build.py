@@ -242,21 +242,20 @@ class Schedule:
         return tuple(out)
 
     @cached_property
+    def fused(self) -> dict[int, range]:
+        """By the index of each instruction behind a ``Fuse``: the indices of all that it counts."""
+        runs = [range(n + 1, n + 1 + i.count) for n, i in enumerate(self.instructions) if isinstance(i, Fuse)]
+        return {index: run for run in runs for index in run}
+
+    @cached_property
     def launches(self) -> tuple[tuple[Unshard | Reduce, ...], ...]:
         """The ``Unshard`` and ``Reduce`` instructions in order, those of one ``Fuse`` together."""
-        out: list[tuple[Unshard | Reduce, ...]] = []
-        left = 0  # of a Fuse
-        for instruction in self.instructions:
-            if isinstance(instruction, Fuse):
-                left = instruction.count
-                out.append(())
-            elif isinstance(instruction, Unshard | Reduce):
-                if left:
-                    left -= 1
-                    out[-1] += (instruction,)
-                else:
-                    out.append((instruction,))
-        return tuple(out)
+        out: dict[int, tuple[Unshard | Reduce, ...]] = {}
+        for index, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Unshard | Reduce):
+                first = self.fused.get(index, (index,))[0]
+                out[first] = (*out.get(first, ()), instruction)
+        return tuple(out.values())
 
     @cached_property
     def reduced_together(self) -> dict[int, tuple[int, ...]]:

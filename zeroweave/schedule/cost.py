@@ -183,20 +183,14 @@ def shared_launches(schedule: Schedule) -> dict[int, tuple[int, ...]]:
 
     Those of one ``Fuse`` that are neighbours by kernel do: copies have no launch to share.
     """
-    runs: list[list[int]] = []
-    left = 0  # of a Fuse
-    for index, instruction in enumerate(schedule.instructions):
-        match instruction:
-            case Fuse(count):
-                left = count
-                runs.append([])
-            case Unshard(bucket) if left and schedule.by_copy_engine("all_gather", bucket):
-                left -= 1
-                runs.append([])
-            case Unshard() | Reduce() if left:
-                left -= 1
-                runs[-1].append(index)
-    return {index: tuple(run) for run in runs if len(run) > 1 for index in run}
+    found: dict[int, tuple[int, ...]] = {}
+    for index, fused in schedule.fused.items():
+        if isinstance(schedule.instructions[index], Reduce):
+            found[index] = tuple(fused)
+        elif not schedule.by_copy_engine("all_gather", _bucket(schedule, index)):
+            run = (*found.get(index - 1, ()), index) if index > fused[0] else (index,)
+            found |= dict.fromkeys(run, run)
+    return {index: run for index, run in found.items() if len(run) > 1}
 
 
 def divided(start: float, over: float, sizes: Sequence[int]) -> list[tuple[float, float]]:

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import collective_seconds, is_event
+from zeroweave.schedule.cost import collective_seconds, is_event, shared_launches
 from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import Call, End, Reduce, Regather, Reshard, Run, Settle, Unshard, Update, Wait
 
@@ -69,7 +69,7 @@ class Graph:
 
     def _seconds(self, costs: Costs) -> Iterator[tuple[float, float | None]]:
         """Seconds of the compute stream for each instruction, and of the collective that it starts, if any."""
-        event = -1
+        launches, event = shared_launches(self.schedule), -1
         for index, instruction in enumerate(self.schedule.instructions):
             event += is_event(instruction)
             compute, send = costs.compute[event] if is_event(instruction) else 0.0, None
@@ -78,6 +78,8 @@ class Graph:
                     pass
                 case Unshard() | Regather() | Reduce():
                     send = collective_seconds(self.schedule, index, costs)
+                    if index != launches.get(index, (index,))[0]:  # the first has paid the start-up
+                        send -= (costs.reduce if isinstance(instruction, Reduce) else costs.gather).alpha
                 case Update(b):
                     compute = costs.update.get(b, 0.0)
             yield compute, send

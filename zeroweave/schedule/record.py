@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median_high
@@ -19,7 +19,6 @@ from zeroweave.schedule.cost import (
     is_event,
     most_by_event,
     reductions,
-    shared_launches,
     simulate,
 )
 from zeroweave.schedule.facts import Costs, Kind, Line
@@ -65,7 +64,8 @@ class Operation:
 
     It was ``issued`` at the instruction ``index`` of the schedule, ``started`` when the collective before it was
     over, and was ``over``. ``exposed``: how long the compute stream waited for it. ``after``: what it had to wait
-    for before it could start, in words. Of a launch each collective has a part, by its bytes.
+    for before it could start, in words. ``launch``: where the launch was issued that it is of, by index; each
+    collective of one has a part of its time, by its bytes.
     """
 
     kind: Kind
@@ -78,6 +78,7 @@ class Operation:
     over: float
     exposed: float
     after: str
+    launch: int
 
     @property
     def seconds(self) -> float:
@@ -157,7 +158,7 @@ class Step:
         if tuple(moment.instruction for moment in moments) != schedule.instructions:
             raise ScheduleError("the step did not follow its schedule")
         sent = _sent(schedule, collectives)
-        launches = shared_launches(schedule)
+        launches = _launches(schedule, sent)
         free = {False: 0.0, True: 0.0}  # of the queues of collectives: by kernel, by copy engine
         last = "the start of the step"
         lane = {False: "", True: ""}
@@ -165,7 +166,7 @@ class Step:
         flying: dict[int, deque[int]] = {}  # bucket -> its reductions' places in operations
         gathered: dict[int, int] = {}
         arrived: list[float] = []  # when all of its launch was over, by place in operations
-        over, parts = 0.0, deque[tuple[float, float]]()  # of the launch that is being gone through
+        over, after, parts = 0.0, "", deque[tuple[float, float]]()  # of the launch that is being gone through
         waits: dict[int, float] = {}
         early: dict[int, float] = {}  # bucket -> how long was waited for what the step before has gathered
         for index, moment in enumerate(moments):
@@ -196,20 +197,19 @@ class Step:
                     flying.setdefault(bucket, deque()).append(len(operations))
                 facts = schedule.facts.by_id[bucket]
                 beside = schedule.by_copy_engine(kind, bucket)
-                launch = tuple(each for each in launches.get(index, (index,)) if each in sent)
+                launch = launches[index]
                 if index == launch[0]:
                     begun = max(sent[each][2] for each in launch)
                     over = max(sent[each][3] for each in launch)
                     # One that is over before its predecessor ran beside it, as gloo's may.
                     start = free[beside] if begun < free[beside] < over else begun
+                    after = f"{lane[beside]}, which ran before it" if start > begun else last
                     free[beside] = max(over, free[beside])
                     parts = deque(divided(start, over, [schedule.facts.sizes[sent[each][1]] for each in launch]))
                 begin, end = parts.popleft()
-                after = f"{lane[beside]}, which ran before it" if begin > issued else last
                 exposed = early.get(bucket, 0.0) if isinstance(instruction, Regather) else 0.0
-                operations.append(
-                    Operation(kind, facts.id, facts.name, facts.nbytes, index, issued, begin, end, exposed, after)
-                )
+                what = kind, facts.id, facts.name, facts.nbytes, index
+                operations.append(Operation(*what, issued, begin, end, exposed, after, launch[0]))
                 arrived.append(over)
                 lane[beside] = f"the {kind} of {facts.name}"
             if is_event(instruction):
@@ -233,6 +233,20 @@ def _sent(
             case Unshard(bucket) | Reduce(bucket) if queue := times.get((kind, bucket)):
                 if kind == "reduce_scatter" or index in schedule.gathers:
                     found[index] = kind, bucket, *queue.popleft()
+    return found
+
+
+def _launches(schedule: Schedule, sent: Mapping[int, tuple[Kind, int, float, float]]) -> dict[int, tuple[int, ...]]:
+    """By its index, each collective: the indices of all of its launch, those of one ``Fuse`` that were over at once.
+
+    Not all transports issue in one launch what may be: gloo knows none, and one is of one communicator.
+    """
+    found: dict[int, tuple[int, ...]] = {}
+    for index, (*_, over) in sent.items():
+        before = found.get(index - 1, ())
+        joins = before and index in schedule.fused.get(index - 1, ()) and sent[index - 1][3] == over
+        run = (*before, index) if joins else (index,)
+        found |= dict.fromkeys(run, run)
     return found
 
 
@@ -303,28 +317,28 @@ def _times(steps: Sequence[Step], kind: Kind) -> tuple[Line, dict[int, float]]:
     """The line of all launches by their bytes, and what each bucket's collective takes by itself.
 
     Of a launch that several share only the whole is known. The start-up of the line is paid once in it, and the rest is
-    divided by bytes.
+    divided by bytes. What goes by kernel here and by copy engine elsewhere tells nothing of itself.
     """
     schedule = steps[0].schedule
-    shared, sizes = shared_launches(schedule), schedule.facts.sizes
+    sizes = schedule.facts.sizes
+    instead = frozenset(bucket for bucket in sizes if schedule.by_kernel_instead(kind, bucket))
     times: dict[tuple[int, ...], float] = {}  # the shortest of each launch, by its buckets
     for step in steps:
-        launches: dict[tuple[int, ...], list[Operation]] = {}
+        launches: dict[int, list[Operation]] = {}
         for each in step.operations:
-            if each.kind == kind and not schedule.by_kernel_instead(kind, each.bucket):
-                launches.setdefault(shared.get(each.index, (each.index,)), []).append(each)
+            if each.kind == kind:
+                launches.setdefault(each.launch, []).append(each)
         for launch in launches.values():
             buckets = tuple(each.bucket for each in launch)
             seconds = launch[-1].over - launch[0].started
-            times[buckets] = min(seconds, times.get(buckets, seconds))
+            if not instead.issuperset(buckets):
+                times[buckets] = min(seconds, times.get(buckets, seconds))
     line = Line.fit((sum(sizes[bucket] for bucket in buckets), seconds) for buckets, seconds in times.items())
     alone: dict[int, float] = {}
     for buckets, seconds in times.items():
-        nbytes = sum(sizes[bucket] for bucket in buckets)
-        for bucket in buckets:
-            part = sizes[bucket] / nbytes
-            start_up = min(line.alpha, seconds)
-            own = seconds if len(buckets) == 1 else start_up + (seconds - start_up) * part
+        nbytes, start_up = sum(sizes[bucket] for bucket in buckets), min(line.alpha, seconds)
+        for bucket in set(buckets) - instead:
+            own = seconds if len(buckets) == 1 else start_up + (seconds - start_up) * sizes[bucket] / nbytes
             alone[bucket] = min(own, alone.get(bucket, own))
     return line, dict(sorted(alone.items()))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from torch.utils.data import DataLoader
 
 import zeroweave as zw
+from tests.support.harness import Outcome
 from tests.support.marks import MODES
 
 STEPS, EVERY = 9, 2
@@ -29,6 +31,13 @@ def stop(folder: Path, seconds: float | None = None) -> None:
     if seconds is not None:
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; touch {folder}/continued; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stacks_of(outcome: Outcome) -> Path:
+    """Where a rank says that the stacks are."""
+    found = re.search(r"the ranks' stacks: (\S+)", outcome.message + outcome.stderr)
+    assert found, outcome.describe()
+    return Path(found[1])
 
 
 def train(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import threading
 from functools import partial
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 
 import zeroweave as zw
-from tests.distributed.engine.stopping import stop, train
-from tests.support.harness import Outcome, Pools
+from tests.distributed.engine.stopping import stacks_of, stop, train
+from tests.support.harness import Pools
 from tests.support.marks import daily, matrix
 from tests.support.patience import patient
 
@@ -32,12 +31,6 @@ def pauses(rank: int, folder: Path, engine: zw.Engine) -> None:
     """This rank is stopped for half of the deadline, and then continued."""
     if engine.rank == rank and engine.global_steps == 3:
         stop(folder, DEADLINE / 2)
-
-
-def stacks_of(outcome: Outcome) -> Path:
-    found = re.search(r"the ranks' stacks: (\S+)", outcome.message + outcome.stderr)
-    assert found, outcome.describe()
-    return Path(found[1])
 
 
 def run_for_ever(folder: Path, stage: int, mode: str, rank: int, later: float) -> dict[str, Any]:

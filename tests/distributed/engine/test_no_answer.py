@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroweave as zw
-from tests.distributed.engine.stopping import stop
+from tests.distributed.engine.stopping import stacks_of, stop
 from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.patience import patient
@@ -30,15 +31,19 @@ STEPS = 8
 """More than are timed."""
 
 Stop = Callable[[], None]
-MOMENTS = ("board", "rendezvous", "barrier", "schedule", "close")
-"""Where rank 0 is stopped: before the others reach the board, find each other there for the first group, ask there why
-nobody comes to the first barrier, compare schedules, and say that they leave."""
+DAILY = ("schedule", "agree")
+MOMENTS = (*DAILY, "board", "rendezvous", "barrier", "alarm", "close")
+"""Where rank 0 is stopped: before the others compare schedules, agree on a step, reach the board, find each other there
+for the first group, ask there why nobody comes to the first barrier, connect to it anew, and say that they leave."""
+WATCHED = ("schedule", "agree", "close")
+"""Where an alarm knows."""
 
 
 @contextmanager
 def stopping(moment: str, stops: Stop, folder: Path) -> Iterator[None]:
     """Inside, an engine's start or end stops rank 0 at the moment; the others come to it behind that."""
-    meet, rendezvous, barrier, close = Board.meet, control.rendezvous, control.Control.barrier, Alarm.close
+    meet, rendezvous, barrier, agree = Board.meet, control.rendezvous, control.Control.barrier, control.Control.agree
+    start, close = Alarm.__init__, Alarm.close
 
     def late_board(*args: Any) -> Callable[[], Board]:
         opens = meet(*args)
@@ -53,11 +58,23 @@ def stopping(moment: str, stops: Stop, folder: Path) -> Iterator[None]:
             stops()
         barrier(self, *args)
 
-    def late_close(self: Alarm) -> None:
+    def late_agree(self: control.Control, mine: control.Agreement, *args: Any) -> control.Decision:
+        if mine.step == 2:
+            stops()
+        return agree(self, mine, *args)
+
+    def behind() -> None:
         stops()
         while not (folder / "stopped").exists():
             time.sleep(0.01)
         time.sleep(0.2)  # told just before
+
+    def late_start(self: Alarm, *args: Any) -> None:
+        behind()
+        start(self, *args)
+
+    def late_close(self: Alarm) -> None:
+        behind()
         close(self)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -67,12 +84,16 @@ def stopping(moment: str, stops: Stop, folder: Path) -> Iterator[None]:
             patch.setattr(control, "rendezvous", late_rendezvous)
         elif moment == "barrier":
             patch.setattr(control.Control, "barrier", late_barrier)
+        elif moment == "agree":
+            patch.setattr(control.Control, "agree", late_agree)
+        elif moment == "alarm":
+            patch.setattr(Alarm, "__init__", late_start)
         elif moment == "close":
             patch.setattr(Alarm, "close", late_close)
         yield
 
 
-def train(folder: Path, moment: str, seconds: float | None) -> list[float]:
+def train(folder: Path, moment: str, deadline: float, seconds: float | None = None) -> list[float]:
     """The losses of a few steps, the last ones by what the first have cost.
 
     Rank 0 is stopped for so long, or for good.
@@ -88,7 +109,7 @@ def train(folder: Path, moment: str, seconds: float | None) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 19), nn.Linear(19, 5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    config = {"stage": 3, "compile": {"enabled": False}, "deadline_seconds": DEADLINE}
+    config = {"stage": 3, "compile": {"enabled": False}, "deadline_seconds": deadline}
     losses = []
     with stopping(moment, stops, folder):
         engine = zw.initialize(model, optimizer, config)
@@ -101,18 +122,24 @@ def train(folder: Path, moment: str, seconds: float | None) -> list[float]:
     return losses
 
 
-@daily("moment", ["schedule"], [moment for moment in MOMENTS if moment != "schedule"])
+@daily("moment", DAILY, [moment for moment in MOMENTS if moment not in DAILY])
 def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, disposable: Pools) -> None:
-    ended = disposable(2).first_end(train, tmp_path, moment, None)
+    ended = disposable(2).first_end(train, tmp_path, moment, DEADLINE)
     assert ended.rank == 1 and ended.exit_code == 1
-    waits = 1 if moment in ("schedule", "close") else 2  # for the other ranks first
+    waits = 2 if moment in ("board", "rendezvous", "barrier") else 1  # for the other ranks first
     assert ended.ended - float((tmp_path / "stopped").read_text()) < waits * DEADLINE + patient(SOON)
-    said = "rank 0, whose process keeps the board, has not answered within the deadline of 3 s"
-    assert f"rank 1 is ended by its alarm: {said}" in ended.stderr
+    missed = "rank 0, whose process keeps the board, has not answered"
+    if moment == "rendezvous":
+        missed = "the ranks have not found each other for 'gloo'"
+    assert f"rank 1 is ended by its alarm: {missed} within the deadline of 3 s" in ended.stderr
+    assert ("; the ranks' stacks: " in ended.stderr) == (moment in WATCHED)
+    if moment in WATCHED:
+        shutil.rmtree(stacks_of(ended))
 
 
-@daily("moment", ["schedule"], [moment for moment in MOMENTS if moment != "schedule"])
+@daily("moment", DAILY, [moment for moment in MOMENTS if moment not in DAILY])
 def test_who_gets_an_answer_in_time_goes_on(moment: str, tmp_path: Path, disposable: Pools) -> None:
-    whole = disposable(2).run(train, tmp_path, "never", None)
-    assert disposable(2).run(train, tmp_path, moment, 0.6 * DEADLINE) == whole
+    pool = disposable(2)
+    whole = pool.run(train, tmp_path, "never", 2 * DEADLINE)
+    assert pool.run(train, tmp_path, moment, 2 * DEADLINE, DEADLINE) == whole
     assert (tmp_path / "continued").exists()

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
-from zeroweave.schedule.instructions import Fuse, Instruction, Reduce, Settle, Update
+from zeroweave.schedule.instructions import Instruction, Reduce, Settle, Update
 
 
 def settle(schedule: Schedule) -> Schedule:
@@ -29,19 +29,18 @@ def settle(schedule: Schedule) -> Schedule:
     issued: dict[int, list[int]] = {}  # bucket -> its Reduces that are not settled
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
-    fused = [(n, i.count) for n, i in enumerate(instructions) if isinstance(i, Fuse)]
-    launch = {inside: (first, first + count) for first, count in fused for inside in range(first, first + count + 1)}
     for index, instruction in enumerate(instructions):
         match instruction:
             case Reduce(bucket):
                 issued.setdefault(bucket, []).append(index)
             case Settle(bucket):
                 reduction = issued[bucket].pop(0)
-                _, last = launch.get(reduction, (reduction, reduction))
+                last = schedule.fused.get(reduction, (reduction,))[-1]
                 # Both indices and times go up, and the launch's last event begins before it is over.
                 found = bisect_left(begins, prediction.over[reduction], lo=bisect_right(events, last))
                 event = events[found] if found < len(events) else index
-                event, _ = launch.get(event, (event, event))
+                if event in schedule.fused:
+                    event = schedule.fused[event][0] - 1
                 if event < index and not isinstance(instructions[event], Update):
                     moved.setdefault(event, []).append(instruction)
                     taken.add(index)
