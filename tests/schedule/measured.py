@@ -42,10 +42,10 @@ def as_predicted(schedule: Schedule, before: int = 0) -> Measured:
         moments.append(Moment(instruction, start, start + takes, allocated))
     if moments:
         moments[-1] = replace(moments[-1], stop=course.seconds)
-    spans = [span for span in course.spans if span.lane not in ("compute", "copy")]
     collectives = [
-        (span.lane, schedule.instructions[span.index].bucket, course.starts[span.index], span.stop)  # type: ignore[union-attr]
-        for span in spans
+        (span.lane, schedule.instructions[span.index].bucket, course.starts[span.index], course.over[span.index])  # type: ignore[union-attr]
+        for span in course.spans
+        if span.index in course.over and span.lane not in ("compute", "copy")
     ]
     copies = [(span.index, 8, span.start, span.stop) for span in course.spans if span.lane == "copy"]
     return Measured(Step.of(schedule, moments, collectives, copies), costs, {"dynamo": 1.5, "schedule": 0.25})

@@ -35,7 +35,6 @@ from zeroweave.schedule import (
     simulate,
     verify,
 )
-from zeroweave.schedule.cost import shared_launches
 
 F, G = Call("f", "forward"), Call("g", "forward")
 RECORD = (Entered(F, (0,)), Left(F), Entered(G, (1,)), Left(G), Ready(0), Ready(1), Micro())
@@ -215,16 +214,10 @@ def measured(schedule: Schedule, costs: Costs = COSTS) -> Step:
             now = ends[index]
         marks.append((start, now))
         now = ends.get(index, now)
-    launches = shared_launches(schedule)
-    spans = {s.index: s for s in prediction.spans if s.lane != "compute"}
     collectives = [
-        (
-            s.lane,
-            schedule.instructions[index].bucket,  # type: ignore[union-attr]
-            marks[index][0],
-            spans[launches.get(index, (index,))[-1]].stop,  # all that a clock sees of a launch
-        )
-        for index, s in spans.items()
+        (s.lane, schedule.instructions[s.index].bucket, marks[s.index][0], prediction.over[s.index])  # type: ignore[union-attr]
+        for s in prediction.spans
+        if s.lane != "compute"
     ]
     moments = [Moment(i, *mark) for i, mark in zip(schedule.instructions, marks, strict=True)]
     return Step.of(schedule, moments, collectives)

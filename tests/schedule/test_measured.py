@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.schedule.measured import as_predicted, with_costs
-from tests.support.schedules import random_case
+from tests.support.schedules import random_case, stack, stack_facts
 from zeroweave import ScheduleError
 from zeroweave.report.course import measured, predicted
-from zeroweave.schedule import Measured, Schedule, Span, Step, compile_schedule, costs_of
+from zeroweave.schedule import Line, Measured, Schedule, Span, Step, build, compile_schedule, costs_of
 
 SEEDS = range(40)
 
@@ -65,6 +65,22 @@ def test_no_collectives_were_timed() -> None:
     schedule = schedule_of(0)
     step = Step.of(schedule, as_predicted(schedule).step.moments, [])
     assert step.waits == {} and {span.lane for span in step.spans} == {"compute"}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_file_tells_what_was_measured(fuse: bool, tmp_path: Path) -> None:
+    """Of launches, too: their collectives have a part of the time each, and wait for all of it."""
+    record = stack(6, micro_steps=2, calls=1)
+    facts = replace(stack_facts(6, prefetch=2), fuse=fuse)
+    costs = with_costs(build(record, facts)).costs
+    assert costs is not None
+    facts = replace(facts, costs=replace(costs, gather=Line(2.0, 1e-3), gathers={}))
+    found = as_predicted(compile_schedule(record, facts))
+    assert (len({each.launch for each in found.step.operations}) < len(found.step.operations)) == fuse
+    found.save(tmp_path / "rank0.json")
+    loaded = Measured.load(tmp_path / "rank0.json")
+    assert loaded is not None
+    assert (loaded.step.operations, loaded.step.waits) == (found.step.operations, found.step.waits)
 
 
 def test_further_steps_and_words_lie_in_the_file(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class Board:
         except RuntimeError as error:
             raise ConnectionError(f"the store kept by rank 0 does not answer: {error}") from error
         finally:
-            del self._asks[thread]
+            self._asks.pop(thread, None)  # a signal may have come in between, whose handler asked, too
 
 
 def _tcp_store(host: str, port: int, timeout: timedelta, serve: bool = False) -> dist.TCPStore:  # type: ignore[name-defined]
