@@ -98,7 +98,8 @@ class VirtualTransport:
     def _start(self, launch: list[tuple[Kind, int, float, VirtualPending]]) -> None:
         line = self.costs.gather if launch[0][0] == "all_gather" else self.costs.reduce
         alone = [seconds for _, _, seconds, _ in launch]
-        self.free = max(self.clock.now, self.free) + max(*alone, sum(alone) - line.alpha * (len(launch) - 1))
+        joined = alone[0] + sum(max(0.0, each - line.alpha) for each in alone[1:])
+        self.free = max(self.clock.now, self.free) + max(*alone, joined)
         for kind, bucket, _, pending in launch:
             pending.end = self.free
             self.calls.append((kind, bucket, self.clock.now, self.free))

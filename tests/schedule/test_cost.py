@@ -278,6 +278,18 @@ def test_a_launch_tells_what_each_takes_by_itself() -> None:
     assert found.gathers == {0: line(10), 1: line(20), 2: line(40)}
 
 
+def test_a_copy_that_is_over_with_a_kernel_was_not_launched_with_it() -> None:
+    schedule = Schedule(FUSED, RECORD, replace(FACTS, placed=frozenset({0})))
+    moments = [Moment(i, 0.0, 0.0) for i in FUSED]
+    step = Step.of(schedule, moments, [("all_gather", 0, 0.0, 5.0), ("all_gather", 1, 0.0, 5.0)])
+    assert [(o.launch, o.seconds) for o in step.operations] == [(1, 5.0), (2, 5.0)]
+
+
+def test_no_schedule_is_faster_than_the_critical_path_where_starts_take_long() -> None:
+    costs = replace(COSTS, gathers={0: 4.0, 1: 0.25})  # b takes less than a start-up
+    assert dependencies(of(FUSED)).critical_path(costs)[0] <= simulate(of(FUSED), costs).seconds
+
+
 def test_what_is_not_over_at_once_was_no_launch() -> None:
     """As gloo has it, which knows none: each is there by itself, and tells what it takes."""
     schedule = of(FUSED)

@@ -15,7 +15,7 @@ that polls the board and ends its process, with the reason on stderr, when one o
 4. This rank has waited in a collective for longer than the deadline for one that has issued fewer, and nothing more
    for as long; if it is silent, too, for a minute more, unless it is on this machine and its process is stopped. How
    long a rank computes, or is silent, while nobody waits for it does not matter. So, too, if rank 0, which keeps the
-   board, has not answered for as long (`answers`).
+   board, has not answered for as long what this rank needs to go on (`answers`).
 5. Another rank has issued other collectives than this one.
 
 Where a rank was missed for longer than the deadline, in a collective or by the control group, every rank writes
@@ -183,7 +183,7 @@ class Alarm:
         """Since when this rank has waited for an answer of rank 0's that it needs to go on, if it does.
 
         The user's thread needs what it asks. What the watcher asks it needs where it waits for other ranks, or for the
-        watcher. Whatever it has needed for longest counts: an operation that has waited in vain asks who is missing.
+        watcher. The earliest counts: an operation that has waited in vain asks who is missing, and waits on.
         """
         asks = {thread: since for board in self._boards for thread, since in board.asks.items()}
         watcher = asks.pop(self._thread.ident or 0, None)
@@ -234,7 +234,7 @@ class Alarm:
         stopped = self._stop.is_set()
         self._stop.set()
         self._leaves = time.monotonic()
-        self._thread.join(PARTING_SECONDS)  # longer where it has no answer
+        self._thread.join(PARTING_SECONDS)  # it may still wait for an answer then
         with suppress(ConnectionError):
             if not (self._watcher.host_left or stopped):
                 line.post(count=self._progress()[1], left=how)

@@ -15,7 +15,7 @@ from zeroweave.ranks.start import BACKSTOP_SECONDS
 from zeroweave.ranks.watcher import LOOK_SECONDS, end_process
 
 _LOOKS = 3
-"""Looks that have to find the same, at most so many `LOOK_SECONDS` apart.
+"""Looks that have to find the same, each at most so many times `LOOK_SECONDS` behind the one before.
 
 A job that was suspended as a whole and goes on has an answer before.
 """
@@ -25,8 +25,8 @@ class Answers:
     """Ends this process where rank 0 has not answered for longer than the deadline.
 
     It asks nobody itself. `missed()`: since when (`time.monotonic`) this process has waited for an answer that it needs
-    to go on, if it does. `where()` ends the message. `grace`: seconds that it waits behind the deadline. `who` is
-    missed then, in words.
+    to go on, if it does. `grace`: seconds that it waits behind the deadline. The message says `what` has not happened
+    until then, and ends with `where()`.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class Answers:
         deadline_seconds: float,
         where: Callable[[], str] = str,
         grace: float = 0.0,
-        who: str = "rank 0, whose process keeps the board, has not answered",
+        what: str = "rank 0, whose process keeps the board, has not answered",
     ) -> None:
         self._rank, self._missed, self._end, self._where = rank, missed, end, where
-        self._deadline, self._grace, self._who = deadline_seconds, grace, who
+        self._deadline, self._grace, self._what = deadline_seconds, grace, what
         self._since: float | None = None
         self._looks, self._looked = 0, float("-inf")
 
@@ -59,18 +59,23 @@ class Answers:
         self._since, self._looked = since, now
         if since is None or now - since <= self._deadline + self._grace or self._looks < _LOOKS:
             return None
-        return f"{self._who} within the deadline of {self._deadline:g} s"
+        return f"{self._what} within the deadline of {self._deadline:g} s"
 
 
 @contextmanager
 def answered(
-    rank: int, deadline_seconds: float, end: Callable[[str], None] = end_process, **more: Any
+    rank: int,
+    deadline_seconds: float,
+    end: Callable[[str], None] = end_process,
+    since: float | None = None,
+    **more: Any,
 ) -> Iterator[None]:
     """Ends this process where what is inside does not come to its end: for calls that no alarm watches.
 
-    `more`: see `Answers`. A `grace` is for what has a timeout of its own, which comes first where rank 0 answers.
+    `since`: from when the deadline counts, None: from now. `more`: see `Answers`. A `grace` is for what has a timeout
+    of its own, which comes first where rank 0 answers.
     """
-    begin, stop = time.monotonic(), threading.Event()
+    begin, stop = time.monotonic() if since is None else since, threading.Event()
     answers = Answers(rank, lambda: begin, end, deadline_seconds, **more)
     thread = threading.Thread(target=answers.run, args=(stop,), name="zeroweave answers", daemon=True)
     thread.start()
@@ -85,6 +90,6 @@ def answered(
 def rendezvous(board: Board, name: str, deadline_seconds: float) -> Iterator[Store]:
     """A store inside the board, in which all ranks find each other for a new process group."""
     # Behind the group's own timeout, which is that of the backstop at most.
-    who = f"the ranks have not found each other for '{name}'"
-    with answered(board.rank, deadline_seconds, grace=2 * BACKSTOP_SECONDS, who=who):
+    what = f"the ranks have not found each other for '{name}'"
+    with answered(board.rank, deadline_seconds, grace=2 * BACKSTOP_SECONDS, what=what):
         yield board.part(name)

@@ -117,6 +117,7 @@ class Board:
     @contextmanager
     def _connected(self) -> Iterator[Store]:
         thread = threading.get_ident()
+        outer = self._asks.get(thread)  # where a signal came in between, and its handler asks
         self._asks[thread] = time.monotonic()
         try:
             if self._connection is None:
@@ -125,7 +126,10 @@ class Board:
         except RuntimeError as error:
             raise ConnectionError(f"the store kept by rank 0 does not answer: {error}") from error
         finally:
-            self._asks.pop(thread, None)  # a signal may have come in between, whose handler asked, too
+            if outer is None:
+                del self._asks[thread]
+            else:
+                self._asks[thread] = outer
 
 
 def _tcp_store(host: str, port: int, timeout: timedelta, serve: bool = False) -> dist.TCPStore:  # type: ignore[name-defined]

@@ -243,7 +243,7 @@ class Control:
         self._arrive(label)
         time.sleep(_SETTLE_SECONDS)
         try:
-            with answered(self.rank, self.deadline_seconds):
+            with answered(self.rank, self.deadline_seconds, since=self.waiting):
                 places = [_Place.parse(line) for line in self.board.read("arrived")]
         except ConnectionError:
             return RankFailure(f"rank 0 has gone; rank {self.rank} waited for it at '{label}': {error}")

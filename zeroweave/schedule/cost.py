@@ -194,8 +194,9 @@ def shared_launches(schedule: Schedule) -> dict[int, tuple[int, ...]]:
 
 
 def divided(start: float, over: float, sizes: Sequence[int]) -> list[tuple[float, float]]:
-    """The time of a launch from ``start`` to ``over``, in parts as long as what its collectives move, in bytes."""
-    bounds = [start + (over - start) * part / sum(sizes) for part in accumulate(sizes)]
+    """The time of a launch from ``start`` to ``over``, in parts that are proportional to its collectives' bytes."""
+    total = max(1, sum(sizes))
+    bounds = [start + (over - start) * part / total for part in accumulate(sizes)]
     bounds[-1] = over
     return list(pairwise([start, *bounds]))
 
@@ -239,9 +240,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         buckets = [_bucket(schedule, index) for index in indices]
         copies = schedule.by_copy_engine(lane, buckets[0])
         alone = [collective_seconds(schedule, index, costs) for index in indices]
-        spared = (costs.gather if lane == "all_gather" else costs.reduce).alpha * (len(indices) - 1)
+        alpha = (costs.gather if lane == "all_gather" else costs.reduce).alpha
         start = max(now, free[copies])
-        end = start + max(*alone, sum(alone) - spared)
+        end = start + max(*alone, alone[0] + sum(max(0.0, each - alpha) for each in alone[1:]))
         copied += (end - start) * copies
         parts = divided(start, end, [schedule.facts.sizes[bucket] for bucket in buckets])
         spans.extend(Span(lane, index, *part) for index, part in zip(indices, parts, strict=True))

@@ -79,7 +79,8 @@ class Graph:
                 case Unshard() | Regather() | Reduce():
                     send = collective_seconds(self.schedule, index, costs)
                     if index != launches.get(index, (index,))[0]:  # the first has paid the start-up
-                        send -= (costs.reduce if isinstance(instruction, Reduce) else costs.gather).alpha
+                        line = costs.reduce if isinstance(instruction, Reduce) else costs.gather
+                        send = max(0.0, send - line.alpha)
                 case Update(b):
                     compute = costs.update.get(b, 0.0)
             yield compute, send

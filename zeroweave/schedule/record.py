@@ -64,8 +64,9 @@ class Operation:
 
     It was ``issued`` at the instruction ``index`` of the schedule, ``started`` when the collective before it was
     over, and was ``over``. ``exposed``: how long the compute stream waited for it. ``after``: what it had to wait
-    for before it could start, in words. ``launch``: where the launch was issued that it is of, by index; each
-    collective of one has a part of its time, by its bytes.
+    for before it could start, in words. ``launch``: the index of the first collective of its launch. Where a launch
+    has several, ``started`` and ``over`` bound the part of its time that belongs to this one's bytes; all have arrived
+    when the last part is over.
     """
 
     kind: Kind
@@ -237,15 +238,17 @@ def _sent(
 
 
 def _launches(schedule: Schedule, sent: Mapping[int, tuple[Kind, int, float, float]]) -> dict[int, tuple[int, ...]]:
-    """By its index, each collective: the indices of all of its launch, those of one ``Fuse`` that were over at once.
+    """The launch of each collective, by index: the indices of all its collectives.
 
-    Not all transports issue in one launch what may be: gloo knows none, and one is of one communicator.
+    A ``Fuse`` may be several launches: gloo has none, and a launch is of one communicator. Those that were one are over
+    at the same moment.
     """
     found: dict[int, tuple[int, ...]] = {}
-    for index, (*_, over) in sent.items():
+    for index, (_, _, _, over) in sent.items():
         before = found.get(index - 1, ())
-        joins = before and index in schedule.fused.get(index - 1, ()) and sent[index - 1][3] == over
-        run = (*before, index) if joins else (index,)
+        joins = index - 1 in sent and index in schedule.fused.get(index - 1, ()) and sent[index - 1][3] == over
+        copies = any(schedule.by_copy_engine(*sent[each][:2]) for each in (*before, index))
+        run = (*before, index) if joins and not copies else (index,)
         found |= dict.fromkeys(run, run)
     return found
 

@@ -26,7 +26,7 @@ from zeroweave.ranks.board import Board
 from zeroweave.schedule import Schedule
 
 DEADLINE = 3.0
-SOON = 5.0
+SOON = 10.0
 STEPS = 8
 """More than are timed."""
 
@@ -45,9 +45,15 @@ def stopping(moment: str, stops: Stop, folder: Path) -> Iterator[None]:
     meet, rendezvous, barrier, agree = Board.meet, control.rendezvous, control.Control.barrier, control.Control.agree
     start, close = Alarm.__init__, Alarm.close
 
+    def behind() -> None:
+        stops()
+        while not (folder / "stopped").exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # told just before
+
     def late_board(*args: Any) -> Callable[[], Board]:
         opens = meet(*args)
-        return lambda: (stops(), opens())[1]  # type: ignore[func-returns-value]
+        return lambda: (behind(), opens())[1]  # type: ignore[func-returns-value]
 
     def late_rendezvous(*args: Any) -> Any:
         stops()
@@ -62,12 +68,6 @@ def stopping(moment: str, stops: Stop, folder: Path) -> Iterator[None]:
         if mine.step == 2:
             stops()
         return agree(self, mine, *args)
-
-    def behind() -> None:
-        stops()
-        while not (folder / "stopped").exists():
-            time.sleep(0.01)
-        time.sleep(0.2)  # told just before
 
     def late_start(self: Alarm, *args: Any) -> None:
         behind()
@@ -124,15 +124,17 @@ def train(folder: Path, moment: str, deadline: float, seconds: float | None = No
 
 @daily("moment", ["schedule"], MOMENTS)
 def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, disposable: Pools) -> None:
-    deadline = DEADLINE if moment != "agree" else 4 * DEADLINE  # where twice as long could be taken for soon
+    # Where twice as long could be taken for soon, it is long.
+    deadline = 4 * DEADLINE if moment in ("agree", "barrier") else DEADLINE
     ended = disposable(2).first_end(train, tmp_path, moment, deadline)
     assert ended.rank == 1 and ended.exit_code == 1
-    waits = 2 if moment in ("board", "rendezvous", "barrier") else 1  # for the other ranks first
+    waits = 2 if moment in ("board", "rendezvous") else 1  # for the other ranks first
     assert ended.ended - float((tmp_path / "stopped").read_text()) < waits * deadline + patient(SOON)
-    missed = "rank 0, whose process keeps the board, has not answered"
-    if moment == "rendezvous":
-        missed = "the ranks have not found each other for 'gloo'"
-    assert f"rank 1 is ended by its alarm: {missed} within the deadline of {deadline:g} s" in ended.stderr
+    missed = ["rank 0, whose process keeps the board, has not answered"]
+    if moment == "rendezvous":  # unless rank 1 had still to reach the board
+        missed.append("the ranks have not found each other for 'gloo'")
+    said = [f"rank 1 is ended by its alarm: {each} within the deadline of {deadline:g} s" for each in missed]
+    assert any(each in ended.stderr for each in said), ended.stderr
     assert ("; the ranks' stacks: " in ended.stderr) == (moment in WATCHED)
     if moment in WATCHED:
         shutil.rmtree(stacks_of(ended))
