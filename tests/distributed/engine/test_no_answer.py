@@ -140,7 +140,8 @@ def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, di
         shutil.rmtree(stacks_of(ended))
 
 
-@daily("moment", ["schedule"], MOMENTS)
+@pytest.mark.matrix
+@pytest.mark.parametrize("moment", ["schedule", *MOMENTS])
 def test_who_gets_an_answer_in_time_goes_on(moment: str, tmp_path: Path, disposable: Pools) -> None:
     pool = disposable(2)
     whole = pool.run(train, tmp_path, "never", 2 * DEADLINE)
