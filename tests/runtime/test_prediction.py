@@ -70,7 +70,8 @@ def check(schedule: Schedule, costs: Costs) -> None:
     assert max(player.clock.now, player.transport.free) == prediction.seconds
     assert step.waits == prediction.waits
     lanes = [(s.lane, s.start, s.stop) for s in prediction.spans if s.lane != "compute"]
-    assert [kind for kind, *_ in player.transport.calls] == [lane for lane, _, _ in lanes]
+    over = [(s.lane, prediction.over[s.index]) for s in prediction.spans if s.lane != "compute"]
+    assert [(kind, over) for kind, _, _, over in player.transport.calls] == over
     assert [(o.kind, o.started, o.over) for o in step.operations] == lanes
     assert sorted(player.updated) == sorted(b.id for b in schedule.facts.buckets if b.trainable)
     # What was measured of the step predicts it again, and knows the computation that it was made of.

@@ -150,7 +150,7 @@ REDUCED = (*EARLY[:8], Fuse(2), Reduce(0), Reduce(1), Settle(0), Update(0), Sett
 
 
 def test_reductions_in_one_launch_are_settled_together() -> None:
-    """It starts with the second, at 9.5, and takes the three seconds of both but for a start-up."""
+    """It starts with the second, at 8.5, and takes the three seconds of both but for a start-up."""
     prediction = simulate(of(REDUCED), replace(COSTS, reduce=Line(0.5, 0.0)))
     assert [(s.start, s.stop) for s in prediction.spans if s.lane == "reduce_scatter"] == [
         (8.5, 8.5 + 2.5 / 3),

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch.distributed.distributed_c10d import Store
 
@@ -19,6 +18,9 @@ _LOOKS = 3
 
 A job that was suspended as a whole and goes on has an answer before.
 """
+
+
+NO_ANSWER = "rank 0, whose process keeps the board, has not answered"
 
 
 class Answers:
@@ -37,7 +39,7 @@ class Answers:
         deadline_seconds: float,
         where: Callable[[], str] = str,
         grace: float = 0.0,
-        what: str = "rank 0, whose process keeps the board, has not answered",
+        what: str = NO_ANSWER,
     ) -> None:
         self._rank, self._missed, self._end, self._where = rank, missed, end, where
         self._deadline, self._grace, self._what = deadline_seconds, grace, what
@@ -68,15 +70,16 @@ def answered(
     deadline_seconds: float,
     end: Callable[[str], None] = end_process,
     since: float | None = None,
-    **more: Any,
+    grace: float = 0.0,
+    what: str = NO_ANSWER,
 ) -> Iterator[None]:
     """Ends this process where what is inside does not come to its end: for calls that no alarm watches.
 
-    `since`: from when the deadline counts, None: from now. `more`: see `Answers`. A `grace` is for what has a timeout
-    of its own, which comes first where rank 0 answers.
+    `since`: from when the deadline counts, None: from now. `grace`, `what`: see `Answers`; the former is for what has a
+    timeout of its own, which comes first where rank 0 answers.
     """
     begin, stop = time.monotonic() if since is None else since, threading.Event()
-    answers = Answers(rank, lambda: begin, end, deadline_seconds, **more)
+    answers = Answers(rank, lambda: begin, end, deadline_seconds, grace=grace, what=what)
     thread = threading.Thread(target=answers.run, args=(stop,), name="zeroweave answers", daemon=True)
     thread.start()
     try:

@@ -228,18 +228,20 @@ class Schedule:
 
         return tuple(self._spell(line) for line in self._lines if any(map(touches, line)))
 
+    @cached_property
+    def sends(self) -> dict[int, tuple[Kind, int]]:
+        """The collectives (kind, bucket), by the index of the instruction that issues each, in order."""
+        out: dict[int, tuple[Kind, int]] = {}
+        for index, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Reduce):
+                out[index] = "reduce_scatter", instruction.bucket
+            elif isinstance(instruction, Regather) or (isinstance(instruction, Unshard) and index in self.gathers):
+                out[index] = "all_gather", instruction.bucket
+        return out
+
     def collectives(self) -> tuple[tuple[str, int], ...]:
         """What is issued, in order: ("all_gather" or "reduce_scatter", bucket)."""
-        out: list[tuple[str, int]] = []
-        for index, instruction in enumerate(self.instructions):
-            match instruction:
-                case Unshard(bucket) if index in self.gathers:
-                    out.append(("all_gather", bucket))
-                case Regather(bucket):
-                    out.append(("all_gather", bucket))
-                case Reduce(bucket):
-                    out.append(("reduce_scatter", bucket))
-        return tuple(out)
+        return tuple(self.sends.values())
 
     @cached_property
     def fused(self) -> dict[int, range]:

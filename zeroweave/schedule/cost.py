@@ -262,9 +262,9 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         starts.append(now)
         match instruction:
             case Unshard(bucket):
-                launch = launches.get(index, (index,))
                 if index in schedule.gathers:
                     gathered[bucket] = index
+                    launch = launches.get(index, (index,))
                     if index == launch[0]:
                         send("all_gather", *launch)
             case Regather(bucket):

@@ -25,11 +25,9 @@ from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
 from zeroweave.schedule.instructions import (
     Instruction,
-    Reduce,
     Regather,
     Release,
     Settle,
-    Unshard,
     Update,
     Wait,
 )
@@ -226,14 +224,11 @@ def _sent(
     for sent, bucket, issued, over in collectives:
         times.setdefault((sent, bucket), deque()).append((issued, over))
     found: dict[int, tuple[Kind, int, float, float]] = {}
-    for index, instruction in enumerate(schedule.instructions):
-        kind: Kind = "reduce_scatter" if isinstance(instruction, Reduce) else "all_gather"
-        match instruction:
-            case Regather(bucket) if queue := times.get((kind, bucket)):
-                found[index] = kind, bucket, *queue.pop()  # the last one of the step
-            case Unshard(bucket) | Reduce(bucket) if queue := times.get((kind, bucket)):
-                if kind == "reduce_scatter" or index in schedule.gathers:
-                    found[index] = kind, bucket, *queue.popleft()
+    for index, (kind, bucket) in schedule.sends.items():
+        if queue := times.get((kind, bucket)):
+            # A Regather is the last one of the step.
+            again = isinstance(schedule.instructions[index], Regather)
+            found[index] = kind, bucket, *(queue.pop() if again else queue.popleft())
     return found
 
 
