@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -31,7 +32,8 @@ def measured(*readings: tuple[int, int]) -> list[tuple[int, int, int]]:
         timeline.add(instruction, timeline.mark(isinstance(instruction, Settle)))
 
     class Followed:
-        instructions, gathers, facts = STEP, frozenset[int](), None
+        instructions, facts = STEP, None
+        sends: Mapping[int, tuple[str, int]] = {}
 
         def describe(self, instruction: Instruction) -> str:
             return ""
