@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from tests.gpu.jobs import adamw, deterministic, join
 from zeroweave.schedule import Fuse
+from zeroweave.schedule.cost import shared_launches
 
 WIDTH, BLOCKS, ROWS = 512, 6, 64
 
@@ -41,12 +42,13 @@ def rows(rank: int, index: int, device: torch.device) -> Tensor:
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(100 * index + rank)).to(device)
 
 
-def started(device: torch.device, **settings: Any) -> Any:
+def started(device: torch.device, gathers: str = "auto", **settings: Any) -> Any:
     torch.manual_seed(0)
     model = Net().to(device)
     # as many buckets as modules, so that there are small ones
     config = {"stage": 3, "bucket": {"bytes": 4096}, "compile": {"lower": "aot_eager", **settings}}
-    return zw.initialize(model, adamw(model.parameters()), {**config, "deadline_seconds": 60.0})
+    config |= {"transport": {"gathers": gathers}, "deadline_seconds": 60.0}
+    return zw.initialize(model, adamw(model.parameters()), config)
 
 
 def step(engine: Any, index: int) -> dict[str, Tensor]:
@@ -108,13 +110,18 @@ def recorded() -> tuple[list[tuple[str, float]], float, float, bool, int]:
         )
 
 
-def launched() -> tuple[int, bool]:
-    """How many launches several gathers share, and whether the measured step knows which they are."""
-    with started(join(), record_steps=0) as engine:
+def launched(gathers: str) -> tuple[int, dict[str, tuple[int, int]]]:
+    """How many launches several collectives share, and where a measured step took others for one, for each of those.
+
+    That is (the first of its launch as measured, as issued).
+    """
+    with started(join(), gathers, record_steps=0) as engine:
         for index in range(3):
             step(engine, index)
         with engine.record() as record:
             step(engine, 3)
-        fused = record.operations.schedule.fused
-        seen = {operation.index: operation.launch for operation in record.operations}
-        return len(set(fused.values())), all(seen[index] == run[0] for index, run in fused.items())
+        schedule = record.operations.schedule
+        shared = shared_launches(schedule)
+        firsts = {each.index: (each.launch, shared.get(each.index, (each.index,))[0]) for each in record.operations}
+        others = {schedule.describe(schedule.instructions[n]): two for n, two in firsts.items() if two[0] != two[1]}
+        return len(set(shared.values())), others

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from tests.gpu import schedule_jobs as jobs
 
 Ranks = Callable[..., list[Any]]
@@ -33,6 +35,8 @@ def test_steps_are_timed(ranks: Ranks) -> None:
         assert 0 < predicted < 2 * seconds
 
 
-def test_a_launch_is_measured_as_one(ranks: Ranks) -> None:
-    for launches, known in ranks(jobs.launched):
-        assert launches and known
+@pytest.mark.parametrize("gathers", ["kernel", pytest.param("copy_engine", marks=pytest.mark.gpus(2))])
+def test_a_launch_is_measured_as_one(ranks: Ranks, gathers: str) -> None:
+    """By kernel: copies share no launch, whatever their schedule fuses."""
+    for launches, others in ranks(jobs.launched, gathers):
+        assert launches and not others
