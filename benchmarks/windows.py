@@ -15,7 +15,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.peers.zeroweave import merge
 
 MIB = float(2**20)
 ENGINES = ("zeroweave", "deepspeed", "plain")
@@ -34,7 +36,8 @@ MODES = ("baseline", "no_sync", "coalesce")
 class Spec:
     """One engine at one stage. `lower`: zeroweave's, or "none" for eager. `accumulate`: dtype of local sums.
 
-    `graphs`: its windows are CUDA graphs; then each gathers the parameters itself, at every stage.
+    `graphs`: its windows are CUDA graphs; then each gathers the parameters itself, at every stage. `settings`: what
+    else of zeroweave's config is other than here.
     """
 
     engine: str
@@ -50,6 +53,7 @@ class Spec:
     blocks: bool
     accumulate: str
     graphs: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -156,17 +160,16 @@ def start(spec: Spec, device: torch.device) -> Any:
     import zeroweave as zw
 
     compiled: dict[str, Any] = {"enabled": False} if spec.lower == "none" else {"lower": spec.lower}
-    return zw.initialize(
-        model.to(device),
-        torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda"),
-        {
-            "stage": spec.stage,
-            # as DeepSpeed keeps them: a window of stages 1 and 2 then begins with the parameters at hand in both
-            "gather_after_step": spec.stage < 3 and not spec.graphs,
-            "precision": {"params": "bfloat16", "accumulate": spec.accumulate},
-            "compile": compiled | {"cuda_graphs": spec.graphs, "memory_budget": "none"},
-        },
-    )
+    settings = {
+        "stage": spec.stage,
+        # as DeepSpeed keeps them: a window of stages 1 and 2 then begins with the parameters at hand in both
+        "gather_after_step": spec.stage < 3 and not spec.graphs,
+        "precision": {"params": "bfloat16", "accumulate": spec.accumulate},
+        "compile": compiled | {"cuda_graphs": spec.graphs, "memory_budget": "none"},
+    }
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    return zw.initialize(model, optimizer, merge(settings, spec.settings))
 
 
 def window(engine: Any, mode: str, n: int, x: Tensor, collected: Callable[[], None] = lambda: None) -> Tensor:

@@ -18,7 +18,7 @@ SMALL = "--width 16 --layers 2 --rows 4 --backwards 2 --warm 1 --rounds 1 --lowe
 @pytest.mark.matrix
 def test_all_modes_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL.split(), "--stages", "2", "--engines", "zeroweave,plain", "--out", str(tmp_path)]
-    assert coalesce.main(arguments) == 0, capsys.readouterr().out
+    assert coalesce.main([*arguments, "--set", "compile.fuse=false"]) == 0, capsys.readouterr().out
     *found, plain = json.loads((tmp_path / "coalesce.json").read_text())["rows"]
     assert plain["engine"] == "plain" and plain["backwards_ms"] > 0 and not plain["collectives"] and plain["wire"] == 0
     rows = {row["mode"]: row for row in found}
@@ -30,7 +30,8 @@ def test_all_modes_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     flat = 2 * 16 * 16 * 2 / 2**20  # MiB in bf16, of which each of two ranks sends a half
     assert rows["coalesce"]["wire"] == pytest.approx(flat)
     assert rows["baseline"]["wire"] == pytest.approx(1.5 * flat)
-    assert "| zeroweave | 2 | coalesce | 2 |" in (tmp_path / "coalesce.md").read_text()
+    text = (tmp_path / "coalesce.md").read_text()
+    assert "| zeroweave | 2 | coalesce | 2 |" in text and "zeroweave eager, compile.fuse=false," in text
 
 
 @pytest.fixture
@@ -99,6 +100,10 @@ def test_verdicts_name_what_fails() -> None:
         "stage 3, 4 coalesced backwards: not measured"
     ]
     assert coalesce.verdicts([slow], known_size=False) == []
+    graphs = replace(third, peak=0.0, resident=0.0, pool=700.0)
+    assert [text for _, text in coalesce.verdicts([graphs], known_size=True)][2:] == [
+        "stage 3, 4 coalesced backwards: peak window 700.0 MiB, DeepSpeed's 656.0"
+    ]
 
 
 def test_unknown_modes_are_refused() -> None:

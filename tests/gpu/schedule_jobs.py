@@ -110,10 +110,10 @@ def recorded() -> tuple[list[tuple[str, float]], float, float, bool, int]:
         )
 
 
-def launched(gathers: str) -> tuple[int, dict[str, tuple[int, int]]]:
-    """How many launches several collectives share, and where a measured step took others for one, for each of those.
+def launched(gathers: str) -> tuple[int, int, dict[str, tuple[int, int]]]:
+    """How many ``Fuse`` there are, how many of them are one launch, and which collectives are measured as others.
 
-    That is (the first of its launch as measured, as issued).
+    Of those: (the first of its launch as measured, as issued).
     """
     with started(join(), gathers, record_steps=0) as engine:
         for index in range(3):
@@ -124,4 +124,5 @@ def launched(gathers: str) -> tuple[int, dict[str, tuple[int, int]]]:
         shared = shared_launches(schedule)
         firsts = {each.index: (each.launch, shared.get(each.index, (each.index,))[0]) for each in record.operations}
         others = {schedule.describe(schedule.instructions[n]): two for n, two in firsts.items() if two[0] != two[1]}
-        return len(set(shared.values())), others
+        fused = sum(isinstance(instruction, Fuse) for instruction in schedule.instructions)
+        return fused, len(set(shared.values())), others
