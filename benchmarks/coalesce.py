@@ -73,7 +73,7 @@ def worst(ranks: Sequence[Row]) -> Row:
         values = [getattr(row, name) for row in ranks]
         return None if None in values else max(values)
 
-    figures = ("backwards_ms", "step_ms", "peak", "pool", "resident", "flushed")
+    figures = ("backwards_ms", "step_ms", "peak", "pool", "places", "resident", "flushed")
     return replace(first, **{name: most(name) for name in figures})
 
 
@@ -147,6 +147,7 @@ def table(rows: Sequence[Row]) -> str:
             cells += [f"– ({row.missing})"] + [""] * (len(COLUMNS) - 5)
         else:
             beside = "" if row.pool is None else f" + {figure(row.pool)} of graphs"
+            beside += f" + {figure(row.places)} of places" if row.places else ""
             cells += [figure(row.peak) + beside, figure(row.resident), figure(row.flushed)]
             cells += [figure(row.backwards_ms, 2), ratio(row), figure(row.step_ms, 2)]
             cells += [", ".join(f"{calls} {kind}" for kind, calls in sorted((row.collectives or {}).items()))]
@@ -180,9 +181,9 @@ def verdicts(rows: Sequence[Row], known_size: bool) -> list[tuple[bool, str]]:
             resident, peak = KNOWN_RESIDENT, KNOWN_PEAK.get(row.stage, row.peak)
         else:
             continue
-        limits = [("peak window", row.peak + (row.pool or 0.0), peak)]
+        limits = [("peak window", row.peak + row.places + (row.pool or 0.0), peak)]
         if row.pool is None:  # what graphs have they have all the time
-            limits.insert(0, ("window resident", row.resident, resident))
+            limits.insert(0, ("window resident", row.resident + row.places, resident))
         for what, mine, theirs in limits:
             text = f"stage {row.stage}, {row.n} coalesced backwards: {what} {mine:.1f} MiB, DeepSpeed's {theirs:.1f}"
             found.append((mine <= theirs + SLACK, text))

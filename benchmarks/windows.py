@@ -61,7 +61,7 @@ class Row:
     """One rank's figures of one kind of window. `missing`: why there are none.
 
     Milliseconds are medians. MiB are of this rank's GPU above what was allocated before the window, None without one.
-    `pool`: MiB that graphs have beside that, at any time.
+    `pool`, `places`: MiB beside that which graphs have, and copy engines to gather in, at any time.
     `collectives` (kind -> calls) and `wire` (MiB that this rank sends) are those of a window and its step.
     """
 
@@ -80,6 +80,7 @@ class Row:
     details: dict[str, Any] | None = None
     missing: str | None = None
     pool: float | None = None
+    places: float = 0.0
 
 
 class Block(nn.Module):
@@ -225,6 +226,7 @@ class Measured:
             row.details |= {"graphs": stats.graphs, "eager_regions": stats.eager_regions}
             row.details |= {"replayed": stats.replayed_steps, "uncaptured": stats.uncaptured_steps}
             row.pool = stats.memory.graphs / MIB if self._spec.graphs else None
+            row.places = stats.memory.symmetric / MIB
         return row
 
     def _synchronize(self) -> None:

@@ -100,10 +100,11 @@ def test_verdicts_name_what_fails() -> None:
         "stage 3, 4 coalesced backwards: not measured"
     ]
     assert coalesce.verdicts([slow], known_size=False) == []
-    graphs = replace(third, peak=0.0, resident=0.0, pool=700.0)
-    assert [text for _, text in coalesce.verdicts([graphs], known_size=True)][2:] == [
-        "stage 3, 4 coalesced backwards: peak window 700.0 MiB, DeepSpeed's 656.0"
+    graphs = replace(third, peak=0.0, resident=0.0, pool=500.0, places=160.0)
+    assert coalesce.verdicts([graphs], known_size=True)[2:] == [
+        (False, "stage 3, 4 coalesced backwards: peak window 660.0 MiB, DeepSpeed's 656.0")
     ]
+    assert "| 0.0 + 500.0 of graphs + 160.0 of places |" in coalesce.table([graphs])
 
 
 def test_unknown_modes_are_refused() -> None:
