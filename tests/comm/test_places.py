@@ -58,12 +58,14 @@ def test_places_are_made_once_and_grow() -> None:
 
 
 def test_what_cannot_be_had_is_not_asked_for_again() -> None:
-    make = Maker(most=100)
-    places = Places(make)
+    make, told = Maker(most=100), list[int]()
+    places = Places(make, tell=told.append)
+    assert places.refused is None
     one, other = places.fit((50, 500))
     assert one is not None and other is None
     assert places.fit((50, 600)) == [one, None] and places.fit((500,)) == [None]
-    assert make.sizes == [50, 500]
+    assert make.sizes == [50, 500] and told == [500] == [places.refused]
+    assert places.fit((50, 200)) == [one, None] and told == [500] and places.refused == 200
     assert places.fit((50, 80))[1] is not None, "less may be there"
 
 

@@ -210,6 +210,16 @@ def test_an_object_is_a_config_whatever_else_it_has() -> None:
     dc.cleanup()
 
 
+def test_what_was_a_setting_is_unknown_in_a_mapping_and_an_object_is_told() -> None:
+    for value in (False, True):
+        with pytest.raises(ConfigError, match="unknown key 'symmetric_memory' in the config; the keys are "):
+            dc.RuntimeConfig.load({"symmetric_memory": value})
+    assert dc.RuntimeConfig.load(SimpleNamespace(symmetric_memory=False)) == dc.RuntimeConfig()  # as in DeepSpeed's
+    with pytest.warns(UserWarning, match="changes no result: symmetric_memory$") as told:
+        assert dc.RuntimeConfig.load(SimpleNamespace(symmetric_memory=True)) == dc.RuntimeConfig()
+    assert [each.filename for each in told] == [__file__]
+
+
 def test_registering_allocates_nothing(runtime: dc.Runtime) -> None:
     before = {name: (gauge.now, gauge.peak) for name, gauge in runtime.ledger._gauges.items()}
     runtime.register_param(20, [1000], torch.zeros(1000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     (programs.methods, Case(), 24, 6),
     (programs.criteria, Case(), 20, 2),
     (programs.counts, Case(), 12, 1),
+    (programs.replaced, Case(), 30, 7),
     (programs.objects, Case(), 14, 2),
     (programs.shapes, Case(), 20, 8),
     (programs.given_up, Case(gas=2, dropout=0.1), 6, 1),
@@ -28,13 +30,14 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     *((programs.given_up, Case(stage, gas, dropout=0.1), 6, 1) for stage in (1, 2) for gas in (1, 2)),
     *((programs.modes, Case(stage, 2, dropout=0.1), 4, 1) for stage in (1, 3)),
 ]
-DAILY = [row for row in EXACT[:11] if row[0] is not programs.shapes]
+DAILY = [row for row in EXACT[:12] if row[0] is not programs.shapes]
 UNCAPTURED: list[tuple[Callable[..., Any], Case, str]] = [
     (programs.writes, Case(), "writes into the batch"),
     (programs.total, Case(), "keep loss.detach"),
     (programs.trained, Case(), "no parameter of the model"),
     (programs.numbers, Case(), "are rare so far"),
     (programs.fresh, Case(), "so far"),
+    (programs.wrong, Case(), "its replay differs in"),
 ]
 
 
@@ -49,6 +52,20 @@ def test_what_is_no_graph_is_exact_and_told_once(program: Any, case: Case, why: 
     differs, done = compared(program, case)
     assert not differs and done.replayed == 0 and done.captured <= 3, done
     assert len(done.told) == 1 and why in done.told[0], done
+
+
+def test_a_number_that_the_host_counts_is_not_taken_for_noise() -> None:
+    """Runs that are compared count, too, so that the program comes out otherwise than without graphs."""
+    _, done = compared(programs.counted, Case())
+    assert done.captured == 0 and len(done.told) == 1 and "its replay differs in" in done.told[0], done
+
+
+@pytest.mark.parametrize("overflow", range(3, 10))
+def test_a_step_that_changes_nothing_tells_nothing_of_gradients(overflow: int) -> None:
+    """One of these is that in which graphs would be compared."""
+    case = Case(overflow=overflow)
+    differs, done = compared(partial(programs.wrong, overflow=overflow), case)
+    assert not differs and done.captured == 0 and "its replay differs in" in done.told[0], done
 
 
 @pytest.mark.matrix

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 import zeroweave as zw
 from tests.support.graphs import Tape, on_cpu
 from tests.support.marks import daily, slow
-from tests.support.replays import WIDTH, Case, batch_of, compared, loss_fn, micro_step, start, train
+from tests.support.replays import WIDTH, Case, batch_of, compared, loss_fn, micro_step, start, started, train
 from zeroweave.engine.logs.sinks import FILE
 
 CASES = [
@@ -272,3 +272,32 @@ def test_a_graph_that_computes_something_else_is_refused(share: float, seed: int
         assert len(told) == 1 and "its replay differs in optimizer state of" in told[0], told
         assert engine.stats.replayed_steps == 0
         engine.destroy()
+
+
+def test_graphs_of_schedules_that_are_gone_go() -> None:
+    """Those of kinds of windows that may come again stay."""
+    with started(Case(sizes=(4, 6)), graphs=True) as engine:
+        known, step = engine._graphs.known, 0
+
+        def run(steps: int) -> None:
+            nonlocal step
+            for _ in range(steps):
+                micro_step(engine, Case(), batch_of(Case(sizes=(4, 6)), step, 0))
+                step += 1
+
+        def followed() -> list[bool]:
+            return [window.schedule is engine.schedule for window in known.windows]
+
+        run(20)
+        assert followed() == [True, True]
+        with engine.record() as record:
+            run(1)
+        plan = engine.compile_schedule(record.operations, fuse=False)
+        with plan.execute():  # what comes behind it is known
+            run(12)
+            assert followed() == [False, False, True, True]
+        run(2)
+        assert followed() == [True, True] and known.captured == 4
+        engine.reschedule(fuse=False)
+        run(12)
+        assert followed() == [True, True] and known.captured == 6

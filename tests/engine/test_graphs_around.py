@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from zeroweave.engine.graphs.around import Modes
+from zeroweave.engine.graphs.around import Modes, Surroundings
 
 CPU = torch.device("cpu")
 
@@ -48,3 +49,34 @@ def test_nothing_that_autocast_has_kept_is_used_or_left() -> None:
             with torch.no_grad():
                 line.bias.add_(1.0)
         assert line(x).eq(1.0).all()
+
+
+def settings() -> list[tuple[Any, str, Any]]:
+    """Each a place, a name there, and another value than the usual one."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    matmul = [(cuda.matmul, f"allow_{name}_reduced_precision_reduction", False) for name in ("bf16", "fp16")]
+    return [
+        *matmul,
+        (cuda.matmul, "allow_fp16_accumulation", True),
+        (cuda.matmul, "fp32_precision", "tf32"),
+        (cudnn.conv, "fp32_precision", "ieee"),
+        (cudnn.rnn, "fp32_precision", "ieee"),
+        (cudnn, "enabled", False),
+        (cudnn, "benchmark", True),
+        (cudnn, "deterministic", True),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(settings())))
+def test_a_setting_of_kernels_belongs_to_a_graph(index: int) -> None:
+    owner, name, value = settings()[index]
+    places: Any = SimpleNamespace(changes=0)
+    around = Surroundings(nn.Linear(1, 1), CPU, places, ())
+    before, usual = around.now(None), getattr(owner, name)
+    assert around.now(None) == before
+    setattr(owner, name, value)
+    try:
+        assert around.now(None) != before
+    finally:
+        setattr(owner, name, usual)
+    assert around.now(None) == before

@@ -10,12 +10,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from zeroweave.comm.choose import Choice
+from zeroweave.comm.choose import Choice, no_room
 from zeroweave.comm.copy_engine import CopyEngineGathers
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Place, Places
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Transport
+from zeroweave.notices import Journal
 from zeroweave.ranks.control import Control
 
 
@@ -37,12 +38,15 @@ class Slab:
 
 
 class Slabs:
-    """Counts what happens in the places of the engines that are made while `on_gloo` is in force."""
+    """Counts what happens in the places of engines. There are `most` of them; None: as many as are asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int | None) -> None:
         self.made = self.gathers = self.evicted = 0
+        self._most = most
 
-    def make(self, nbytes: int) -> Slab:
+    def make(self, nbytes: int) -> Slab | None:
+        if self.made == self._most:
+            return None
         self.made += 1
         return Slab(nbytes, self.made)
 
@@ -59,6 +63,7 @@ class Slabs:
         control: Control,
         device: torch.device,
         ledger: Ledger,
+        journal: Journal,
         groups: Any,
         largest: int,
         ends: ExitStack,
@@ -69,14 +74,18 @@ class Slabs:
                 way = f"{name} by copy engine"
                 engine = ProcessGroupTransport(transport.group, device, ledger, way, in_place=True)
                 transports[name] = CopyEngineGathers(transport, engine, self.placed)
-        places = Places(self.make, ledger.gauge("symmetric memory"))
+        places = Places(
+            self.make,
+            ledger.gauge("symmetric memory"),
+            lambda nbytes: journal.warn("fallback", no_room(nbytes, "a test wants it")),
+        )
         ends.callback(places.close)
         return places, Choice("a test wants it", least=1)
 
 
-def placed(job: Callable[..., Any], *arguments: Any) -> tuple[Any, Slabs]:
-    """What a job returns whose engines gather in places."""
-    slabs, vacate = Slabs(), Place.vacate
+def placed(job: Callable[..., Any], *arguments: Any, most: int | None = None) -> tuple[Any, Slabs]:
+    """What a job returns whose engines gather in places, `most` of them at most."""
+    slabs, vacate = Slabs(most), Place.vacate
 
     def counted(place: Place) -> None:
         slabs.evicted += place._tenant is not None

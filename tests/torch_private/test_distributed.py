@@ -1,4 +1,4 @@
-"""Process groups and symmetric memory."""
+"""Process groups."""
 
 from __future__ import annotations
 
@@ -18,12 +18,6 @@ from zeroweave._torch.distributed import (
 )
 
 pytestmark = pytest.mark.oldest
-
-
-def test_symmetric_memory_is_found() -> None:
-    import torch.distributed._symmetric_memory as symmetric
-
-    assert callable(symmetric.empty) and callable(symmetric.rendezvous)
 
 
 def test_a_process_group_can_be_made_again_with_a_store_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""Process groups and symmetric memory."""
+"""Process groups."""
 
 from __future__ import annotations
 
@@ -17,17 +17,6 @@ _Group: Any = dist.ProcessGroup
 # The second of each pair is the name before 2.13.
 _all_gathers = getattr(_Group, "all_gather_single_coalesced", None) or _Group.allgather_into_tensor_coalesced
 _reduce_scatters = getattr(_Group, "reduce_scatter_single_coalesced", None) or _Group.reduce_scatter_tensor_coalesced
-
-
-def symmetric_buffer(nbytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
-    """A uint8 [nbytes] that other GPUs of the node can read, and the handle (`get_buffer`, `barrier`). Collective.
-
-    Why: the module is private although torch's own features are built on it.
-    """
-    import torch.distributed._symmetric_memory as symmetric
-
-    buffer = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-    return buffer, symmetric.rendezvous(buffer, group=group)
 
 
 def new_process_group(

@@ -73,6 +73,14 @@ class Choice:
             yield (f"{kernel.nbytes >> 20}", *(f"{1e3 * seconds:.3f}" for seconds in times))
 
 
+def no_room(nbytes: int, why: str) -> str:
+    """What is told where memory to gather in cannot be had while an engine trains."""
+    return (
+        f"transport.gathers: {nbytes / (1 << 20):g} MiB to gather in by copy engine could not be had ({why}): buckets "
+        "of that size are gathered by kernel from now on, exact but slower"
+    )
+
+
 def refused(asked: Asked, control: Control, device: torch.device, largest: int) -> str:
     """Why copy engines cannot gather, or need not; "" where they can. Collective where they might.
 

@@ -61,15 +61,20 @@ class Place:
 class Places:
     """The places of one engine, by number. `make(nbytes)` makes memory, of at least that; `gauge` counts its bytes.
 
-    `make` is collective, and gives None on all ranks where one of them has none. Nothing is made where a place is large
-    enough: what was made stays, so that windows of several kinds take turns.
+    `make` is collective, and gives None on all ranks where one of them has none; `tell(nbytes)` is told so, once.
+    Nothing is made where a place is large enough: what was made stays, so that windows of several kinds take turns.
     """
 
-    def __init__(self, make: Callable[[int], Memory | None] = lambda nbytes: None, gauge: Gauge | None = None) -> None:
-        self._make, self._gauge = make, gauge or Gauge()
+    def __init__(
+        self,
+        make: Callable[[int], Memory | None] = lambda nbytes: None,
+        gauge: Gauge | None = None,
+        tell: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self._make, self._gauge, self._tell = make, gauge or Gauge(), tell
         self._places: list[Place | None] = []
-        self._refused: int | None = None
-        """as many bytes could not be had on some rank"""
+        self.refused: int | None = None
+        """as many bytes could not be had on some rank, and are not asked for again; None: all could"""
 
     def fit(self, sizes: Sequence[int]) -> list[Place | None]:
         """Places of at least these bytes each; None where there is no memory for one. Equally on all ranks."""
@@ -80,7 +85,7 @@ class Places:
         place = self._places[number]
         if place is not None and place.memory.nbytes >= nbytes:
             return place
-        if self._refused is not None and nbytes >= self._refused:
+        if self.refused is not None and nbytes >= self.refused:
             return None
         if place is not None:  # what is too small makes room for what is not
             place.vacate()
@@ -88,7 +93,9 @@ class Places:
             place = self._places[number] = None
         memory = self._make(nbytes)
         if memory is None:
-            self._refused = nbytes
+            if self.refused is None:
+                self._tell(nbytes)
+            self.refused = nbytes
             return None
         self._gauge.add(memory.nbytes)
         place = self._places[number] = Place(memory)

@@ -166,9 +166,6 @@ class Config(_Explained):
 class RuntimeConfig(_Explained, sections.DebugConfig):
     """Settings of the low-level runtime (`zeroweave.dc`)."""
 
-    symmetric_memory: bool = False
-    """Gather parameters through memory that the GPUs of a node read directly; an error where they cannot."""
-
     double_buffer: bool = True
     """Two reductions in flight at once instead of one."""
 
@@ -186,11 +183,16 @@ class RuntimeConfig(_Explained, sections.DebugConfig):
 
     @classmethod
     def load(cls, source: object) -> RuntimeConfig:
-        """From a mapping, whose keys must be known, or an object, of which only the known attributes are read."""
+        """From a mapping, whose keys must be known, or an object, of which only the known attributes are read.
+
+        A warning names DeepSpeed's `symmetric_memory` where an object asks for it.
+        """
         if source is None:
             return cls()
         if isinstance(source, cls):
             return source
         if isinstance(source, Mapping):
             return cls(**source)
+        if getattr(source, "symmetric_memory", False) is True:
+            warn("ignored attribute of the config, which changes no result: symmetric_memory")
         return cls(**{name: getattr(source, name) for name in cls.model_fields if hasattr(source, name)})

@@ -162,7 +162,7 @@ class CompileConfig(Section):
     """Passes of your own behind the built-in ones, each as "module:function"."""
 
     cuda_graphs: bool = False
-    """`engine.train_step` runs as CUDA graphs, once its steps have settled."""
+    """Steps run as CUDA graphs, once they have settled."""
 
     dynamic: bool | None = None
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""

@@ -38,7 +38,6 @@ zero_grad = of_default(Runtime.zero_grad)
 enable_profiling = of_default(Runtime.enable_profiling)
 is_profiling = of_default(Runtime.is_profiling)
 reset = of_default(Runtime.reset)
-lazy_init_symm_memory = of_default(Runtime.lazy_init_symm_memory)
 
 install_ops("zeroweave")
 keep_package_from_dynamo("zeroweave")

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import device_of, make_transport, own_group
-from zeroweave.comm.symmetric import SymmetricGathers, check_symmetric_memory
 from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.gathers import Gathers
@@ -61,17 +60,12 @@ class Runtime:
         self.device = device_of(process_group)
         try:
             self._agree_on_settings(initial_reduce_bucket_size)
-            if self.config.symmetric_memory:
-                check_symmetric_memory(self._control, self.device)
         except ConfigError:
             self._control.close()
             raise
         self._group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
         self.ledger = Ledger(self.world, self.rank)
         transport = make_transport(self._group, self.device, self.ledger)
-        self._symmetric: SymmetricGathers | None = None
-        if self.config.symmetric_memory and self._group is not None:
-            transport = self._symmetric = SymmetricGathers(transport, self._group, self.device, self.ledger)
         self.transport = wire = Wire(fenced(transport, self.device, self.config), self.device)
         flats = self.ledger.gauge("flats")
         registry = Registry(
@@ -198,22 +192,11 @@ class Runtime:
         So the first one after a window drops all that is gathered, and each one until a backward begins what is
         held for being persistent or prefetched only: what they use is gathered anew.
         """
-        self.lazy_init_symm_memory()
         _, gradients, gathers = self._parts
         if gradients.begin_forward():
             gathers.renew()
         elif not gradients.in_window:
             gathers.reset_idle()
-
-    def lazy_init_symm_memory(self) -> None:
-        """Makes the symmetric memory large enough for what is registered; the first forward does it. Collective.
-
-        Does nothing while profiling.
-        """
-        registry = self._parts.registry
-        if self._symmetric is not None and not self.is_profiling():
-            shards = [p.flat.shard for p in registry.parameters.values() if p.flat is not None]
-            self._symmetric.reserve(max((shard.nbytes for shard in shards), default=0))
 
     def end_forward(self) -> None:
         """The forward is over: storage that was still viewed at its release is freed if it is no more."""
@@ -359,8 +342,6 @@ class Runtime:
         self.reset()
         registry.parameters.clear()
         self._real = None
-        if self._symmetric is not None:
-            self._symmetric.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._control.close()

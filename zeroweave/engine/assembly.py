@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave._triton import kernels
-from zeroweave.comm.choose import Choice, choose, refused
+from zeroweave.comm.choose import Choice, choose, no_room, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
@@ -163,6 +163,7 @@ def _copy_engines(
     control: Control,
     device: torch.device,
     ledger: Ledger,
+    journal: Journal,
     groups: Mapping[str, int],
     largest: int,
     ends: ExitStack,
@@ -175,7 +176,11 @@ def _copy_engines(
     if why := refused(asked, control, device, largest):
         return Places(), Choice(why)
     engines = CopyEngines(control, device)
-    places = Places(engines.make, ledger.gauge("symmetric memory"))
+    places = Places(
+        engines.make,
+        ledger.gauge("symmetric memory"),
+        lambda nbytes: journal.warn("fallback", no_room(nbytes, engines.why_not)),
+    )
     with ExitStack() as started:
         started.callback(engines.close)
         started.callback(places.close)
@@ -227,9 +232,12 @@ def _assemble(
     ledger.names.update((b.id, b.name) for b in layouts)
     transports = _transports(group, control, device, ledger, groups, ends)
     largest = max((b.nbytes for b in layouts), default=0)
+    journal = Journal(control.rank)
     gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
     if optimizer is not None:
-        gathered_in, choice = _copy_engines(settings, transports, group, control, device, ledger, groups, largest, ends)
+        gathered_in, choice = _copy_engines(
+            settings, transports, group, control, device, ledger, journal, groups, largest, ends
+        )
     meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
@@ -270,7 +278,7 @@ def _assemble(
         control=control,
         progress=guard.progress,
         guard=guard,
-        journal=Journal(control.rank),
+        journal=journal,
         agreements=Agreements(control, transport, guard.alarm, guard.progress, notes),
         places=places,
         stubs=stubs,

@@ -61,6 +61,8 @@ class Scheduler:
         self._kinds = WindowKinds()
         self._kind: WindowKind | None = None
         """of what the next window follows"""
+        self._aside: list[Schedule] = []
+        """what is followed again behind the plans that are executed"""
         self._as_expected = False
         """did the last window follow its schedule?"""
         self._recorded = True
@@ -80,6 +82,12 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """What the next window follows."""
         return self._runtime.replay.schedule
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """What windows to come may follow, as far as it is known."""
+        known = *self._aside, *self._kinds.schedules
+        return known if self.schedule is None else (self.schedule, *known)
 
     @property
     def settled(self) -> bool:
@@ -309,10 +317,20 @@ class Scheduler:
         recording.finish(self._headroom.room(), self._agreements.costs)
 
     # ------------------------------------------------------------------ changes that are asked for
-    def present(self) -> tuple[Schedule, ScheduleSettings, Schedule | None] | None:
-        """What `use` needs to come back to what is followed now."""
-        schedule = self.schedule
-        return None if schedule is None else (schedule, self.settings, self._measured)
+    @contextmanager
+    def returning(self) -> Iterator[None]:
+        """What is followed now is followed again behind the block. Collective there, between windows."""
+        schedule, settings, measured = self.schedule, self.settings, self._measured
+        if schedule is None:
+            yield
+            return
+        self._aside.append(schedule)
+        try:
+            yield
+        finally:
+            self._aside.pop()
+        with self._guard("use"):
+            self.use(schedule, settings, measured)
 
     @property
     def _measured(self) -> Schedule | None:
@@ -387,9 +405,6 @@ class Plan:
     @contextmanager
     def execute(self) -> Iterator[Schedule]:
         """Steps inside follow it, later ones what was followed before. Collective, between two optimizer steps."""
-        before = self._scheduler.present()
-        self.use()
-        yield self.schedule
-        if before is not None:
-            with self._guard("use"):
-                self._scheduler.use(*before)
+        with self._scheduler.returning():
+            self.use()
+            yield self.schedule

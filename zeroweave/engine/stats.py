@@ -158,7 +158,7 @@ class Stats:
             offloaded_activations=0 if offloading is None else offloading.moved_before,
             offloaded_peak=0 if offloading is None else offloading.host.peak,
             on_demand_reloads=0 if offloading is None else offloading.on_demand,
-            gathers=str(parts.gathers),
+            gathers=_gathers(parts),
             last_step=dict(last_step),
             total=dict(parts.progress.ledger.totals()),
             memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),
@@ -169,3 +169,10 @@ class Stats:
                 budget=None if scheduler.schedule is None else scheduler.schedule.facts.memory,
             ),
         )
+
+
+def _gathers(parts: EngineParts) -> str:
+    refused = parts.runtime.places.refused
+    if refused is None:
+        return str(parts.gathers)
+    return f"{parts.gathers}; by kernel from {refused / (1 << 20):g} MiB on, as there was no memory left"

@@ -132,14 +132,14 @@ def nccl(version: tuple[int, ...] | None, gpus: int) -> Check:
 
 
 def peer_access() -> Check:
-    """Whether GPUs of this machine can map each other's memory, as `symmetric_memory` of `zeroweave.dc` needs."""
+    """Whether GPUs of this machine can map each other's memory: NCCL gathers by copy engine only where all can."""
     count = torch.cuda.device_count()
     apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:
         detail = f"GPUs {', '.join(apart)} cannot reach each other's memory: they exchange through the host's"
         cure = "set CUDA_VISIBLE_DEVICES to GPUs that nvidia-smi topo -p2p r shows as OK, and switch off the IOMMU"
-        return Check("symmetric memory", "slow", detail, cure)
-    return Check("symmetric memory", "ok", "available" if count > 1 else "needs two GPUs in one machine")
+        return Check("peer access", "slow", detail, cure)
+    return Check("peer access", "ok", "available" if count > 1 else "needs two GPUs in one machine")
 
 
 def between_ranks(gpus: int) -> Iterator[Check]:

@@ -111,6 +111,11 @@ class WindowKinds:
         """The kind that the next window will probably be of; one has come."""
         return expected(self._past)
 
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """What windows of the kinds that are known follow."""
+        return tuple(kind.schedule for kind in self._kinds)
+
     def measured_on(self, record: tuple[Event, ...]) -> WindowKind | None:
         """The kind whose costs were measured on a record of the same work, which is what costs are of."""
         work = project(record)

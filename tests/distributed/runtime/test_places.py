@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -65,6 +66,32 @@ def test_the_bits_are_those_of_other_gathers(pools: Pools, stage: int, mode: str
     for same, made, gathers, evicted in pools(2).run(both_ways, stage, mode, stray):
         assert same and made and gathers
         assert evicted or not stray or stage < 3
+
+
+def short_of_memory(most: int) -> tuple[bool, int, list[str], str]:
+    """Are the bits the same where there are so few places? Gathers there, what is told, and what `stats` says."""
+
+    def job() -> tuple[list[str], str]:
+        found = []
+        with training("eager", 3, prefetch=2) as engine:
+            for _ in range(6):
+                found.append(window(engine, 1, False))
+            return found, engine.stats.gathers
+
+    plain, _ = job()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        (found, gathers), slabs = placed(job, most=most)
+    told = [str(each.message) for each in caught if "transport.gathers" in str(each.message)]
+    return found == plain, slabs.gathers, told, gathers
+
+
+@daily("most", [1], [0])
+def test_memory_that_runs_out_is_told_once_and_costs_no_bit(pools: Pools, most: int) -> None:
+    for rank, (same, gathers, told, said) in enumerate(pools(2).run(short_of_memory, most)):
+        assert same and bool(gathers) == bool(most)
+        assert len(told) == (rank == 0) and all("are gathered by kernel from now on" in each for each in told), told
+        assert said.startswith("by copy engine") and "by kernel from" in said, said
 
 
 def placed_views(stage: int, keepers: tuple[int, ...]) -> tuple[list[bool], int]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from zeroweave._torch.modes import attention_order
 from zeroweave._torch.modules import Hooks
 from zeroweave.eager.hooks import hooks_beside
 from zeroweave.engine.graphs.nest import CONSTANTS
@@ -67,13 +68,26 @@ class Surroundings:
             torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind),
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
-            torch.get_float32_matmul_precision(),
             torch.get_default_dtype(),
+            _kernels(),
             torch.backends.cuda.flash_sdp_enabled(),
             torch.backends.cuda.mem_efficient_sdp_enabled(),
             torch.backends.cuda.math_sdp_enabled(),
             torch.backends.cuda.cudnn_sdp_enabled(),
         )
+
+
+def _kernels() -> tuple[object, ...]:
+    """Which kernels matmuls and convolutions may take, and the order in which those of attention are asked."""
+    matmul, cudnn = torch.backends.cuda.matmul, cast(Any, torch.backends.cudnn)  # it is no module, but looks like one
+    return (
+        (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_fp16_accumulation,
+        (cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        attention_order(),
+    )
 
 
 class _OnParameters:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zeroweave.engine.graphs.away import Away, put_back
-from zeroweave.engine.graphs.held import Held, captured_by, held_by
+from zeroweave.engine.graphs.held import Held, captured_by, held_by, lies
 from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.parts import EngineParts
 from zeroweave.runtime.bucket import Bucket
@@ -115,8 +115,10 @@ class Whereabouts:
         self._places = parts.runtime.places.addresses
         self._options = self._options_now()
         owners = [module._buffers for module in parts.model.modules() if module._buffers]
-        self._buffers = [(held, name, b, b.data_ptr()) for held in owners for name, b in held.items() if b is not None]
-        self._held = list(_held(parts, functions))
+        self._buffers = [(held, name, b, lies(b)) for held in owners for name, b in held.items() if b is not None]
+        # Parameters lie somewhere else whenever they are gathered.
+        held = ((each, parts.runtime.find(each.tensor) is None) for each in _held(parts, functions))
+        self._held = [(each, lies(each.tensor) if stays else None) for each, stays in held]
         states = [] if parts.optimizer is None else parts.optimizer.states()
         self._states = [(fragment, state, dict(state)) for fragment, state in states]
         self._fragments = frozenset(id(fragment) for fragment, _ in states)
@@ -129,9 +131,9 @@ class Whereabouts:
         flats = self._flats_now()
         if any(flats.get(bucket, address) != address for bucket, address in self._flats.items()):
             return False
-        if any(held.get(name) is not b or b.data_ptr() != address for held, name, b, address in self._buffers):
+        if any(held.get(name) is not b or lies(b) != lay for held, name, b, lay in self._buffers):
             return False
-        if not all(each.is_there for each in self._held):
+        if not all(each.is_there and lay in (None, lies(each.tensor)) for each, lay in self._held):
             return False
         return self._states_hold() and self._options_now() == self._options
 

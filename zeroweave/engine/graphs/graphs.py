@@ -301,6 +301,7 @@ class Graphs:
         if not begins:
             why = opened.why_not(key)
             return (Course.REPLAY, "") if why is None else (Course.PLAIN, why)
+        self.known.follow(self._scheduler.schedules)
         if (reason := self._unsettled()) is not None:
             return Course.PLAIN, reason
         captured, wish, why = self.known.find(key, self._scheduler.schedule)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from types import FunctionType, MemberDescriptorType, MethodType
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from zeroweave.engine.graphs.around import content_of
 
-_DEPTH = 4
-"""Containers and functions inside of each other are looked into so far."""
+_DEPTH: Final = 4
+"""Containers, objects and functions inside of each other are looked into so far."""
+_OTHERS: Final = frozenset({"builtins", "torch", "zeroweave"})
+"""Packages whose objects are not looked into: the engine's own tensors, and those of optimizers, are known."""
 
 
 class Held(NamedTuple):
@@ -27,8 +29,16 @@ class Held(NamedTuple):
         return self.find() is self.tensor
 
 
+def lies(tensor: torch.Tensor) -> object:
+    """Where, and how: with the same tensor it is another one after `tensor.data = …`, `set_` and `resize_`."""
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride()
+    except RuntimeError:  # it has no memory of its own
+        return None
+
+
 def held_by(model: torch.nn.Module) -> Iterator[Held]:
-    """In the attributes of its modules, and in containers and functions among those."""
+    """In the attributes of its modules, in what these consist of, and in the globals that forwards name."""
     modules = dict(model.named_modules())
     known = frozenset(map(id, modules.values()))
     for name, module in modules.items():
@@ -36,6 +46,8 @@ def held_by(model: torch.nn.Module) -> Iterator[Held]:
             if attribute not in ("_parameters", "_buffers", "_modules"):
                 at = f"{name}.{attribute}" if name else attribute
                 yield from _within(value, at, partial(vars(module).get, attribute), _DEPTH - 2, known)
+        forward, at = type(module).forward, f"{name}.forward" if name else "forward"
+        yield from _within(forward, at, partial(_same, forward), _DEPTH - 2, known)
 
 
 def captured_by(function: Any, known: Iterable[torch.nn.Module]) -> Iterator[Held]:
@@ -88,6 +100,9 @@ def _parts(value: Any, find: Callable[[], object]) -> Iterator[tuple[str, Any, C
             yield ".keywords", value.keywords, lambda: value.keywords
         case _ if callable(value):
             yield from _named_by(type(value).__call__, value)
+        case _ if type(value).__module__.partition(".")[0] not in _OTHERS:
+            for at, part in _attributes(value).items():
+                yield f".{at}", part, partial(_attribute, find, at)
 
 
 def _named_by(function: Any, owner: Any) -> Iterator[tuple[str, Any, Callable[[], object]]]:
@@ -98,6 +113,24 @@ def _named_by(function: Any, owner: Any) -> Iterator[tuple[str, Any, Callable[[]
     for at in getattr(getattr(function, "__code__", None), "co_names", ()):
         if at in held:
             yield f".{at}", held[at], partial(held.get, at)
+
+
+def _same(value: object) -> object:
+    return value
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    """Of a plain object, with its slots; nothing is computed for it."""
+    found = dict(getattr(value, "__dict__", {}))
+    for kind in type(value).__mro__:
+        for at, slot in vars(kind).items():
+            if isinstance(slot, MemberDescriptorType) and hasattr(value, at):
+                found[at] = slot.__get__(value)
+    return found
+
+
+def _attribute(find: Callable[[], object], at: str) -> object:
+    return _attributes(find()).get(at)
 
 
 def _item(find: Callable[[], Any], at: Any) -> object:

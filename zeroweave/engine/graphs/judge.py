@@ -3,13 +3,13 @@
 Where the replay left what the window had left, they do. Where it did not, the window runs once more as ever, is
 replayed again, and so on: the backward of attention, for one, adds up in an order that is another one now and then.
 The graphs are used once each tensor agrees: some replay left the bits that some run left, or runs differ from each
-other, too, and some replay lies among them; and no replay is astray. One is that lies far from all runs, by what they
-differ from each other and by the tensor's own size, or that is not finite where they are. Of integers none is: such as
-the remainders of masters, of which a little noise leaves nothing.
+other, and replays do, too, and some replay lies among the runs; and no replay is astray. One is that lies far from all
+runs, by what they differ from each other and by the tensor's own size, or that is not finite where they are. Of
+integers none is: such as the remainders of masters, of which a little noise leaves nothing.
 
 They are refused for a tensor where chance brings that about less than once in ten million times: most runs left the
-same bits and no replay did, or no replay lies among the runs. And where replays are astray in the end, or so many are
-that it takes no waiting.
+same bits and no replay did; most replays did and no run, as where the host counts runs and computes with the number;
+or no replay lies among the runs. And where replays are astray in the end, or so many are that it takes no waiting.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _agree(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
     ours, theirs = ({each.digest for each in prints} for prints in (runs, replays))
     if not ours.isdisjoint(theirs):
         return True
-    return len(runs) >= _FEWEST and len(ours) > 1 and _lie_among(runs, replays)
+    return len(runs) >= _FEWEST and len(ours) > 1 and len(theirs) > 1 and _lie_among(runs, replays)
 
 
 def _lie_among(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
@@ -122,13 +122,15 @@ def _is_other(runs: Sequence[Print], replays: Sequence[Print], last: bool) -> bo
     """Does a graph do something else than the runs? `last`: no more of them come.
 
     If it does the same, each order of n runs and m replays is equally likely. Then the c runs that left the same bits
-    are all of those who did with C(n, c) / C(n + m, c), no replay lies among the runs with (m + 1) / C(n + m, n), and
-    the k that are astray are all replays with C(m, k) / C(n + m, k).
+    are all of those who did with C(n, c) / C(n + m, c), and replays likewise; no replay lies among the runs with
+    (m + 1) / C(n + m, n), and the k that are astray are all replays with C(m, k) / C(n + m, k).
     """
     n, m, strays = len(runs), len(replays), _strays(runs, replays)
     if strays and (last or math.comb(m, strays) / math.comb(n + m, strays) < _STRAYS):
         return True
-    ((bits, same),) = Counter(each.digest for each in runs).most_common(1)
-    if all(each.digest != bits for each in replays) and math.comb(n, same) / math.comb(n + m, same) < _CHANCE:
-        return True
+    for these, those in ((runs, replays), (replays, runs)):
+        ((bits, same),) = Counter(each.digest for each in these).most_common(1)
+        chance = math.comb(len(these), same) / math.comb(n + m, same)
+        if chance < _CHANCE and all(each.digest != bits for each in those):
+            return True
     return not _lie_among(runs, replays) and (m + 1) / math.comb(n + m, n) < _CHANCE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from zeroweave.engine.agreements import Course
@@ -46,6 +46,12 @@ class Known:
         self._since: Counter[str] = Counter()
         """as `uncaptured`, since the last replay"""
         self._told: set[str] = set()
+
+    def follow(self, schedules: Collection[Schedule]) -> None:
+        """Windows that follow none of these go: no other one comes again."""
+        followed = set(map(id, schedules))
+        if any(id(each.schedule) not in followed for each in self.windows):
+            self._keep([each for each in self.windows if id(each.schedule) in followed])
 
     def find(self, key: object, schedule: Schedule | None) -> tuple[CapturedWindow | None, Course, str]:
         """The window that begins with this call and follows `schedule`, if there is one; else what may be done.

@@ -231,6 +231,8 @@ class Trial:
         self._kept: dict[str, list[torch.Tensor]] = {}
         """what has a copy there, by name"""
         self._buffers: dict[str, int] = {}
+        self._updated: dict[str, int] = {}
+        """of what the engine updates, before the window"""
         self._modules = tuple(self.bench.parts.model.modules())
 
     def begin(self) -> None:
@@ -239,6 +241,10 @@ class Trial:
         self.bench.scalars.take(self.bench.scaler.loss_scale.value)
         self._buffers = self._buffers_now()
         self._keep()
+        self._updated = self._updated_now()
+
+    def _updated_now(self) -> dict[str, int]:
+        return digests({name: tensors for name, tensors in self._contents().items() if name.startswith(_ENGINES)})
 
     def _keep(self) -> None:
         """Keeps what is not kept so far of what the calls that are known may change."""
@@ -278,6 +284,11 @@ class Trial:
             name.startswith(_ENGINES) and list(map(id, now.get(name, ()))) != list(map(id, tensors))
             for name, tensors in self._kept.items()
         )
+
+    @property
+    def changed_nothing(self) -> bool:
+        """Is what this rank updates what it was before the window? Then it tells nothing about gradients."""
+        return self._updated_now() == self._updated
 
     # ------------------------------------------------------------------ behind the window
     def capture(self, first: bool) -> CapturedWindow:

@@ -136,6 +136,8 @@ class Trials:
         if (why := self._any_reason(self._why_spoilt(trial))) is not None:
             self._known.spoilt(first, why)
             return
+        if all(self._parts.control.all_gather_object(trial.changed_nothing, "the capture of a step")):
+            return  # it was skipped, or at a rate of 0: graphs could not be told from others whose gradients are wrong
         window = None
         try:
             window, failed = trial.capture(first=not self._known.windows), None
