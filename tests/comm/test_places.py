@@ -114,16 +114,16 @@ def test_one_that_has_another_place_moves_or_has_none() -> None:
         assert all(view.tolist() == [0.0, 0.0] for view in views)
 
 
-def test_everybody_can_be_asked_to_leave() -> None:
+def test_who_lies_there_can_be_asked_to_leave() -> None:
     places = Places(Maker())
     (place,) = places.fit((256,))
     assert place is not None
     (flat,) = flats(1, Gauge())
     flat.assign(place)
     flat.unshard()
-    places.vacate()
+    place.vacate()
     assert not is_in(flat, place) and flat.flat.eq(0.0).all()
-    places.vacate()
+    place.vacate()
     flat.reshard()
     assert not flat.resident
 

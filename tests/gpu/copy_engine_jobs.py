@@ -328,7 +328,7 @@ def captured(megabytes: int = 8) -> tuple[bool, bool, bool]:
             flats[0].wait()
             view, before = flats[0].flat[:64], flats[0].flat[:64].clone()
             flats[0].reshard()
-            places.vacate()
+            place.vacate()
             graph.replay()
             kept.append(right() and torch.equal(view, before))
             del view

@@ -123,12 +123,6 @@ class Places:
         """Where they begin: what a graph of a step knows of them."""
         return tuple(place.memory.address for place in self._places if place is not None)
 
-    def vacate(self) -> None:
-        """Nobody lies in a place any more: they are about to be written by what does not ask."""
-        for place in self._places:
-            if place is not None:
-                place.vacate()
-
     def close(self) -> None:
         """Gives all memory back, for good. Collective."""
         for place in self._places:
