@@ -30,9 +30,9 @@ KNOWN_MS = {2: 13.1, 3: 59.4}
 LIMITS = {2: 0.5, 3: 0.15}
 """Of `KNOWN_MS`, at most."""
 KNOWN_RESIDENT = 256.0
-"""MiB that its window held at both stages; used where it is not measured beside, like the next."""
-KNOWN_PEAK = {2: 1210.0, 3: 656.0}
-"""MiB that its window took at most."""
+"""MiB that its window of 2, 4 or 8 backwards held, at all stages; used where it is not beside, like the next."""
+KNOWN_PEAK = {1: 1210.0, 2: 1210.0, 3: 656.0}
+"""MiB that it took at most."""
 SLACK = 1.0
 """MiB by which the allocator's rounding may differ."""
 
@@ -177,13 +177,13 @@ def verdicts(rows: Sequence[Row], known_size: bool) -> list[tuple[bool, str]]:
         peer = by_key.get(("deepspeed", row.stage, row.mode, row.n))
         if peer is not None and peer.peak is not None and peer.resident is not None:
             resident, peak = peer.resident, peer.peak
-        elif known_size and row.n == 4:
-            resident, peak = KNOWN_RESIDENT, KNOWN_PEAK.get(row.stage, row.peak)
+        elif known_size:
+            resident, peak = KNOWN_RESIDENT, KNOWN_PEAK[row.stage]
         else:
             continue
         limits = [("peak window", row.peak + row.places + (row.pool or 0.0), peak)]
-        if row.pool is None:  # what graphs have they have all the time
-            limits.insert(0, ("window resident", row.resident + row.places, resident))
+        if row.pool is None:  # graphs have all of that at any time: it has the peak's limit
+            limits.insert(0, ("window resident", row.resident, resident))
         for what, mine, theirs in limits:
             text = f"stage {row.stage}, {row.n} coalesced backwards: {what} {mine:.1f} MiB, DeepSpeed's {theirs:.1f}"
             found.append((mine <= theirs + SLACK, text))

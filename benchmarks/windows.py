@@ -61,7 +61,8 @@ class Row:
     """One rank's figures of one kind of window. `missing`: why there are none.
 
     Milliseconds are medians. MiB are of this rank's GPU above what was allocated before the window, None without one.
-    `pool`, `places`: MiB beside that which graphs have, and copy engines to gather in, at any time.
+    `pool`, `places`: MiB beside that which graphs have, and copy engines to gather in for them, at any time. In windows
+    that are no graphs a place counts while a flat lies there.
     `collectives` (kind -> calls) and `wire` (MiB that this rank sends) are those of a window and its step.
     """
 
@@ -225,8 +226,8 @@ class Measured:
             row.details = {"departures": stats.departures, "on_demand": stats.on_demand_unshards}
             row.details |= {"graphs": stats.graphs, "eager_regions": stats.eager_regions}
             row.details |= {"replayed": stats.replayed_steps, "uncaptured": stats.uncaptured_steps}
-            row.pool = stats.memory.graphs / MIB if self._spec.graphs else None
-            row.places = stats.memory.symmetric / MIB
+            if self._spec.graphs:
+                row.pool, row.places = stats.memory.graphs / MIB, stats.memory.symmetric / MIB
         return row
 
     def _synchronize(self) -> None:

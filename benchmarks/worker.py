@@ -62,9 +62,10 @@ class Record:
     """One rank's figures: seconds, GiB of this rank's GPU, one loss per step.
 
     The peaks are those of all steps but the first, captures of CUDA graphs and what is done once for them included.
-    `steady_gib` is that of the steps behind the warm-up, and with it what graphs hold: replays allocate nothing, so
-    that counts as used all the time. `reserved_gib` is what the allocator had in these. `peak_setup_gib` is that of the
-    set-up and the first step, `device_gib` the most of the GPU that was in use after a step.
+    `steady_gib` is that of the steps behind the warm-up, and with it what replays write and no tensor has. That counts
+    as used all the time, since replays allocate nothing. `reserved_gib` is what the allocator had in these.
+    `peak_setup_gib` is that of the set-up and the first step, `device_gib` the most of the GPU that was in use after a
+    step.
     """
 
     impl: str
@@ -176,7 +177,7 @@ def measure(spec: Spec, device: torch.device) -> Record:
         step_s=seconds[spec.warm :],
         host_s=statistics.median(host[spec.warm :]),
         peak_gib=max(allocated for allocated, _ in later),
-        steady_gib=later[-1][0] + trainer.graphs() / GIB,
+        steady_gib=later[-1][0] + trainer.held() / GIB,
         peak_reserved_gib=max(reserved for _, reserved in later),
         reserved_gib=later[-1][1],
         peak_setup_gib=setup_peak[0],

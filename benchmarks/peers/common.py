@@ -37,15 +37,15 @@ class Options:
 class Trainer:
     """`step(batches)` is one whole training step of as many micro-steps; `details()` comes last.
 
-    What it returns is the detached mean loss, to be read before the next step. `graphs()` is the memory that CUDA
-    graphs hold for their replays, in bytes, beside the tensors that lie there. `note` says what is not as the
-    implementation's name has it.
+    What it returns is the detached mean loss, to be read before the next step. `held()` is the memory that
+    replays of CUDA graphs write and no tensor has, in bytes: the graphs' own, and places to gather in. `note` says what
+    is not as the implementation's name has it.
     """
 
     step: Callable[[Sequence[Tensor]], Tensor]
     details: Callable[[], dict[str, Any]] = dict
     close: Callable[[], None] = lambda: None
-    graphs: Callable[[], int] = lambda: 0
+    held: Callable[[], int] = lambda: 0
     note: str | None = None
 
 

@@ -57,7 +57,7 @@ def build(variants: Sequence[str], shape: Shape, device: torch.device, options: 
     if device.type != "cuda":
         return Trainer(step, note="no CUDA graph: there is no GPU")
     captured = Captured(step, device)
-    return Trainer(captured, graphs=captured.memory)
+    return Trainer(captured, held=captured.memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,4 +89,8 @@ def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.devic
             "schedule": engine.schedule.text() if engine.schedule is not None else None,
         }
 
-    return Trainer(step, details, lambda: engine.destroy(optimizer_state=False), lambda: engine.stats.memory.graphs)
+    def held() -> int:
+        memory = engine.stats.memory
+        return memory.graphs + memory.symmetric if engine.stats.replayed_steps else 0
+
+    return Trainer(step, details, lambda: engine.destroy(optimizer_state=False), held)

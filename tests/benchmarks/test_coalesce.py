@@ -100,11 +100,28 @@ def test_verdicts_name_what_fails() -> None:
         "stage 3, 4 coalesced backwards: not measured"
     ]
     assert coalesce.verdicts([slow], known_size=False) == []
-    graphs = replace(third, peak=0.0, resident=0.0, pool=500.0, places=160.0)
-    assert coalesce.verdicts([graphs], known_size=True)[2:] == [
-        (False, "stage 3, 4 coalesced backwards: peak window 660.0 MiB, DeepSpeed's 656.0")
+
+
+@pytest.mark.parametrize(("stage", "peak"), [(1, 1210.0), (2, 1210.0), (3, 656.0)])
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_memory_has_limits_where_the_peer_is_not_beside(stage: int, peak: float, n: int) -> None:
+    def verdicts(**more: float) -> list[tuple[bool, str]]:
+        row = replace(OURS, stage=stage, n=n, **more)
+        return [each for each in coalesce.verdicts([row], known_size=True) if " ms" not in each[1] and "MiB" in each[1]]
+
+    within, beyond = verdicts(peak=peak + 1.0, resident=257.0), verdicts(peak=peak + 2.0, resident=258.0)
+    assert [holds for holds, _ in within] == [True, True] and [holds for holds, _ in beyond] == [False, False]
+    assert [text for _, text in beyond] == [
+        f"stage {stage}, {n} coalesced backwards: window resident 258.0 MiB, DeepSpeed's 256.0",
+        f"stage {stage}, {n} coalesced backwards: peak window {peak + 2.0} MiB, DeepSpeed's {peak}",
     ]
+    assert verdicts(peak=2.0, resident=2.0, pool=peak - 100.0, places=100.0) == beyond[1:]
+
+
+def test_what_graphs_and_their_gathers_have_counts_with_the_peak() -> None:
+    graphs = replace(OURS, peak=0.0, resident=0.0, pool=500.0, places=160.0)
     assert "| 0.0 + 500.0 of graphs + 160.0 of places |" in coalesce.table([graphs])
+    assert coalesce.worst([graphs, replace(graphs, places=170.0)]).places == 170.0
 
 
 def test_unknown_modes_are_refused() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from benchmarks import report
-from benchmarks.cases import Case
+import pytest
+
+from benchmarks import lm, report
+from benchmarks.cases import CASES, Case
 from benchmarks.lm import overrides
 from benchmarks.worker import Record, Spec
 
@@ -87,7 +90,43 @@ def test_verdicts_name_what_fails() -> None:
 
 def test_a_slow_peer_does_not_count() -> None:
     found = report.verdicts(SPEC, [row("fsdp2-z3", [0.48] * 4)])
-    assert [holds for holds, _ in found] == [False]
+    assert found == [(False, "fsdp2-z3 takes 1.067 of its known 0.45 s")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "impl", "best"),
+    [
+        ("--model qwen3-8b --seq 4096", "fsdp2-ce-z3", 0.4473),
+        ("--model qwen3-8b --seq 4096", "fsdp2-ce-z2", 0.4342),
+        ("--model qwen3-8b --seq 1024", "fsdp2-ce-z3", 0.233),
+        ("--model qwen3-8b --seq 1024", "fsdp2-ce-z2", 0.192),
+        ("--model llama-1b --seq 2048 --micro-batch 2", "fsdp2-ce-z3", 0.0852),
+        ("--model llama-1b --seq 512", "fsdp2-ce-z2", 0.078),
+    ],
+)
+def test_a_slow_peer_on_two_gpus_does_not_count(arguments: str, impl: str, best: float) -> None:
+    a = lm.parser().parse_args(arguments.split())
+    spec = Spec(impl, a.model, a.seq, a.micro_batch, steps=2, warm=1)
+
+    def verdicts(seconds: float, spec: Spec = spec, **more: Any) -> list[tuple[bool, str]]:
+        records = [replace(record(impl, rank, seconds), **more) for rank in range(2)]
+        return report.verdicts(spec, [report.row(spec, records)])
+
+    assert verdicts(1.04 * best) == [(True, f"{impl} takes 1.040 of its known {best} s")]
+    assert verdicts(1.06 * best) == [(False, f"{impl} takes 1.060 of its known {best} s")]
+    assert verdicts(9.0, device="NVIDIA H100 80GB HBM3") == []
+    changes: list[dict[str, Any]] = [{"hf": "causal"}, {"gas": 2}, {"seq": a.seq + 1}, {"micro_batch": 3}]
+    for change in (*changes, {"model": "small"}):
+        assert verdicts(9.0, replace(spec, **change)) == [], change
+    four = [record(impl, rank, 9.0) for rank in range(4)]
+    assert report.verdicts(spec, [report.row(spec, four)]) == []
+
+
+def test_cases_of_our_own_models_know_their_peer() -> None:
+    for name, case in CASES.items():
+        a = lm.parser().parse_args(case.arguments.split())
+        known = report.KNOWN_FSDP2.get((a.model, a.seq, a.micro_batch, 2, "NVIDIA H200"), {})
+        assert a.hf or set(known) & set(a.impl.split(",")), name
 
 
 def test_the_table_has_a_cell_for_each_column() -> None:
