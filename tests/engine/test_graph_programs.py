@@ -60,6 +60,15 @@ def test_a_number_that_the_host_counts_is_not_taken_for_noise() -> None:
     assert done.captured == 0 and len(done.told) == 1 and "its replay differs in" in done.told[0], done
 
 
+def test_steps_that_change_nothing_are_tried_less_and_less_often() -> None:
+    differs, done = compared(programs.endless, Case(overflow=0))
+    assert not differs and done.captured == 0, done
+    assert done.uncaptured["its step changed nothing, so that no graph could be compared with it"] == 2 + 4 + 8 + 16, (
+        done
+    )
+    assert not done.told
+
+
 @pytest.mark.parametrize("overflow", range(3, 10))
 def test_a_step_that_changes_nothing_tells_nothing_of_gradients(overflow: int) -> None:
     """One of these is that in which graphs would be compared."""

@@ -230,6 +230,12 @@ def wrong(engine: Any, overflow: int | None = None) -> Iterator[Any]:
         yield engine.train_step(batch_of(Case(overflow=overflow), step, 0), loss_fn)
 
 
+def endless(engine: Any) -> Iterator[Any]:
+    """From some step on, all overflow."""
+    for step in range(42):
+        yield engine.train_step(batch_of(Case(overflow=step if step > 6 else None), step, 0), loss_fn)
+
+
 def counted(engine: Any) -> Iterator[Any]:
     """The backward computes with a number that the host counts, and no loss tells of it."""
     count = [0]

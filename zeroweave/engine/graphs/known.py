@@ -19,6 +19,8 @@ _REMEMBERED: Final = 1024
 """So many first calls are counted."""
 _ATTEMPTS: Final = 3
 """So many trials of windows that begin alike may come to nothing. So many windows may wait for their first replay."""
+_LONGEST_WAIT: Final = 64
+"""Windows that run as ever at most between two trials of windows without an effect."""
 _OBSTINATE: Final = 32
 """A reason is told that has come so often, with no replay in between."""
 
@@ -38,6 +40,10 @@ class Known:
         self._attempts: Counter[int] = Counter()
         self._gone: Counter[int] = Counter()
         """how often windows had to go since one that begins so was replayed"""
+        self._idle: Counter[int] = Counter()
+        """how many trials have told nothing, as their window changed nothing"""
+        self._waits: Counter[int] = Counter()
+        """so many windows run as ever before the next one"""
         self._refused: dict[int, str] = {}
         self._used: list[CapturedWindow] = []
         """those of `windows` that were replayed"""
@@ -82,6 +88,9 @@ class Known:
         """What may be done where no window that is known begins so."""
         if begins in self._refused:
             return Course.PLAIN, self._refused[begins]
+        if self._waits[begins]:
+            self._waits[begins] -= 1
+            return Course.PLAIN, "its step changed nothing, so that no graph could be compared with it"
         if sum(each.schedule is schedule for each in self.windows) >= _WINDOWS:
             return Course.PLAIN, f"{_WINDOWS} windows of other shapes are captured, and no more"
         if self._seen[begins] <= _OFTEN:
@@ -111,6 +120,11 @@ class Known:
 
     def clear(self) -> None:
         self._keep([])
+
+    def idle(self, key: object) -> None:
+        """A trial of a window that begins so has told nothing, as the window changed nothing; others may."""
+        self._idle[hash(key)] += 1
+        self._waits[hash(key)] = min(2 ** self._idle[hash(key)], _LONGEST_WAIT)
 
     def spoilt(self, key: object, why: str) -> None:
         """A trial of a window that begins so has come to nothing."""

@@ -137,7 +137,9 @@ class Trials:
             self._known.spoilt(first, why)
             return
         if all(self._parts.control.all_gather_object(trial.changed_nothing, "the capture of a step")):
-            return  # it was skipped, or at a rate of 0: graphs could not be told from others whose gradients are wrong
+            # It was skipped, or at a rate of 0: graphs could not be told from others whose gradients are wrong.
+            self._known.idle(first)
+            return
         window = None
         try:
             window, failed = trial.capture(first=not self._known.windows), None
