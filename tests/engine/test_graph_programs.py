@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 
-from tests.support import programs
+from tests.support import at_hand, programs
 from tests.support.marks import daily
 from tests.support.programs import compared
 from tests.support.replays import Case
 
+DRAW: list[Callable[[], float]] = [random.random, numpy.random.rand]
 # program, case, replays at least, windows that are captured at most
 EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     (programs.autocast, Case(dropout=0.1), 17, 2),
@@ -21,7 +24,10 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     (programs.methods, Case(), 24, 6),
     (programs.criteria, Case(), 20, 2),
     (programs.counts, Case(), 12, 1),
-    (programs.replaced, Case(), 30, 7),
+    (at_hand.replaced, Case(), 100, 7),
+    (at_hand.attributes, Case(), 20, 4),
+    (at_hand.in_place, Case(), 12, 1),
+    (at_hand.cycled, Case(cycle=True), 20, 2),
     (programs.objects, Case(), 14, 2),
     (programs.shapes, Case(), 20, 8),
     (programs.given_up, Case(gas=2, dropout=0.1), 6, 1),
@@ -30,14 +36,18 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     *((programs.given_up, Case(stage, gas, dropout=0.1), 6, 1) for stage in (1, 2) for gas in (1, 2)),
     *((programs.modes, Case(stage, 2, dropout=0.1), 4, 1) for stage in (1, 3)),
 ]
-DAILY = [row for row in EXACT[:12] if row[0] is not programs.shapes]
+DAILY = [row for row in EXACT[:15] if row[0] is not programs.shapes]
 UNCAPTURED: list[tuple[Callable[..., Any], Case, str]] = [
     (programs.writes, Case(), "writes into the batch"),
     (programs.total, Case(), "keep loss.detach"),
     (programs.trained, Case(), "no parameter of the model"),
     (programs.numbers, Case(), "are rare so far"),
     (programs.fresh, Case(), "so far"),
-    (programs.wrong, Case(), "its replay differs in"),
+    (at_hand.wrong, Case(), "its replay differs in"),
+    (at_hand.stashed, Case(), "another tensor in the place of memory"),
+    (at_hand.rebound, Case(), "another tensor in the place of buffer seen"),
+    (at_hand.aside, Case(), "aux leads back into the model"),
+    *((partial(at_hand.drawn, draw=draw), Case(), "draws random numbers on the CPU") for draw in DRAW),
 ]
 
 
@@ -56,12 +66,12 @@ def test_what_is_no_graph_is_exact_and_told_once(program: Any, case: Case, why: 
 
 def test_a_number_that_the_host_counts_is_not_taken_for_noise() -> None:
     """Runs that are compared count, too, so that the program comes out otherwise than without graphs."""
-    _, done = compared(programs.counted, Case())
+    _, done = compared(at_hand.counted, Case())
     assert done.captured == 0 and len(done.told) == 1 and "its replay differs in" in done.told[0], done
 
 
 def test_steps_that_change_nothing_are_tried_less_and_less_often() -> None:
-    differs, done = compared(programs.endless, Case(overflow=0))
+    differs, done = compared(at_hand.endless, Case(overflow=0))
     assert not differs and done.captured == 0, done
     assert done.uncaptured["its step changed nothing, so that no graph could be compared with it"] == 2 + 4 + 8 + 16, (
         done
@@ -73,7 +83,7 @@ def test_steps_that_change_nothing_are_tried_less_and_less_often() -> None:
 def test_a_step_that_changes_nothing_tells_nothing_of_gradients(overflow: int) -> None:
     """One of these is that in which graphs would be compared."""
     case = Case(overflow=overflow)
-    differs, done = compared(partial(programs.wrong, overflow=overflow), case)
+    differs, done = compared(partial(at_hand.wrong, overflow=overflow), case)
     assert not differs and done.captured == 0 and "its replay differs in" in done.told[0], done
 
 

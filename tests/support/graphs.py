@@ -29,6 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeroweave._torch.storages import lent
 from zeroweave.engine.graphs.contents import Copies, contents
+from zeroweave.engine.graphs.nest import Uncapturable
+from zeroweave.engine.graphs.numbers import DRAWS, HostNumbers
 from zeroweave.engine.graphs.parts import Left
 from zeroweave.runtime.bucket import Bucket
 
@@ -286,12 +288,16 @@ class Device:
 
     @contextmanager
     def alone(self, first: bool) -> Iterator[None]:
-        before, numbers = Copies(self._parts, contents(self._parts)), torch.get_rng_state()
+        before, numbers, more = Copies(self._parts, contents(self._parts)), torch.get_rng_state(), HostNumbers()
         try:
             yield
+            drawn = more.drawn
         finally:
             before.restore()
             torch.set_rng_state(numbers)
+            more.restore()
+        if drawn:
+            raise Uncapturable(DRAWS)
 
     @property
     def random(self) -> torch.Tensor:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatched
 
-from tests.support.graphs import Tape, on_cpu
-from tests.support.replays import SAME, WIDTH, Case, Net, batch_of, loss_fn, start
+from tests.support.graphs import on_cpu
+from tests.support.replays import SAME, Case, Net, batch_of, loss_fn, start
 
 STEPS = 20
 
@@ -154,104 +153,6 @@ def counts(engine: Any) -> Iterator[Any]:
     for _, batch in batches():
         yield engine.train_step(batch, averaged)
     yield from (model.count, mean)
-
-
-class Table:
-    def __init__(self, value: float) -> None:
-        self.table = torch.full((WIDTH,), value)
-
-
-class Slotted:
-    __slots__ = ("table",)
-
-    def __init__(self, value: float) -> None:
-        self.table = torch.full((WIDTH,), value)
-
-
-TABLE = Table(1.0).table
-
-
-class Tabled(Net):
-    """Reads tensors that it has at hand in five ways."""
-
-    def forward(self, x: Tensor, factor: Tensor) -> dict[str, Any]:
-        own, plain, slotted = self.at_hand
-        return super().forward(x * own * plain.table * slotted.table * self.mask * TABLE, factor)
-
-
-def replaced(engine: Any) -> Iterator[Any]:
-    """One after the other of them gets other memory: the same tensor with other data, or another tensor."""
-    global TABLE
-    model, TABLE = engine.module, Table(1.0).table
-    model.__class__ = Tabled
-    model.at_hand = [torch.ones(WIDTH), Table(1.0), Slotted(1.0)]
-    model.register_buffer("mask", torch.ones(WIDTH), persistent=False)
-    own, plain, slotted = model.at_hand
-    for step, batch in batches(66):
-        match step:
-            case 14:
-                own.data = torch.full((WIDTH,), 2.0)
-            case 22:
-                plain.table = torch.full((WIDTH,), 0.5)
-            case 30:
-                slotted.table = torch.full((WIDTH,), 3.0)
-            case 38:
-                model.at_hand[1] = Table(1.5)
-            case 46:
-                model.mask.data = torch.full((WIDTH,), 0.7)
-            case 54:
-                TABLE = torch.full((WIDTH,), 1.2)
-            case 60:
-                own.data.mul_(0.5)  # where it is
-        yield engine.train_step(batch, loss_fn)
-
-
-class _Scaled(torch.autograd.Function):
-    """What it gives is what it is given; the gradient is another one in a graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * (1.5 if any(isinstance(mode, Tape) for mode in dispatched()) else 1.0)
-
-
-def wrong(engine: Any, overflow: int | None = None) -> Iterator[Any]:
-    """The graph's gradients are wrong, and no loss tells of it; nor anything else in a step that overflows."""
-
-    def forward(model: Any, plain: Any, x: Tensor, factor: Tensor) -> Any:
-        output = plain(x, factor)
-        return {**output, "loss": _Scaled.apply(output["loss"])}
-
-    becomes(engine, forward)
-    for step in range(16):
-        yield engine.train_step(batch_of(Case(overflow=overflow), step, 0), loss_fn)
-
-
-def endless(engine: Any) -> Iterator[Any]:
-    """From some step on, all overflow."""
-    for step in range(42):
-        yield engine.train_step(batch_of(Case(overflow=step if step > 6 else None), step, 0), loss_fn)
-
-
-def counted(engine: Any) -> Iterator[Any]:
-    """The backward computes with a number that the host counts, and no loss tells of it."""
-    count = [0]
-
-    def forward(model: Any, plain: Any, x: Tensor, factor: Tensor) -> Any:
-        def slower(gradient: Tensor) -> Tensor:
-            count[0] += 1
-            return gradient * (1 + count[0] / 50)
-
-        output = plain(x, factor)
-        output["loss"].register_hook(slower)
-        return output
-
-    becomes(engine, forward)
-    for _, batch in batches(30):
-        yield engine.train_step(batch, loss_fn)
 
 
 def writes(engine: Any) -> Iterator[Any]:

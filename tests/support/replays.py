@@ -65,6 +65,8 @@ class Case:
     """the step in which gradients are infinite; with a dynamic loss scale"""
     decay: bool = False
     """a learning rate that falls"""
+    cycle: bool = False
+    """the engine's scheduler changes the weight decay, too, behind the step in which graphs are tried"""
     sizes: tuple[int, ...] = (4,)
     """of the batches, in turn"""
     steps: int = 30
@@ -75,6 +77,13 @@ class Case:
     heads: bool = False
     """are buckets gathered anew at the end of a step?"""
     config: dict[str, Any] = field(default_factory=dict)
+
+
+class Cycle(torch.optim.lr_scheduler.LambdaLR):
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.5 if self.last_epoch >= 8 else 0.01
 
 
 def start(case: Case, graphs: bool) -> Any:
@@ -88,6 +97,8 @@ def start(case: Case, graphs: bool) -> Any:
     # a tensor, which all steps read alike
     optimizer = torch.optim.AdamW(trained, lr=torch.tensor(1e-2), fused=True)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n) if case.decay else None
+    if case.cycle:
+        decay = Cycle(optimizer, lambda n: 1.0)
     config: dict[str, Any] = {
         "stage": case.stage,
         "gradient_accumulation_steps": case.gas,

@@ -68,6 +68,7 @@ class Surroundings:
             torch.is_autocast_enabled(self._kind) and torch.get_autocast_dtype(self._kind),
             torch.is_grad_enabled(),
             torch.are_deterministic_algorithms_enabled(),
+            torch.is_anomaly_enabled(),
             torch.get_default_dtype(),
             _kernels(),
             torch.backends.cuda.flash_sdp_enabled(),

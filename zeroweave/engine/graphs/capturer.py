@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, Protocol
@@ -12,6 +11,7 @@ import torch
 
 from zeroweave._torch.graphs import end_failed_capture, unused_bytes
 from zeroweave.engine.graphs.nest import Uncapturable
+from zeroweave.engine.graphs.numbers import DRAWS, HostNumbers
 from zeroweave.optim.room import Room
 
 _FAILS_TOO: Final = "previous error during capture"
@@ -63,16 +63,16 @@ class Capturer:
         torch.cuda.empty_cache()
         if first:
             self._pool = torch.cuda.graph_pool_handle()
-        numbers, more = torch.get_rng_state(), random.getstate()
+        numbers, more = torch.get_rng_state(), HostNumbers()
         with _no_garbage():
             try:
                 yield
-                drawn = not torch.equal(numbers, torch.get_rng_state()) or more != random.getstate()
+                drawn = more.drawn or not torch.equal(numbers, torch.get_rng_state())
             finally:
                 torch.set_rng_state(numbers)
-                random.setstate(more)
+                more.restore()
         if drawn:
-            raise Uncapturable("the model, or its loss, draws random numbers on the CPU, which a graph would repeat")
+            raise Uncapturable(DRAWS)
 
     @property
     def random(self) -> torch.Tensor:

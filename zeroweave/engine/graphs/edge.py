@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -20,12 +21,23 @@ class _Edge(torch.autograd.Function):
     def forward(ctx: Any, arrive: Arrive, anchor: torch.Tensor, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.arrive = arrive
         ctx.set_materialize_grads(False)
-        return tuple(output.view_as(output) for output in outputs)
+        # Of outputs that share memory, one that is written in place would change the others' gradients: an error.
+        shared = Counter(output.untyped_storage().data_ptr() for output in outputs)
+        return tuple(
+            _alias(output) if shared[output.untyped_storage().data_ptr()] == 1 else output.view_as(output)
+            for output in outputs
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         ctx.arrive(gradients)
         return (None,) * (2 + len(gradients))
+
+
+def _alias(output: torch.Tensor) -> torch.Tensor:
+    """The same memory, as no view of anything: programs write in place what a model returns, as in ``loss /= 2``."""
+    alias = torch.empty(0, dtype=output.dtype, device=output.device)
+    return alias.set_(output.untyped_storage(), output.storage_offset(), output.shape, output.stride())
 
 
 def go_on(

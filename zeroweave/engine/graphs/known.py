@@ -19,6 +19,8 @@ _REMEMBERED: Final = 1024
 """So many first calls are counted."""
 _ATTEMPTS: Final = 3
 """So many trials of windows that begin alike may come to nothing. So many windows may wait for their first replay."""
+_WORTH: Final = 2
+"""So many replays without a new capture, and what had gone before counts no more."""
 _LONGEST_WAIT: Final = 64
 """Windows that run as ever at most between two trials of windows without an effect."""
 _OBSTINATE: Final = 32
@@ -39,7 +41,9 @@ class Known:
         self._seen: Counter[int] = Counter()
         self._attempts: Counter[int] = Counter()
         self._gone: Counter[int] = Counter()
-        """how often windows had to go since one that begins so was replayed"""
+        """how often windows had to go since those that begin so were replayed for long"""
+        self._replays: Counter[int] = Counter()
+        """since then, or the last of these"""
         self._idle: Counter[int] = Counter()
         """how many trials have told nothing, as their window changed nothing"""
         self._waits: Counter[int] = Counter()
@@ -72,9 +76,12 @@ class Known:
         if len(there) < len(self.windows):
             self._keep(there)
             self._gone[begins] += 1
+            self._replays.pop(begins, None)
         for window in reversed(self.windows):
             if window.schedule is schedule and window.parts[0].key == key:
-                self._gone.pop(begins, None)
+                self._replays[begins] += 1
+                if self._replays[begins] == _WORTH:
+                    self._gone.pop(begins, None)
                 self._since.clear()
                 self._wasted = 0
                 if window not in self._used:

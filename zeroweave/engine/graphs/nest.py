@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Iterable, MutableMapping, Sequence
 from copy import copy as shallow
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Final
 
 import torch
@@ -20,23 +21,39 @@ class Uncapturable(Exception):
 
 @dataclass(frozen=True)
 class _Object:
-    """A container that PyTorch does not know: a mapping, or a dataclass. `like`: one of them, `parts`: by name."""
+    """A container that PyTorch does not know: a mapping, or a dataclass. `like`: one of them.
+
+    `parts`: the items of a mapping, by `names`, then what the object keeps beside them, by `kept`: the fields, and
+    whatever else was set.
+    """
 
     like: Any
     names: tuple[Any, ...]
+    kept: tuple[str, ...]
     parts: Any
 
     def __repr__(self) -> str:
-        return f"{type(self.like)!r} {self.names!r} {self.parts!r}"
+        return f"{type(self.like)!r} {self.names!r} {self.kept!r} {self.parts!r}"
 
     def of(self, parts: Sequence[Any]) -> Any:
-        """Another one."""
-        made, named = shallow(self.like), dict(zip(self.names, parts, strict=True))
+        """Another one, which keeps what this one did when it was taken apart, and nothing that was computed since."""
+        made = shallow(self.like)
         if isinstance(made, MutableMapping):
-            made.update(named)
-        else:
-            vars(made).update(named)  # also where it is frozen
+            made.update(zip(self.names, parts, strict=False))
+        if hasattr(made, "__dict__"):
+            there = vars(made)  # written also where it is frozen
+            for name in _kept(made).keys() - set(self.kept):
+                there.pop(name)
+            there.update(zip(self.kept, parts[len(self.names) :], strict=True))
         return made
+
+
+def _kept(value: Any) -> dict[str, Any]:
+    """The attributes of an object, but for that in which a `UserDict` has its items."""
+    found = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, UserDict):
+        del found["data"]
+    return found
 
 
 class Nest:
@@ -65,12 +82,14 @@ class Nest:
         if isinstance(leaf, CONSTANTS):
             return (leaf,)
         if isinstance(leaf, MutableMapping):
-            names = tuple(leaf)
-            return _Object(leaf, names, self._taken_apart([leaf[name] for name in names]))
+            return self._object(leaf, tuple(leaf))
         if is_dataclass(leaf) and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-            names = tuple(field.name for field in fields(leaf))
-            return _Object(leaf, names, self._taken_apart([getattr(leaf, name) for name in names]))
+            return self._object(leaf, ())
         raise Uncapturable(f"{self._what} a {type(leaf).__name__}, which no graph can read or make again")
+
+    def _object(self, value: Any, names: tuple[Any, ...]) -> _Object:
+        kept = _kept(value)
+        return _Object(value, names, tuple(kept), self._taken_apart([*(value[name] for name in names), *kept.values()]))
 
     @property
     def form(self) -> tuple[str, str]:

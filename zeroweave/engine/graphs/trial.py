@@ -35,6 +35,7 @@ from zeroweave.engine.graphs.contents import (
 from zeroweave.engine.graphs.loop import Loop, LossFunction
 from zeroweave.engine.graphs.nest import Uncapturable, copy, room_for
 from zeroweave.engine.graphs.parts import CapturedWindow, Kind, Left, Outputs, Part
+from zeroweave.engine.graphs.setting import Setting
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.snapshot import Snapshot
 from zeroweave.engine.step import OptimizerStep
@@ -234,6 +235,7 @@ class Trial:
         self._updated: dict[str, int] = {}
         """of what the engine updates, before the window"""
         self._modules = tuple(self.bench.parts.model.modules())
+        self.setting = Setting(self.bench.parts)
 
     def begin(self) -> None:
         """Keeps what the window will change. Uncapturable, or RuntimeError, where that cannot be done."""
@@ -266,7 +268,8 @@ class Trial:
         ends = window.is_boundary()
         self.taken.append(Taken(kind, key, given, random, window.defers, window.said, ends, modes, **more))
         self.results.append([])
-        if more.get("loss_fn") is not None:
+        self.setting.look(loss_fn := more.get("loss_fn"))
+        if loss_fn is not None:
             self._keep()
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -299,7 +302,7 @@ class Trial:
         bench, parts = self.bench, self.bench.parts
         parts.runtime.replay.lingering.wait()  # a capture cannot wait for what it does not hold
         departures, now = parts.runtime.replay.departures, self._buffers_now()
-        with bench.capturer.alone(first), bench.trying():
+        with self.setting.as_before(), bench.capturer.alone(first), bench.trying():
             play = Played(bench, whole=True)
             try:
                 captured = [self._captured(taken, play) for taken in self.taken]
@@ -316,7 +319,8 @@ class Trial:
             norm = None if parts.config.gradient_clipping is None else bench.scaler.norm
         changed = different(self._buffers, now)
         buffers = [buffer for name, buffer in parts.model.named_buffers() if name in changed]
-        shared, there = _shared(captured), Whereabouts(parts, self._functions)
+        with self.setting.as_before():
+            shared, there = _shared(captured), Whereabouts(parts, self._functions)
         return CapturedWindow(self.schedule, there, shared, executed, norm, buffers)
 
     def _buffers_now(self) -> dict[str, int]:
@@ -370,7 +374,7 @@ class Trial:
     def rerun(self) -> list[list[torch.Tensor]]:
         """Makes the calls once more as ever, as far as the device goes; what they return. Collective."""
         results, play = [], Played(self.bench, whole=False)
-        with self.bench.trying(), self.bench.parts.progress.ledger.aside():
+        with self.setting.as_before(), self.bench.trying(), self.bench.parts.progress.ledger.aside():
             for taken in self.taken:
                 self.bench.capturer.resume_random(taken.random)
                 results.append([tensor.clone() for tensor in play(taken, taken.given).tensors])

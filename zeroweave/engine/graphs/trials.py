@@ -93,6 +93,9 @@ class Trials:
         """
         if self._trial is None:
             return result
+        if (name := self._trial.setting.leads_back) is not None:
+            self.spoil(f"{name} leads back into the model, and a loss that takes it would: return it from the model")
+            return result
         try:
             outputs = Outputs(result)
         except Uncapturable as error:
@@ -170,6 +173,8 @@ class Trials:
             return "some parameters have gradients on other ranks only"
         if any(self._parts.runtime.replay.lingering.viewed()):
             return "somebody refers to parameters"
+        if (name := trial.setting.replaced) is not None:
+            return f"the step puts another tensor in the place of {name}: let it write into the one that is there"
         if trial.changed_places:
             return "the optimizer has begun to hold something in it"
         if (name := self._in_a_graph()) is not None:

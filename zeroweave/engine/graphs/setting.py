@@ -1,0 +1,61 @@
+"""What a tried window found, which replays will not find otherwise: options, buffers, and tensors at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zeroweave.engine.graphs.held import Held, captured_by, held_by
+from zeroweave.engine.parts import EngineParts
+
+_FROM_DEVICE = ("params", "lr", "initial_lr")
+"""What of an optimizer's group a graph reads from the device."""
+
+
+class Setting:
+    """Made in front of the window; `look` is called before each of its calls."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        assert parts.optimizer is not None
+        self._model, self._optimizer = parts.model, parts.optimizer.optimizer
+        self._options = self._options_now()
+        self._buffers = dict(parts.model.named_buffers())
+        self._held: list[Held] = list(held_by(parts.model))
+
+    def look(self, loss_fn: Any) -> None:
+        """A call is about to be made."""
+        self._options = self._options_now()
+        if loss_fn is not None:
+            self._held += captured_by(loss_fn, self._model.modules())
+
+    def _options_now(self) -> list[dict[str, Any]]:
+        groups = self._optimizer.param_groups
+        return [{key: value for key, value in group.items() if key not in _FROM_DEVICE} for group in groups]
+
+    @contextmanager
+    def as_before(self) -> Iterator[None]:
+        """Inside, the optimizer has the options of the window's step: a scheduler may have changed them behind it."""
+        now = self._options_now()
+        self._set(self._options)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _set(self, options: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups, options, strict=True):
+            group.update(values)
+
+    @property
+    def replaced(self) -> str | None:
+        """The name of a tensor that the window has put another one in the place of. No replay would, nor read it."""
+        there = dict(self._model.named_buffers())
+        if found := next((name for name, buffer in self._buffers.items() if there.get(name) is not buffer), None):
+            return f"buffer {found}"
+        return next((held.name for held in self._held if not held.is_there), None)
+
+    @property
+    def leads_back(self) -> str | None:
+        """The name of a tensor at hand from which a backward would come into the model, beside what that returns."""
+        return next((held.name for held in held_by(self._model) if held.tensor.grad_fn is not None), None)
