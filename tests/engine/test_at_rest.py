@@ -268,6 +268,29 @@ def test_writes_in_full_parameters_are_kept(sharded: Sharded) -> None:
     assert not torch.equal(sharded.engine.state_dict()[NAME], state[NAME])
 
 
+def test_parameters_that_get_other_memory_in_full_parameters_are_kept(sharded: Sharded) -> None:
+    """As torch's own `vector_to_parameters` gives them."""
+    reach(sharded, "after")
+    with sharded.engine.full_parameters() as full, torch.no_grad():
+        values = nn.utils.parameters_to_vector(full.values())
+        nn.utils.vector_to_parameters(values * 0.5, full.values())
+        full[NAME].data = torch.full_like(full[NAME], 0.125)
+        expected = {name: value.clone() for name, value in full.items()}
+    state = sharded.engine.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in expected.items()) and (state[NAME] == 0.125).all()
+    before = sharded.engine.state_dict()
+    with (
+        pytest.raises(ParameterError, match=re.escape(f"{NAME!r} is (2, 3) of torch.float32 on cpu now")),
+        sharded.engine.full_parameters() as full,
+    ):
+        full["blocks.0.bias"].data = torch.ones_like(full["blocks.0.bias"])
+        full[NAME].data = torch.ones(2, 3)
+    after = sharded.engine.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items()), "nothing is kept then"
+    sharded.backward()
+    sharded.engine.step()
+
+
 @pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_in_full_parameters_is_told_to_end_there(sharded: Sharded, method: str) -> None:
     called: list[Tensor] = []

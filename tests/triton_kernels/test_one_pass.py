@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -98,6 +99,42 @@ def test_steps_that_others_have_written_count() -> None:
         world.step(random_gradients(world.ranks[0].model, STEPS))
         parameters.append(world.parameters())
     assert [name for name in parameters[1] if not close(parameters[0][name], parameters[1][name])] == []
+
+
+def beside(change: Callable[[torch.optim.Optimizer, int], None], make: Any, offload: str = "") -> list[str]:
+    """The parameters that come out otherwise by kernels, where `change` is made before each of six steps."""
+    parameters = []
+    for kernels in (rules, None):
+        world = World(build_net(), make, 2, torch.float32, offload, kernels)
+        for step in range(6):
+            for rank in world.ranks:
+                change(rank.optimizer, step)
+            world.step(random_gradients(world.ranks[0].model, step))
+        parameters.append(world.parameters())
+    return [name for name in parameters[1] if not close(parameters[0][name], parameters[1][name])]
+
+
+@pytest.mark.parametrize("course", [(0.0, 0.0, 0.45, 0.9, 0.9, 0.9), (0.9, 0.9, 0.0, 0.0, 0.9, 0.9)], ids=str)
+def test_momentum_may_come_and_go(course: tuple[float, ...]) -> None:
+    def change(optimizer: torch.optim.Optimizer, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["momentum"] = course[step]
+
+    assert beside(change, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=course[0])) == []
+
+
+@pytest.mark.parametrize("offload", ["", "optimizer"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_states_that_are_written_in_place_count(fused: bool, offload: str) -> None:
+    def change(optimizer: torch.optim.Optimizer, step: int) -> None:
+        for state in optimizer.state.values() if step == 3 else ():
+            for value in state.values():
+                value.zero_()
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, fused=fused)
+
+    assert beside(change, make, offload) == []
 
 
 @pytest.mark.parametrize("compact", [False, True])

@@ -13,7 +13,7 @@ from zeroweave.engine import state_dict as state
 from zeroweave.engine import written
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.window import Window
-from zeroweave.errors import AgreementError, EngineError, RankFailure
+from zeroweave.errors import AgreementError, EngineError, ParameterError, RankFailure
 from zeroweave.layout import Fragment
 from zeroweave.notices import warn
 from zeroweave.optim.room import Room
@@ -177,7 +177,12 @@ class Values:
                             written.gives_up(label, control)
                     raise
             with self._guard("the end of full_parameters", clean=False):
-                refused = written.keep(buckets, before, control, label)
+                if wrong := written.moved(self.shown.views, self._places_of_buckets()):
+                    written.gives_up(label, control)
+                refused = wrong or written.keep(buckets, before, control, label)
+            if wrong:
+                back = True
+                raise ParameterError(wrong)
             if refused:
                 back = True
                 raise EngineError(refused)  # on all ranks, or those that did not raise by themselves
@@ -189,6 +194,10 @@ class Values:
                     self._runtime.replay.lingering.gather_again()
             if self._parts.config.gather_after_step and not self._guard.lost:
                 self.shown.open()
+
+    def _places_of_buckets(self) -> dict[str, tuple[Bucket, int]]:
+        places, buckets = self._runtime.directory.places, self._runtime.buckets
+        return {name: (buckets[places[name][0]], places[name][1]) for name in self.shown.views}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         with self._guard("state_dict"):

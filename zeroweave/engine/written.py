@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -61,6 +61,25 @@ def compared(
         f"{label}: the ranks have different values of {', '.join(told[:_SHOWN])}{more}; none is kept. Write the same "
         "on all ranks, or use engine.load_state_dict(), which takes what rank 0 has"
     ), some
+
+
+@torch.no_grad()
+def moved(shown: Mapping[str, torch.Tensor], bucket_of: Mapping[str, tuple[Bucket, int]]) -> str:
+    """Copies to where they belong the values of parameters that have other memory, as after ``p.data = …``.
+
+    `shown`: what was handed out, by name; `bucket_of`: the bucket of each, and its slot there. Returns in words what
+    cannot be copied; else "".
+    """
+    for name, view in shown.items():
+        bucket, slot = bucket_of[name]
+        there = bucket.views(bucket.flat)[slot]
+        if view.data_ptr() == there.data_ptr() and view.stride() == there.stride() and view.shape == there.shape:
+            continue
+        if view.shape != there.shape or view.dtype != there.dtype or view.device != there.device:
+            now, then = (f"{tuple(each.shape)} of {each.dtype} on {each.device}" for each in (view, there))
+            return f"full_parameters(): {name!r} is {now} now, and was {then}: what takes its place must be like it"
+        bucket.real[slot].copy_(view)
+    return ""
 
 
 def gives_up(label: str, control: Control) -> None:

@@ -23,6 +23,7 @@ class Groups:
         self._optimizer, self._fragments = optimizer, fragments
         self._users = users
         """empty once they are given back"""
+        self._members = [list(map(id, group)) for group in users]
         self._packing = False
         """does PyTorch put a state dict together?"""
 
@@ -52,7 +53,8 @@ class Groups:
         self.packed()
         held = self._optimizer.param_groups
         if len(held) != len(self._users) or any(
-            group["params"] is not users for group, users in zip(held, self._users, strict=True)
+            group["params"] is not users or list(map(id, users)) != members
+            for group, users, members in zip(held, self._users, self._members, strict=False)
         ):
             raise ParameterError(
                 "the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "

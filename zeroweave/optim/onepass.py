@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zeroweave._torch.foreach import foreach_increase_
-from zeroweave._torch.storages import storage_key
+from zeroweave._torch.storages import storage_key, version
 from zeroweave.errors import ParameterError
 from zeroweave.optim.compact import CompactMoments
 from zeroweave.optim.fragments import Fragments
@@ -46,6 +46,8 @@ class Range(NamedTuple):
     held: tuple[tuple[State, str, torch.Tensor], ...]
     """what the states had when this was made"""
     steps: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+    """how often each of these had been written"""
     step: int
     """how many it has behind it"""
     first: bool
@@ -63,9 +65,10 @@ class Range(NamedTuple):
         return self.slots[-1].stop
 
     def holds(self, now: Mapping[Any, State]) -> bool:
-        """Has the optimizer, with the states that it has `now`, still those tensors?"""
+        """Has the optimizer, with the states that it has `now`, still those tensors, and counters as they were left?"""
         same = all(now.get(slot.fragment) is state for slot, state in zip(self.slots, self.states, strict=True))
-        return same and all(state.get(key) is tensor for state, key, tensor in self.held)
+        held = same and all(state.get(key) is tensor for state, key, tensor in self.held)
+        return held and _versions(self.steps) == self.versions
 
 
 class OnePass:
@@ -97,9 +100,10 @@ class OnePass:
             ]
             for bucket, each in buckets.items()
         }
-        self._known: dict[int, tuple[frozenset[int], list[Range]]] = {}
-        self._behind: dict[int, dict[int, tuple[torch.Tensor, int]]] = {}
-        """of those that were released: bucket id -> slot -> its step counter, and the number there"""
+        self._known: dict[int, tuple[object, list[Range]]] = {}
+        """by bucket: what its ranges were cut by, and they"""
+        self._behind: dict[int, dict[int, tuple[torch.Tensor, int, int]]] = {}
+        """of those that were released: bucket id -> slot -> its step counter, its version, and the number there"""
         self._at_hand: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """in a step: by the id of a range's first step counter, that and its scalars"""
         self._more: torch.Tensor | float = 1.0
@@ -168,7 +172,7 @@ class OnePass:
             step = each.step + 1
             launch = Launch(masters_of, part, found, each.moments, each.first, group, step, scalars, first + each.start)
             launch.issue(self._kernels, self._rule.own(self._kernels, launch))
-            ranges[index] = each._replace(step=step, first=False)
+            ranges[index] = each._replace(step=step, first=False, versions=_versions(each.steps))
 
     def _on_device(self, gradient: Scaled) -> tuple[Scaled, torch.Tensor | None]:
         """What the kernel reads beside gradients: factor and skip flag, on the device where a graph may hold updates.
@@ -189,7 +193,8 @@ class OnePass:
         _, known = self._known.pop(bucket, (None, []))
         behind = self._behind.setdefault(bucket, {})
         for each in known:
-            behind |= {s.slot: (counter, each.step) for s, counter in zip(each.slots, each.steps, strict=False)}
+            counted = zip(each.slots, each.steps, each.versions, strict=False)
+            behind |= {slot.slot: (counter, then, each.step) for slot, counter, then in counted}
 
     def forget(self, buckets: Iterable[int]) -> None:
         """Somebody else writes into the states of these: step counters may stay the same tensors with other numbers."""
@@ -198,10 +203,12 @@ class OnePass:
             self._behind.pop(bucket, None)
 
     def _ranges(self, bucket: int, absent: frozenset[int]) -> list[Range]:
+        assert self._rule is not None
+        cut = absent, [self._rule.moments(group) for group in self._optimizer.param_groups]
         before, known = self._known.get(bucket, (None, []))
-        if before != absent or not all(each.holds(self._optimizer.state) for each in known):
+        if before != cut or not all(each.holds(self._optimizer.state) for each in known):
             known = list(self._cut(bucket, absent))
-            self._known[bucket] = absent, known
+            self._known[bucket] = cut, known
         return known
 
     def _cut(self, bucket: int, absent: Set[int]) -> Iterator[Range]:
@@ -232,8 +239,9 @@ class OnePass:
         if "step" not in state:
             state["step"] = torch.zeros((), device=slot.fragment.device if _on_device(group) else "cpu")
             return 0
-        counter, step = self._behind.get(bucket, {}).get(slot.slot, (None, 0))
-        return step if counter is state["step"] else int(state["step"])
+        counter, then, step = self._behind.get(bucket, {}).get(slot.slot, (None, 0, 0))
+        known = counter is not None and counter is state["step"] and version(counter) == then
+        return step if known else int(state["step"])
 
     def _range(self, bucket: int, slots: Sequence[_Slot], step: int, first: bool) -> Range:
         assert self._rule is not None
@@ -247,7 +255,12 @@ class OnePass:
             moments = tuple(_side_by_side(slots, states, key) for key in keys)
         held = tuple((state, key, state[key]) for state in states for key in (*keys, *steps))
         counters = tuple(state[key] for state in states for key in steps)
-        return Range(tuple(slots), moments, states, held, counters, step, first)
+        return Range(tuple(slots), moments, states, held, counters, _versions(counters), step, first)
+
+
+def _versions(counters: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """How often they were written in place, as autograd counts."""
+    return tuple(map(version, counters))
 
 
 def _on_device(group: Mapping[str, Any]) -> bool:
