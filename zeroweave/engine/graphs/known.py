@@ -20,7 +20,7 @@ _REMEMBERED: Final = 1024
 _ATTEMPTS: Final = 3
 """So many trials of windows that begin alike may come to nothing. So many windows may wait for their first replay."""
 _WORTH: Final = 2
-"""So many replays without a new capture, and what had gone before counts no more."""
+"""So many replays of one capture, and what had gone before it counts no more."""
 _LONGEST_WAIT: Final = 64
 """Windows that run as ever at most between two trials of windows without an effect."""
 _OBSTINATE: Final = 32
@@ -41,9 +41,9 @@ class Known:
         self._seen: Counter[int] = Counter()
         self._attempts: Counter[int] = Counter()
         self._gone: Counter[int] = Counter()
-        """how often windows had to go since those that begin so were replayed for long"""
+        """how often windows that begin so had to go, none of them worth its capture"""
         self._replays: Counter[int] = Counter()
-        """since then, or the last of these"""
+        """since the last one of these"""
         self._idle: Counter[int] = Counter()
         """how many trials have told nothing, as their window changed nothing"""
         self._waits: Counter[int] = Counter()
