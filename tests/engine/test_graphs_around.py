@@ -80,3 +80,12 @@ def test_a_setting_of_kernels_belongs_to_a_graph(index: int) -> None:
     finally:
         setattr(owner, name, usual)
     assert around.now(None) == before
+
+
+def test_anomaly_mode_belongs_to_a_graph() -> None:
+    places: Any = SimpleNamespace(changes=0)
+    around = Surroundings(nn.Linear(1, 1), CPU, places, ())
+    before = around.now(None)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        assert around.now(None) != before
+    assert around.now(None) == before

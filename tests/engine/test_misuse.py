@@ -190,3 +190,15 @@ def test_a_plain_backward_in_a_window_warns_once(stage: int) -> None:
         loss_of(engine).backward()
         engine.step()
         assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("change", ["taken out", "moved"])
+def test_parameters_stay_in_their_groups(change: str) -> None:
+    """Also where the list is the same: progressive freezing takes parameters out of it."""
+    engine = engine_of()
+    engine.backward(loss_of(engine))
+    first = engine.optimizer.param_groups[0]["params"]
+    first.pop() if change == "taken out" else first.append(first.pop(0))
+    with pytest.raises(ParameterError, match="groups changed"):
+        engine.step()
+    engine.destroy()
