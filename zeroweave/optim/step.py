@@ -335,7 +335,6 @@ class ShardedOptimizer:
         """Updates a bucket by a kernel, if there is one for it, and uses up its gradient then."""
         if not one_pass.takes(bucket, gradients[bucket], absent[bucket]):
             return
-        self.groups.refuse_changed()
         home = self._views[bucket].home
         with self.offload.on_device([bucket], whole=False) as lifted:
             masters = Masters(lifted[bucket], None) if bucket in lifted else Masters(*home.at_rest)

@@ -13,6 +13,7 @@ import torch
 from zeroweave.engine.graphs.away import Away, put_back
 from zeroweave.engine.graphs.held import Held, captured_by, held_by, lies
 from zeroweave.engine.graphs.nest import Uncapturable
+from zeroweave.engine.graphs.setting import options_of
 from zeroweave.engine.parts import EngineParts
 from zeroweave.runtime.bucket import Bucket
 
@@ -166,8 +167,7 @@ class Whereabouts:
     def _options_now(self) -> list[str]:
         if (optimizer := self._parts.optimizer) is None:
             return []
-        changing, groups = ("params", "lr", "initial_lr"), optimizer.optimizer.param_groups
-        options = [repr(value) for group in groups for key, value in group.items() if key not in changing]
+        options = [repr(value) for group in options_of(optimizer.optimizer) for value in group.values()]
         return [*options, repr(sorted(optimizer.uneven))]
 
 

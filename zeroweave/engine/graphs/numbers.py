@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
-from typing import Any, Final
+from typing import Final
 
 DRAWS: Final = "the model, or its loss, draws random numbers on the CPU, which a graph would repeat"
 """Why what does cannot be captured."""
@@ -25,13 +26,10 @@ class HostNumbers:
         """They come again as they would have from here on."""
         random.setstate(self._python)
         if self._numpy is not None:
-            kind, key, *rest = self._numpy
-            sys.modules["numpy"].random.set_state((kind, list(key), *rest))
+            sys.modules["numpy"].random.set_state(pickle.loads(self._numpy))
 
 
-def _numpy_state() -> tuple[Any, ...] | None:
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    kind, key, *rest = numpy.random.get_state()
-    return kind, tuple(key.tolist()), *rest
+def _numpy_state() -> bytes | None:
+    """In bytes, which can be compared; of whatever generator the program has given NumPy."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from zeroweave.engine.graphs.held import Held, captured_by, held_by
 from zeroweave.engine.parts import EngineParts
 
-_FROM_DEVICE = ("params", "lr", "initial_lr")
-"""What of an optimizer's group a graph reads from the device."""
+_CHANGING: Final = ("params", "lr", "initial_lr")
+"""What of an optimizer's group no graph takes for constant: parameters have their places, rates lie on the device."""
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What graphs take for constant of each of its groups."""
+    return [{key: value for key, value in group.items() if key not in _CHANGING} for group in optimizer.param_groups]
 
 
 class Setting:
@@ -19,24 +26,20 @@ class Setting:
     def __init__(self, parts: EngineParts) -> None:
         assert parts.optimizer is not None
         self._model, self._optimizer = parts.model, parts.optimizer.optimizer
-        self._options = self._options_now()
+        self._options = options_of(self._optimizer)
         self._buffers = dict(parts.model.named_buffers())
         self._held: list[Held] = list(held_by(parts.model))
 
     def look(self, loss_fn: Any) -> None:
         """A call is about to be made."""
-        self._options = self._options_now()
+        self._options = options_of(self._optimizer)
         if loss_fn is not None:
             self._held += captured_by(loss_fn, self._model.modules())
-
-    def _options_now(self) -> list[dict[str, Any]]:
-        groups = self._optimizer.param_groups
-        return [{key: value for key, value in group.items() if key not in _FROM_DEVICE} for group in groups]
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
         """Inside, the optimizer has the options of the window's step: a scheduler may have changed them behind it."""
-        now = self._options_now()
+        now = options_of(self._optimizer)
         self._set(self._options)
         try:
             yield
