@@ -11,7 +11,7 @@ from tests.support.schedules import stack, stack_facts
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.wire import Wire
-from zeroweave.engine.agreements import Agreements
+from zeroweave.engine.agreements import Agreements, Settings
 from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
 from zeroweave.ranks.alarm import Alarm
@@ -21,6 +21,7 @@ from zeroweave.ranks.signals import NUMBERS
 from zeroweave.schedule import compile_schedule
 
 SCHEDULE = compile_schedule(stack(2, 1, 1), stack_facts(2, 1))
+SETTINGS: Settings = {"param_groups[0]": {"lr": 0.1}}
 
 
 class Others:
@@ -58,10 +59,12 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     assert first.hash != second.hash
     assert others.told == [("the check after backward 1", first), ("the check after backward 2", second)]
     others.told.clear()
-    found = made.step(b"\1", b"", b"", SCHEDULE)
+    found = made.step(b"\1", b"", b"", SCHEDULE, SETTINGS)
     assert found.decision == Decision(b"\1\0", adopt=False)
-    mine = Agreement(4, 2, ledger.hash, b"\1\0", SCHEDULE.fingerprint, SCHEDULE.shape)
-    assert others.told == [("counts", 4, 2), ("agreement", mine)]
+    *counts, (place, mine) = others.told
+    assert counts == [("counts", 4, 2)] and place == "agreement" and mine.settings
+    told = Agreement(4, 2, ledger.hash, b"\1\0", SCHEDULE.fingerprint, SCHEDULE.shape, settings=mine.settings)
+    assert mine == told
     made.backward()
     assert others.told[-1][0] == "the check after backward 1"
 
@@ -73,7 +76,7 @@ def test_a_rank_waits_for_gradients_after_it_has_told_what_it_issued() -> None:
         assert others.told == [("counts", 4, 0)]
         return True
 
-    made.step(b"", b"", b"", SCHEDULE, look)
+    made.step(b"", b"", b"", SCHEDULE, SETTINGS, look)
     assert others.told[-1][1].nonfinite
 
 
@@ -90,7 +93,7 @@ def test_while_communication_is_skipped_nobody_is_asked() -> None:
     made, others, transport, _ = agreements()
     transport.skip(True)
     made.backward()
-    found = made.step(b"\1\0", b"\1", b"\0", SCHEDULE, lambda: True)
+    found = made.step(b"\1\0", b"\1", b"\0", SCHEDULE, SETTINGS, lambda: True)
     assert found.decision == Decision(b"\1\0\1\0", adopt=True, nonfinite=True, record=SCHEDULE.shape)
     assert (found.had_gradient, found.late, found.viewed) == (b"\1\0", b"\1", b"\0")
     assert others.told == []

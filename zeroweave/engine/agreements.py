@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import reduce
 from operator import or_
 from typing import Any, Final
 from zlib import crc32
+
+import xxhash
 
 from zeroweave.comm.wire import Wire
 from zeroweave.engine.guard import Progress
@@ -25,8 +27,11 @@ SCHEDULE_SECONDS: Final = 30.0
 """How long a rank waits for the others to make the same schedule, where `deadline_seconds` is not less."""
 
 
-_COURSE: Final = struct.Struct("<BIQQQ")
-"""Course, checksum of the call, hash of the schedule, count and hash of the collectives issued; the notes follow."""
+Settings = Mapping[str, Mapping[str, object]]
+"""What a step goes by beside gradients, and all ranks must have alike: by place and name; see `optim.options`."""
+
+_COURSE: Final = struct.Struct("<BIQQQQ")
+"""Course, checksum of the call, hashes of schedule and settings, count and hash of what was issued; notes follow."""
 
 
 class Course(IntEnum):
@@ -72,12 +77,14 @@ class Agreements:
         late: bytes,
         viewed: bytes,
         candidate: Schedule,
+        settings: Settings,
         nonfinite: Callable[[], bool] = lambda: False,
     ) -> Found:
         """The agreement of an optimizer step; see `ranks.control.Agreement`.
 
         `nonfinite()` may wait for collectives: by then this rank has told how many it has issued. Raises
-        `AgreementError` where the ranks would follow different schedules although they compute the same.
+        `AgreementError` where the ranks would step by different settings, or would follow different schedules although
+        they compute the same.
         """
         self._backwards = 0
         step, count = self._progress()
@@ -87,8 +94,10 @@ class Agreements:
         flags = had_gradient + late + viewed
         if not self._transport.tries:
             flags += self.notes.flags
-        mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
+        mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found, _hash(settings))
         decision = decide([mine]) if self._transport.tries else self._agree(mine, "agreement")
+        if decision.settings_differ:
+            self._tell_settings(settings)
         if decision.differ:
             self.schedule(candidate)
         first, second = len(had_gradient), len(had_gradient) + len(late)
@@ -98,17 +107,17 @@ class Agreements:
             self.notes.agree(flags[third:])
         return Found(decision, flags[:first], flags[first:second], flags[second:third])
 
-    def course(self, wish: Course, schedule: Schedule | None, ends: bool, call: str) -> Course:
+    def course(self, wish: Course, schedule: Schedule | None, ends: bool, call: str, settings: Settings) -> Course:
         """How all ranks run the call that begins: PLAIN unless it is one `call` of one schedule on all. Collective.
 
-        `ends`: its micro-step ends the window; if it is replayed, this is the only agreement of its step.
+        PLAIN, too, where their settings differ. `ends`: its micro-step ends the window; if it is replayed, this is the
+        only agreement of its step.
         """
         step, count = self._progress()
         fingerprint = 0 if schedule is None else schedule.fingerprint
-        mine = (
-            _COURSE.pack(wish, crc32(call.encode()), fingerprint, count, self._progress.ledger.hash) + self.notes.flags
-        )
-        ranks = self._control.all_gather_bytes(mine, f"the graph of step {step}")
+        issued = count, self._progress.ledger.hash
+        mine = _COURSE.pack(wish, crc32(call.encode()), fingerprint, _hash(settings), *issued)
+        ranks = self._control.all_gather_bytes(mine + self.notes.flags, f"the graph of step {step}")
         told = [_COURSE.unpack_from(theirs) for theirs in ranks]
         if len({each[1:] for each in told}) > 1:
             return Course.PLAIN  # the agreement of the step says what differs
@@ -157,6 +166,23 @@ class Agreements:
         self._agreed = mine.count
         return decision
 
+    def _tell_settings(self, mine: Settings) -> None:
+        """They differ. Collective: AgreementError on all ranks."""
+        step, _ = self._progress()
+        ranks: list[Settings] = self._control.all_gather_object(dict(mine), f"the settings of step {step}")
+        rank, name, here, there = next(
+            (rank, f"{name!r} of {place}", here, there)
+            for rank, theirs in enumerate(ranks)
+            for place, mine in ranks[0].items()
+            for name in sorted(mine.keys() | theirs[place].keys())
+            if (here := repr(mine.get(name))) != (there := repr(theirs[place].get(name)))
+        )
+        raise AgreementError(
+            f"step {step}: the ranks would update by different options; nothing has been written. {name} is {here} on "
+            f"rank 0, {there} on rank {rank}. Give all ranks the same; what a scheduler decides by, such as a loss, "
+            "has to be averaged over the ranks before"
+        )
+
     @property
     def _seconds(self) -> float:
         return min(SCHEDULE_SECONDS, self._control.deadline_seconds)
@@ -184,3 +210,8 @@ class Agreements:
         """Raises `AgreementError` on all ranks unless all would follow this schedule. Collective."""
         self._changes += 1
         compare(self._control.board, self._changes, schedule.fingerprint, schedule.words, self._seconds)
+
+
+def _hash(settings: Settings) -> int:
+    """64 bits."""
+    return xxhash.xxh3_64_intdigest(repr(settings).encode())

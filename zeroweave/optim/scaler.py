@@ -170,6 +170,8 @@ class Scaler:
         self.loss_scale = loss_scale or LossScale(1.0)
         self.norm: torch.Tensor | None = None
         """the global norm that the last clipping found"""
+        self.limits: list[float] = []
+        """the norms that the window's gradients were clipped to"""
         self._coefficient: torch.Tensor | None = None
         self._scalars: Scalars | None = None
         self._early: EarlyNorms | None = None
@@ -210,6 +212,7 @@ class Scaler:
         norm = total_norm(local, self._transport.all_reduce_sum)
         if (factor := self._factor) is not None:
             norm = norm * factor
+        self.limits.append(float(max_norm))
         coefficient = clip_coefficient(norm, max_norm)
         self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
         self.norm = norm
@@ -293,6 +296,7 @@ class Scaler:
     def next_window(self, stepped: bool = False) -> None:
         """The window's gradients are gone. `stepped`: the optimizer had them."""
         self._coefficient = None
+        self.limits = []
         if stepped:
             self.loss_scale.update(overflow=False)
 

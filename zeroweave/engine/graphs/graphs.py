@@ -167,7 +167,7 @@ class Graphs:
             trials, opened = engaged
             with self._guard("clip_grad_norm_"):
                 key = "clip", max_norm
-                if self._course("clip", key) is Course.REPLAY:
+                if self._course("clip", key, limit=max_norm) is Course.REPLAY:
                     (norm,) = opened.replay().results()
                     self._scaler.found_norm(norm)
                     return norm
@@ -270,8 +270,11 @@ class Graphs:
         around = self._surroundings.now(loss_fn)
         return given, (kind, given.signature, around, self._window.is_boundary(), self._window.defers), ""
 
-    def _course(self, kind: Kind, key: object, why: str = "") -> Course:
-        """How the call that begins runs; `key`: None where no graph can serve it, and why. Collective."""
+    def _course(self, kind: Kind, key: object, why: str = "", limit: float | None = None) -> Course:
+        """How the call that begins runs; `key`: None where no graph can serve it, and why. Collective.
+
+        `limit`: the norm that it clips to.
+        """
         assert self._engaged is not None
         trials, opened = self._engaged
         if trials.on:
@@ -285,8 +288,8 @@ class Graphs:
             opened.begin()
         wish, why = (Course.PLAIN, why) if key is None else self._wish(opened, key, begins)
         ends = self._window.is_boundary()
-        call = f"{kind} {ends} {self._window.defers}"
-        course = self._parts.agreements.course(wish, self._scheduler.schedule, ends, call)
+        call = f"{kind} {ends} {self._window.defers} {limit}"
+        course = self._parts.agreements.course(wish, self._scheduler.schedule, ends, call, self._step.settings())
         self._meets = course is Course.REPLAY
         if not self._meets:
             opened.go_on_as_ever()
