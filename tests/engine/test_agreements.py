@@ -11,9 +11,10 @@ from tests.support.schedules import stack, stack_facts
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.comm.wire import Wire
-from zeroweave.engine.agreements import Agreements, Settings
+from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
+from zeroweave.optim.options import Options
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control, Decision
 from zeroweave.ranks.notes import Notes
@@ -21,7 +22,7 @@ from zeroweave.ranks.signals import NUMBERS
 from zeroweave.schedule import compile_schedule
 
 SCHEDULE = compile_schedule(stack(2, 1, 1), stack_facts(2, 1))
-SETTINGS: Settings = {"param_groups[0]": {"lr": 0.1}}
+OPTIONS: Options = {"param_groups[0]": {"lr": 0.1}}
 
 
 class Others:
@@ -59,11 +60,11 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     assert first.hash != second.hash
     assert others.told == [("the check after backward 1", first), ("the check after backward 2", second)]
     others.told.clear()
-    found = made.step(b"\1", b"", b"", SCHEDULE, SETTINGS)
+    found = made.step(b"\1", b"", b"", SCHEDULE, OPTIONS)
     assert found.decision == Decision(b"\1\0", adopt=False)
     *counts, (place, mine) = others.told
-    assert counts == [("counts", 4, 2)] and place == "agreement" and mine.settings
-    told = Agreement(4, 2, ledger.hash, b"\1\0", SCHEDULE.fingerprint, SCHEDULE.shape, settings=mine.settings)
+    assert counts == [("counts", 4, 2)] and place == "agreement" and mine.options
+    told = Agreement(4, 2, ledger.hash, b"\1\0", SCHEDULE.fingerprint, SCHEDULE.shape, options=mine.options)
     assert mine == told
     made.backward()
     assert others.told[-1][0] == "the check after backward 1"
@@ -76,7 +77,7 @@ def test_a_rank_waits_for_gradients_after_it_has_told_what_it_issued() -> None:
         assert others.told == [("counts", 4, 0)]
         return True
 
-    made.step(b"", b"", b"", SCHEDULE, SETTINGS, look)
+    made.step(b"", b"", b"", SCHEDULE, OPTIONS, look)
     assert others.told[-1][1].nonfinite
 
 
@@ -93,7 +94,7 @@ def test_while_communication_is_skipped_nobody_is_asked() -> None:
     made, others, transport, _ = agreements()
     transport.skip(True)
     made.backward()
-    found = made.step(b"\1\0", b"\1", b"\0", SCHEDULE, SETTINGS, lambda: True)
+    found = made.step(b"\1\0", b"\1", b"\0", SCHEDULE, OPTIONS, lambda: True)
     assert found.decision == Decision(b"\1\0\1\0", adopt=True, nonfinite=True, record=SCHEDULE.shape)
     assert (found.had_gradient, found.late, found.viewed) == (b"\1\0", b"\1", b"\0")
     assert others.told == []

@@ -94,6 +94,22 @@ def both(stage: int, mode: str, steps: int = 30, accumulated: int = 1) -> list[T
     return [trained(way, stage, mode, steps, accumulated) for way in WAYS]
 
 
+def cached(way: str) -> tuple[int, int, int]:
+    """Bytes that PyTorch's allocator had more behind a step, once there is a schedule; of places, and of all flats."""
+    device = join()
+    torch.cuda.empty_cache()
+    before, found = torch.cuda.memory_reserved(), []
+    with start(WIDE, by(way, config(2, "aot_eager", torch.bfloat16)), torch.bfloat16) as engine:
+        for index in range(4):
+            step(engine, tokens(WIDE, device, index))
+            found.append(torch.cuda.memory_reserved() - before)
+        return max(found[1:]), engine.stats.memory.symmetric, sum(layout.nbytes for layout in engine.buckets)
+
+
+def both_cached() -> list[tuple[int, int, int]]:
+    return [cached(way) for way in WAYS]
+
+
 # ---------------------------------------------------------------------- what departs, and what stays in use
 class Keeping(nn.Module):
     """Keeps a view of its weight from each forward, on one rank, until the next one."""

@@ -38,6 +38,12 @@ def test_the_bits_are_those_of_kernels(ranks: Ranks, stage: int, mode: str, accu
         assert kernel.departures == copies.departures == 0
 
 
+def test_flats_leave_nothing_behind_when_they_get_places(ranks: Ranks) -> None:
+    for (kernel, _, flats), (copies, symmetric, _) in ranks(jobs.both_cached):
+        assert symmetric >= flats > 200 << 20
+        assert copies <= kernel + symmetric - flats // 2, (kernel, copies, symmetric, flats)
+
+
 @pytest.mark.parametrize(("stage", "prefetch"), [(3, 0), (3, 1), (2, 1)])
 def test_departures_views_and_evaluation(ranks: Ranks, stage: int, prefetch: int) -> None:
     for kernel, copies in ranks(jobs.both_strayed, stage, prefetch):

@@ -10,63 +10,82 @@ import pytest
 import torch
 from torch import nn
 
-from zeroweave.optim.options import Options
+from zeroweave.optim.options import NAMES, difference, in_words, shared_options
 
 
 def optimizer() -> torch.optim.Optimizer:
     first, second = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
-    return torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": [second], "tag": "second"}], lr=0.2)
+    return torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": [second], "step": 7}], lr=0.2)
 
 
-def test_the_options_of_each_group_are_told() -> None:
-    found = Options(optimizer()).comparable()
-    assert list(found) == ["param_groups[0]", "param_groups[1]"]
-    assert [group["lr"] for group in found.values()] == [0.1, 0.2]
-    assert found["param_groups[1]"]["tag"] == "second" and found["param_groups[0]"]["betas"] == [0.9, 0.999]
-    assert not any(key.startswith("param") for group in found.values() for key in group)
+def both(one: Any, other: Any) -> list[dict[str, dict[str, object]]]:
+    """The options of two ranks that have these learning rates."""
+    found = []
+    for rate in (one, other):
+        given = optimizer()
+        given.param_groups[0]["lr"] = rate
+        found.append(shared_options(given, {0, 1}))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (1, 1.0),
-        (1e-2, np.float64(1e-2)),
-        (0.5, np.float32(0.5)),
-        (0.0, -0.0),
-        (True, 1),
-        ((0.9, 0.95), [0.9, 0.95]),
-        (math.nan, float("nan")),
-        (torch.tensor(1.0), torch.tensor(2.0)),
-        (None, object()),
-        (10**400, 10**400),
-    ],
-)
+def test_what_a_program_sets_is_told_of_the_groups_that_are_shared() -> None:
+    found = shared_options(optimizer(), {0, 1})
+    assert [group["lr"] for group in found.values()] == [0.1, 0.2] and found["param_groups[1]"]["betas"] == [0.9, 0.999]
+    assert all(group.keys() <= set(NAMES) for group in found.values()), "counters are the optimizer's own"
+    assert list(shared_options(optimizer(), {1})) == ["param_groups[1]"]
+
+
+EQUAL: list[tuple[Any, Any]] = [
+    (1, 1.0),
+    (True, 1.0),
+    (1e-2, np.float64(1e-2)),
+    (0.5, np.float32(0.5)),
+    (1e-2, torch.tensor(1e-2)),
+    ((0.9, 0.95), [0.9, 0.95]),
+    (math.nan, float("nan")),
+    (math.inf, math.inf),
+]
+IN_PASSING: list[tuple[Any, Any]] = [
+    (1e-2, object()),
+    (torch.zeros((), device="meta"), 1e-2),
+    (0.01234565, math.nextafter(0.01234565, 0)),
+    (0.0123456499, 0.0123456501),
+]
+DIFFERENT: list[tuple[Any, Any]] = [
+    (1e-2, 2e-2),
+    (1e-2, 1.0001e-2),
+    (0.0, 1e-12),
+    ((0.9, 0.95), (0.9, 0.96)),
+    ((0.9, 0.95), 0.9),
+    ((0.9,), (0.9, 0.9)),
+    (math.inf, -math.inf),
+    (math.nan, 0.0),
+    (torch.tensor(1.0), torch.tensor(2.0)),
+    (1, 10**400),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), EQUAL)
 def test_what_is_equal_looks_alike(one: Any, other: Any) -> None:
-    given = optimizer()
-    options, found = Options(given), []
-    for value in (one, other):
-        given.param_groups[0]["lr"] = value
-        found.append(repr(options.comparable()))
-    assert found[0] == found[1]
+    here, there = both(one, other)
+    assert in_words(here) == in_words(there) and difference(here, there) is None
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [(1e-2, math.nextafter(1e-2, 1)), ((0.9, 0.95), (0.9, 0.96)), (math.inf, -math.inf), (None, 0.0)]
-)
-def test_what_differs_looks_different(one: Any, other: Any) -> None:
-    given = optimizer()
-    options, found = Options(given), []
-    for value in (one, other):
-        given.param_groups[0]["lr"] = value
-        found.append(repr(options.comparable()))
-    assert found[0] != found[1]
+@pytest.mark.parametrize(("one", "other"), IN_PASSING)
+def test_what_is_alike_within_the_last_bits_or_cannot_be_compared_is_no_difference(one: Any, other: Any) -> None:
+    here, there = both(one, other)
+    assert difference(here, there) is None and difference(there, here) is None
 
 
-def test_what_a_program_adds_later_is_its_own() -> None:
-    given = optimizer()
-    options = Options(given)
-    before = options.comparable()
-    given.param_groups[0]["seen"] = 1.0
-    assert options.comparable() == before
-    del given.param_groups[0]["amsgrad"]
-    assert "amsgrad" not in options.comparable()["param_groups[0]"]
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_what_differs_is_found(one: Any, other: Any) -> None:
+    here, there = both(one, other)
+    assert in_words(here) != in_words(there)
+    found = difference(here, there)
+    assert found is not None and found[0] == "'lr' of param_groups[0]"
+
+
+def test_groups_that_another_rank_does_not_have_are_no_difference() -> None:
+    there = both(1.0, 1.0)[0]
+    here = {place: options for place, options in there.items() if place != "param_groups[1]"}
+    assert difference(here, there) is None and difference(there, here) is None

@@ -22,7 +22,7 @@ def test_decisions() -> None:
     assert decide([one, other]) == Decision(b"\x03\x00\x81", adopt=True)
     assert not decide([one, Agreement(3, 7, 2**63 + 1, b"\0\0\0", 8)]).adopt
     assert not decide([Agreement(3, 7, 1, b"", 0), Agreement(3, 7, 1, b"", 0)]).adopt
-    assert not decide([one, other]).settings_differ and decide([one, replace(other, settings=1)]).settings_differ
+    assert not decide([one, other]).options_differ and decide([one, replace(other, options=1)]).options_differ
     assert not decide([one, other]).nonfinite and decide([one, replace(other, nonfinite=True)]).nonfinite
 
 

@@ -165,6 +165,7 @@ class CopyEngines:
         made: list[Registered] = []
 
         def allocate() -> None:
+            torch.cuda.empty_cache()  # what flats have had so far would stay cached beside it, and fit nothing else
             made.append(Registered(nbytes, self._device, self._backends[0].mem_allocator, self._addresses.discard))
 
         def register() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import reduce
@@ -16,6 +16,7 @@ import xxhash
 from zeroweave.comm.wire import Wire
 from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
+from zeroweave.optim.options import Options, difference, in_words
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.compare import compare, first_difference
 from zeroweave.ranks.control import Agreement, Control, Decision, Diverged, decide
@@ -27,11 +28,8 @@ SCHEDULE_SECONDS: Final = 30.0
 """How long a rank waits for the others to make the same schedule, where `deadline_seconds` is not less."""
 
 
-Settings = Mapping[str, Mapping[str, object]]
-"""What a step goes by beside gradients, and all ranks must have alike: by place and name; see `optim.options`."""
-
 _COURSE: Final = struct.Struct("<BIQQQQ")
-"""Course, checksum of the call, hashes of schedule and settings, count and hash of what was issued; notes follow."""
+"""Course, checksum of the call, hashes of schedule and options, count and hash of what was issued; notes follow."""
 
 
 class Course(IntEnum):
@@ -77,14 +75,14 @@ class Agreements:
         late: bytes,
         viewed: bytes,
         candidate: Schedule,
-        settings: Settings,
+        options: Options,
         nonfinite: Callable[[], bool] = lambda: False,
     ) -> Found:
         """The agreement of an optimizer step; see `ranks.control.Agreement`.
 
         `nonfinite()` may wait for collectives: by then this rank has told how many it has issued. Raises
-        `AgreementError` where the ranks would step by different settings, or would follow different schedules although
-        they compute the same.
+        `AgreementError` where the ranks would update by different options, or would follow different schedules
+        although they compute the same.
         """
         self._backwards = 0
         step, count = self._progress()
@@ -94,10 +92,10 @@ class Agreements:
         flags = had_gradient + late + viewed
         if not self._transport.tries:
             flags += self.notes.flags
-        mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found, _hash(settings))
+        mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found, _hash(options))
         decision = decide([mine]) if self._transport.tries else self._agree(mine, "agreement")
-        if decision.settings_differ:
-            self._tell_settings(settings)
+        if decision.options_differ:
+            self._compare(options)
         if decision.differ:
             self.schedule(candidate)
         first, second = len(had_gradient), len(had_gradient) + len(late)
@@ -107,16 +105,16 @@ class Agreements:
             self.notes.agree(flags[third:])
         return Found(decision, flags[:first], flags[first:second], flags[second:third])
 
-    def course(self, wish: Course, schedule: Schedule | None, ends: bool, call: str, settings: Settings) -> Course:
+    def course(self, wish: Course, schedule: Schedule | None, ends: bool, call: str, options: Options) -> Course:
         """How all ranks run the call that begins: PLAIN unless it is one `call` of one schedule on all. Collective.
 
-        PLAIN, too, where their settings differ. `ends`: its micro-step ends the window; if it is replayed, this is the
-        only agreement of its step.
+        PLAIN, too, where their options differ; `options`: none unless the call updates. `ends`: its micro-step ends the
+        window; if it is replayed, this is the only agreement of its step.
         """
         step, count = self._progress()
         fingerprint = 0 if schedule is None else schedule.fingerprint
         issued = count, self._progress.ledger.hash
-        mine = _COURSE.pack(wish, crc32(call.encode()), fingerprint, _hash(settings), *issued)
+        mine = _COURSE.pack(wish, crc32(call.encode()), fingerprint, _hash(options), *issued)
         ranks = self._control.all_gather_bytes(mine + self.notes.flags, f"the graph of step {step}")
         told = [_COURSE.unpack_from(theirs) for theirs in ranks]
         if len({each[1:] for each in told}) > 1:
@@ -166,22 +164,18 @@ class Agreements:
         self._agreed = mine.count
         return decision
 
-    def _tell_settings(self, mine: Settings) -> None:
-        """They differ. Collective: AgreementError on all ranks."""
+    def _compare(self, mine: Options) -> None:
+        """AgreementError on all ranks unless all would update alike. Collective."""
         step, _ = self._progress()
-        ranks: list[Settings] = self._control.all_gather_object(dict(mine), f"the settings of step {step}")
-        rank, name, here, there = next(
-            (rank, f"{name!r} of {place}", here, there)
-            for rank, theirs in enumerate(ranks)
-            for place, mine in ranks[0].items()
-            for name in sorted(mine.keys() | theirs[place].keys())
-            if (here := repr(mine.get(name))) != (there := repr(theirs[place].get(name)))
-        )
-        raise AgreementError(
-            f"step {step}: the ranks would update by different options; nothing has been written. {name} is {here} on "
-            f"rank 0, {there} on rank {rank}. Give all ranks the same; what a scheduler decides by, such as a loss, "
-            "has to be averaged over the ranks before"
-        )
+        ranks: list[Options] = self._control.all_gather_object(mine, f"the options of step {step}")
+        for rank, theirs in enumerate(ranks):
+            if (found := difference(ranks[0], theirs)) is not None:
+                name, here, there = found
+                raise AgreementError(
+                    f"step {step}: the ranks would update by different options; nothing has been written. {name} is "
+                    f"{here} on rank 0, {there} on rank {rank}. Give all ranks the same; what a scheduler decides by, "
+                    "such as a loss, has to be averaged over the ranks before"
+                )
 
     @property
     def _seconds(self) -> float:
@@ -212,6 +206,6 @@ class Agreements:
         compare(self._control.board, self._changes, schedule.fingerprint, schedule.words, self._seconds)
 
 
-def _hash(settings: Settings) -> int:
+def _hash(options: Options) -> int:
     """64 bits."""
-    return xxhash.xxh3_64_intdigest(repr(settings).encode())
+    return xxhash.xxh3_64_intdigest(in_words(options).encode())

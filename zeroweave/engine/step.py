@@ -11,14 +11,14 @@ import torch
 
 from zeroweave.comm.pending import Side
 from zeroweave.eager.shown import Shown
-from zeroweave.engine.agreements import Found, Settings
+from zeroweave.engine.agreements import Found
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.window import Window
 from zeroweave.errors import NonFiniteError, ZeroweaveError
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.early import EarlyUpdates
-from zeroweave.optim.options import Options
+from zeroweave.optim.options import Options, comparable, shared_options
 from zeroweave.optim.scaler import Scaler
 from zeroweave.ranks.control import Decision
 from zeroweave.schedule import Instruction, Schedule
@@ -44,7 +44,6 @@ class OptimizerStep:
         self._parts, self._config, self._runtime = parts, parts.config, parts.runtime
         self._window, self._scaler, self._scheduler, self._shown = window, scaler, scheduler, shown
         self._adaptive, self.lr_scheduler = adaptive, lr_scheduler
-        self._options = None if parts.optimizer is None else Options(parts.optimizer.optimizer)
         self.applied = False
         """did the last `step()` run the optimizer?"""
         self.skipped = 0
@@ -189,13 +188,14 @@ class OptimizerStep:
     def _ask(self, candidate: Schedule) -> Found:
         gradients, viewed = self._runtime.gradients, self._runtime.replay.lingering.viewed()
         return self._parts.agreements.step(
-            gradients.had_gradient(), gradients.late(), viewed, candidate, self.settings(), self._nonfinite
+            gradients.had_gradient(), gradients.late(), viewed, candidate, self.options(), self._nonfinite
         )
 
-    def settings(self) -> Settings:
-        """What the step at the end of the present window goes by so far, and all ranks must have alike."""
-        options = {} if self._options is None else self._options.comparable()
-        return {**options, "clip_grad_norm_": {"max_norm": self._scaler.limits}}
+    def options(self) -> Options:
+        """By which this rank would update at the end of the present window, as they are now."""
+        optimizer = self._parts.optimizer
+        found = {} if optimizer is None else shared_options(optimizer.optimizer, optimizer.shared)
+        return {**found, "clip_grad_norm_": {"max_norm": comparable(self._scaler.limits)}}
 
     def _nonfinite(self) -> bool:
         """Are gradients of this rank infinite or NaN? False where nobody looks."""

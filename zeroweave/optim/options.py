@@ -1,45 +1,72 @@
-"""The options of an optimizer's groups by which all ranks have to step alike."""
+"""The options by which all ranks have to update alike: each has a part of every parameter."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any, Final
 
 import torch
 
-_MEMBERS: Final = frozenset({"params", "param_names"})
+NAMES: Final = ("lr", "weight_decay", "momentum", "betas", "eps")
+"""Those that a program sets and no optimizer does. What an optimizer counts in a group may differ between ranks."""
+_ALIKE: Final = 1e-5
+"""Numbers are equal within this share: schedulers compute on the host, whose last bits depend on its CPU."""
+
+Options = Mapping[str, Mapping[str, object]]
+"""Of each group, by what people call it: `NAMES` and their values, each as `comparable` gives it."""
 
 
-class Options:
-    """Of one optimizer: those that its groups have now. What a program adds to them later is its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._keys = [sorted(group.keys() - _MEMBERS) for group in optimizer.param_groups]
-
-    def comparable(self) -> dict[str, dict[str, object]]:
-        """Those that can be compared without asking the device, by what people call the group, and by name.
-
-        They are numbers, words, and lists of these. A number is a float in it, and a tuple a list, so that ranks are
-        alike whose values are equal. A tensor is not in it, as a learning rate may be one, nor is any other object.
-        """
-        groups = zip(self._optimizer.param_groups, self._keys, strict=False)
-        return {
-            f"param_groups[{index}]": {key: value for key in keys if (value := _plain(group.get(key))) is not None}
-            for index, (group, keys) in enumerate(groups)
-        }
+def shared_options(optimizer: torch.optim.Optimizer, groups: Collection[int]) -> dict[str, dict[str, object]]:
+    """Those of the groups of these numbers, as far as they can be compared without asking a device."""
+    return {
+        f"param_groups[{index}]": {name: comparable(group[name]) for name in NAMES if name in group}
+        for index, group in enumerate(optimizer.param_groups)
+        if index in groups
+    }
 
 
-def _plain(value: Any) -> object:
-    """None where it cannot be compared."""
-    kind = type(value)
-    if kind is float:
-        return value or 0.0  # and not -0.0
-    if kind is str:
+def comparable(value: Any) -> object:
+    """A float, also of a tensor in host memory, or a list of such; None for whatever cannot be compared."""
+    if type(value) is float:
         return value
-    if isinstance(value, Real):
-        try:
-            return float(value) or 0.0
-        except OverflowError:
-            return str(value)
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else None
+    if isinstance(value, list | tuple):
+        return [comparable(item) for item in value]
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() == 1:
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, Real) else None
+    except OverflowError:
+        return math.inf
+
+
+def in_words(options: Options) -> str:
+    """Equal for options that are alike, but for few numbers that are so within the last bits only."""
+    return " ".join(f"{place}: {rounded(list(each.items()))}" for place, each in options.items())
+
+
+def rounded(value: object) -> str:
+    """Of what `comparable` gives, and of names."""
+    if isinstance(value, list | tuple):
+        return " ".join(map(rounded, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def difference(one: Options, other: Options) -> tuple[str, object, object] | None:
+    """The name of the first option that differs, and both values; None where all that can be compared are alike."""
+    for place, options in one.items():
+        for name, value in options.items():
+            if not _alike(value, there := other.get(place, {}).get(name)):
+                return f"{name!r} of {place}", value, there
+    return None
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return True
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, list) or isinstance(other, list):
+        return False
+    return math.isclose(one, other, rel_tol=_ALIKE) or (math.isnan(one) and math.isnan(other))

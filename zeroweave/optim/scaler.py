@@ -212,7 +212,7 @@ class Scaler:
         norm = total_norm(local, self._transport.all_reduce_sum)
         if (factor := self._factor) is not None:
             norm = norm * factor
-        self.limits.append(float(max_norm))
+        self.limits.append(max_norm)
         coefficient = clip_coefficient(norm, max_norm)
         self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
         self.norm = norm

@@ -111,6 +111,8 @@ class ShardedOptimizer:
         self._at_once = max(_AT_ONCE, *(fragments.nbytes for fragments in self._fragments.values()))
         """bytes of masters that are updated in one call: their gradients, cast, are alive at once"""
         group_of = {slot_of[id(user)]: index for index, users in enumerate(in_groups) for user in users}
+        self.shared = frozenset(group_of[at] for at in self.sharded if views[at[0]].layout.groups == 1)
+        """the groups with parameters of which all ranks have a part"""
         self._one_pass = None
         if kernels is not None and whole is None:
             self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, rates, self.offload.compact)

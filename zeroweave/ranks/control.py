@@ -35,7 +35,7 @@ _HEADER = struct.Struct("<Q248s")
 """Bytes of the payload, and the label of the operation."""
 _INLINE = _FRAME - _HEADER.size
 _FIELDS = struct.Struct("<qQQQQQ?")
-"""Step, count, hash, candidate, record, settings and flag of an agreement; the bits follow."""
+"""Step, count, hash, candidate, record, options and flag of an agreement; the bits follow."""
 _SETTLE_SECONDS = 0.3
 """How long the news of whose operation failed takes to reach every rank."""
 _MOMENT = timedelta(seconds=0.1)
@@ -48,7 +48,7 @@ class Agreement:
 
     `count` and `hash` are the ledger's; `flags` are bits or bytes, equally many on all ranks, of which the decision has
     each that any rank has; `candidate` is the hash of the schedule that this rank would adopt, 0 for none, and `record`
-    that of the computation that it was made for; `settings` is the hash of what the step goes by beside gradients. 64
+    that of the computation that it was made for; `options` is the hash of those that the rank would update by. 64
     bits each. `nonfinite`: a gradient of this rank is.
     """
 
@@ -59,7 +59,7 @@ class Agreement:
     candidate: int = 0
     record: int = 0
     nonfinite: bool = False
-    settings: int = 0
+    options: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Decision:
     """What all ranks take away: the flags of any of them, and whether all would adopt one schedule.
 
     `differ`: they would not, although all compute the same: something other than the step made the difference.
-    `settings_differ`: they would step by different ones.
+    `options_differ`: they would update by different ones, or by numbers that differ in their last bits.
     `nonfinite`: some rank's gradients are. `record`: as in their agreements, 0 where those differ.
     """
 
@@ -76,7 +76,7 @@ class Decision:
     differ: bool = False
     nonfinite: bool = False
     record: int = 0
-    settings_differ: bool = False
+    options_differ: bool = False
 
 
 class Diverged(AgreementError):
@@ -152,7 +152,7 @@ class Control:
         Raises `AgreementError` on all ranks if they issued different collectives or are at different steps.
         Costs one all-gather and no device synchronisation.
         """
-        fields = (mine.step, mine.count, mine.hash, mine.candidate, mine.record, mine.settings, mine.nonfinite)
+        fields = (mine.step, mine.count, mine.hash, mine.candidate, mine.record, mine.options, mine.nonfinite)
         packed = _FIELDS.pack(*fields) + mine.flags
         return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"{place} of step {mine.step}")])
 
@@ -311,13 +311,13 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
     differ = len(candidates) > 1 and len(records) == 1
     nonfinite = any(each.nonfinite for each in all_ranks)
     record = first.record if len(records) == 1 else 0
-    settings_differ = any(each.settings != first.settings for each in all_ranks)
-    return Decision(bits.to_bytes(len(first.flags), "little"), adopt, differ, nonfinite, record, settings_differ)
+    options_differ = any(each.options != first.options for each in all_ranks)
+    return Decision(bits.to_bytes(len(first.flags), "little"), adopt, differ, nonfinite, record, options_differ)
 
 
 def _unpack(data: bytes) -> Agreement:
-    step, count, digest, candidate, record, settings, nonfinite = _FIELDS.unpack_from(data)
-    return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record, nonfinite, settings)
+    step, count, digest, candidate, record, options, nonfinite = _FIELDS.unpack_from(data)
+    return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record, nonfinite, options)
 
 
 def _label(header: memoryview) -> str:
