@@ -60,7 +60,7 @@ def test_each_backward_is_compared_by_its_number_in_the_step() -> None:
     assert first.hash != second.hash
     assert others.told == [("the check after backward 1", first), ("the check after backward 2", second)]
     others.told.clear()
-    found = made.step(b"\1", b"", b"", SCHEDULE, OPTIONS)
+    found = made.step(b"\1", b"", b"", SCHEDULE, lambda: OPTIONS)
     assert found.decision == Decision(b"\1\0", adopt=False)
     *counts, (place, mine) = others.told
     assert counts == [("counts", 4, 2)] and place == "agreement" and mine.options
@@ -77,7 +77,7 @@ def test_a_rank_waits_for_gradients_after_it_has_told_what_it_issued() -> None:
         assert others.told == [("counts", 4, 0)]
         return True
 
-    made.step(b"", b"", b"", SCHEDULE, OPTIONS, look)
+    made.step(b"", b"", b"", SCHEDULE, lambda: OPTIONS, look)
     assert others.told[-1][1].nonfinite
 
 
@@ -94,7 +94,7 @@ def test_while_communication_is_skipped_nobody_is_asked() -> None:
     made, others, transport, _ = agreements()
     transport.skip(True)
     made.backward()
-    found = made.step(b"\1\0", b"\1", b"\0", SCHEDULE, OPTIONS, lambda: True)
+    found = made.step(b"\1\0", b"\1", b"\0", SCHEDULE, lambda: OPTIONS, lambda: True)
     assert found.decision == Decision(b"\1\0\1\0", adopt=True, nonfinite=True, record=SCHEDULE.shape)
     assert (found.had_gradient, found.late, found.viewed) == (b"\1\0", b"\1", b"\0")
     assert others.told == []

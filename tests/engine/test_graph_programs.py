@@ -10,11 +10,12 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.support import at_hand, programs
+from tests.support import at_hand, numbers_at_hand, programs
 from tests.support.marks import daily
 from tests.support.programs import compared
 from tests.support.replays import Case
 
+LOOPS = ("train_step", "plain")
 DRAW: list[Callable[[], float]] = [random.random, numpy.random.rand]
 # program, case, replays at least, windows that are captured at most
 EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
@@ -28,6 +29,8 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     (at_hand.attributes, Case(), 20, 4),
     (at_hand.in_place, Case(), 12, 1),
     (at_hand.cycled, Case(cycle=True), 20, 2),
+    (numbers_at_hand.set_now_and_then, Case(dropout=0.1), 60, 7),
+    (numbers_at_hand.counted_and_not_used, Case(), 12, 1),
     (programs.objects, Case(), 14, 2),
     (programs.shapes, Case(), 20, 8),
     (programs.given_up, Case(gas=2, dropout=0.1), 6, 1),
@@ -36,7 +39,7 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     *((programs.given_up, Case(stage, gas, dropout=0.1), 6, 1) for stage in (1, 2) for gas in (1, 2)),
     *((programs.modes, Case(stage, 2, dropout=0.1), 4, 1) for stage in (1, 3)),
 ]
-DAILY = [row for row in EXACT[:15] if row[0] is not programs.shapes]
+DAILY = [row for row in EXACT[:17] if row[0] is not programs.shapes]
 UNCAPTURED: list[tuple[Callable[..., Any], Case, str]] = [
     (programs.writes, Case(), "writes into the batch"),
     (programs.total, Case(), "keep loss.detach"),
@@ -47,6 +50,11 @@ UNCAPTURED: list[tuple[Callable[..., Any], Case, str]] = [
     (at_hand.stashed, Case(), "another tensor in the place of memory"),
     (at_hand.rebound, Case(), "another tensor in the place of buffer seen"),
     (at_hand.aside, Case(), "aux leads back into the model"),
+    (numbers_at_hand.annealed, Case(), "change with each step"),
+    *(
+        (partial(numbers_at_hand.set_within, loop=loop), Case(gas=2), "alpha is set anew within the step")
+        for loop in LOOPS
+    ),
     *((partial(at_hand.drawn, draw=draw), Case(), "draws random numbers on the CPU") for draw in DRAW),
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import reduce
 from operator import or_
@@ -75,14 +75,14 @@ class Agreements:
         late: bytes,
         viewed: bytes,
         candidate: Schedule,
-        options: Options,
+        options: Callable[[], Options],
         nonfinite: Callable[[], bool] = lambda: False,
     ) -> Found:
         """The agreement of an optimizer step; see `ranks.control.Agreement`.
 
-        `nonfinite()` may wait for collectives: by then this rank has told how many it has issued. Raises
-        `AgreementError` where the ranks would update by different options, or would follow different schedules
-        although they compute the same.
+        `options()`: those that this rank would update by. `nonfinite()` may wait for collectives: by then this rank has
+        told how many it has issued. Raises `AgreementError` where the ranks would update by different options, or would
+        follow different schedules although they compute the same.
         """
         self._backwards = 0
         step, count = self._progress()
@@ -90,12 +90,15 @@ class Agreements:
             self._alarm.post_counts(step, count)
         digest, found = self._progress.ledger.hash, nonfinite()
         flags = had_gradient + late + viewed
-        if not self._transport.tries:
-            flags += self.notes.flags
-        mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found, _hash(options))
-        decision = decide([mine]) if self._transport.tries else self._agree(mine, "agreement")
-        if decision.options_differ:
-            self._compare(options)
+        mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
+        if self._transport.tries:
+            decision = decide([mine])
+        else:
+            given = options()
+            mine = replace(mine, flags=flags + self.notes.flags, options=_hash(given))
+            decision = self._agree(mine, "agreement")
+            if decision.options_differ:
+                self._compare(given)
         if decision.differ:
             self.schedule(candidate)
         first, second = len(had_gradient), len(had_gradient) + len(late)

@@ -188,7 +188,7 @@ class OptimizerStep:
     def _ask(self, candidate: Schedule) -> Found:
         gradients, viewed = self._runtime.gradients, self._runtime.replay.lingering.viewed()
         return self._parts.agreements.step(
-            gradients.had_gradient(), gradients.late(), viewed, candidate, self.options(), self._nonfinite
+            gradients.had_gradient(), gradients.late(), viewed, candidate, self.options, self._nonfinite
         )
 
     def options(self) -> Options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType, MemberDescriptorType, MethodType
@@ -75,7 +76,7 @@ def _within(
 def _parts(value: Any, find: Callable[[], object]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
     """What a container or function consists of: where, what, and how to find it."""
     match value:
-        case list() | tuple():
+        case list() | tuple() | deque():
             yield from ((f"[{at}]", part, partial(_item, find, at)) for at, part in enumerate(value))
         case dict():
             yield from ((f"[{at!r}]", part, partial(_item, find, at)) for at, part in value.items())

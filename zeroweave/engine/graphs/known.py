@@ -88,7 +88,10 @@ class Known:
                     self._used.append(window)
                 return window, Course.REPLAY, ""
         if self._gone[begins] >= _ATTEMPTS and begins not in self._refused:
-            self.refuse(key, "what its graphs read, or the optimizer's options, change with each step")
+            self.refuse(
+                key,
+                "what its graphs read, such as a number of a module, or the optimizer's options, change with each step",
+            )
         return None, *self._without(begins, schedule)
 
     def _without(self, begins: int, schedule: Schedule | None) -> tuple[Course, str]:

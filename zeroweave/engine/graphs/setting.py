@@ -1,13 +1,14 @@
-"""What a tried window found, which replays will not find otherwise: options, buffers, and tensors at hand."""
+"""What a tried window found, which replays will not find otherwise: options, buffers, and what is at hand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 
+from zeroweave.engine.graphs.attributes import Attributes
 from zeroweave.engine.graphs.held import Held, captured_by, held_by
 from zeroweave.engine.parts import EngineParts
 
@@ -29,12 +30,26 @@ class Setting:
         self._options = options_of(self._optimizer)
         self._buffers = dict(parts.model.named_buffers())
         self._held: list[Held] = list(held_by(parts.model))
+        self.attributes = Attributes()
+        self.attributes.look([self._model])
+        self._idle: Mapping[tuple[int, str], object] | None = None
+        """what they were when the last call was over; None: one is being made, or a backward was"""
+        self.assigned: str | None = None
+        """the name of one that was something else when the next call began: a graph would have one value in both"""
 
     def look(self, loss_fn: Any) -> None:
         """A call is about to be made."""
+        if self._idle is not None and self.assigned is None:
+            self.assigned = self.attributes.changed(self._idle)
+        self._idle = None
         self._options = options_of(self._optimizer)
         if loss_fn is not None:
             self._held += captured_by(loss_fn, self._model.modules())
+            self.attributes.look([loss_fn])
+
+    def over(self) -> None:
+        """The last call has computed, and the program goes on."""
+        self._idle = self.attributes.now()
 
     @contextmanager
     def as_before(self) -> Iterator[None]:
