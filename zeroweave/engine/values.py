@@ -60,6 +60,7 @@ class Values:
     def set_full(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
         with self._guard("set_full"):
             bucket, slot = self._find(parameter, "set_full()", what)
+            value = _tensor(value, "set_full()")
             self._guard.meet()
             place, part = bucket.layout.slots[slot], None
             mine, label = written.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
@@ -68,8 +69,8 @@ class Values:
                 raise EngineError(refused)
             if tuple(value.shape) == place.shape:
                 fragment = bucket.layout.fragment(slot, bucket.rank)
-                part = value.detach().reshape(-1)[fragment.offset : fragment.offset + fragment.numel]
-            self._set(bucket, slot, what, value.detach(), part, place.shape)
+                part = value.reshape(-1)[fragment.offset : fragment.offset + fragment.numel]
+            self._set(bucket, slot, what, value, part, place.shape)
 
     def fragment(self, parameter: nn.Parameter | str) -> Fragment:
         bucket, slot = self._find(parameter, "fragment()")
@@ -89,9 +90,9 @@ class Values:
     def set_local(self, parameter: nn.Parameter | str, value: torch.Tensor, what: str = "param") -> None:
         with self._guard("set_local"):
             bucket, slot = self._find(parameter, "set_local()", what)
+            value = _tensor(value, "set_local()")
             shape = (bucket.layout.fragment(slot, bucket.rank).numel,)
-            part = value.detach() if tuple(value.shape) == shape else None
-            self._set(bucket, slot, what, value.detach(), part, shape)
+            self._set(bucket, slot, what, value, value if tuple(value.shape) == shape else None, shape)
 
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._window.refuse_inside(method)
@@ -291,3 +292,9 @@ def tell_dropped(lacking: str, rank: int) -> None:
         "engine.destroy(optimizer_state=False) drops it without this warning",
         rank,
     )
+
+
+def _tensor(value: object, method: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise EngineError(f"{method} takes a tensor, and not a {type(value).__name__}")
+    return value.detach()

@@ -292,6 +292,7 @@ def refusals() -> list[str]:
         refused(lambda: engine.full("enter.weight", "momentum_buffer"))
         refused(lambda: engine.set_full("enter.weight", torch.ones(16)))
         refused(lambda: engine.set_full("enter.weight", torch.ones(2), "step"))
+        refused(lambda: engine.set_full("enter.weight", [[1.0]]))
         with engine.full_parameters():
             refused(lambda: engine.full("enter.weight"))
         with engine.profiling():
@@ -315,6 +316,7 @@ def test_refusals(pools: Pools) -> None:
             "step",
             "EngineError: 'param' of 'enter.weight' has the shape [16, 16], and not [16]",
             "EngineError: 'step' of 'enter.weight' has the shape [], and not [2]",
+            "EngineError: set_full() takes a tensor, and not a list",
             "EngineError: full() inside `with engine.full_parameters():`, which keeps writes: leave it first",
             "EngineError: full() inside `with engine.profiling():`, where values mean nothing: leave it first",
         ]
