@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroweave.optim.options import NAMES, difference, in_words, shared_options
+from zeroweave.optim.options import NAMES, difference, packed, shared_options
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -50,11 +50,14 @@ IN_PASSING: list[tuple[Any, Any]] = [
     (torch.zeros((), device="meta"), 1e-2),
     (0.01234565, math.nextafter(0.01234565, 0)),
     (0.0123456499, 0.0123456501),
+    (7.402245483234536e-16, 7.402412016688231e-16),
+    (0.0, 1.7e-20),
 ]
 DIFFERENT: list[tuple[Any, Any]] = [
     (1e-2, 2e-2),
     (1e-2, 1.0001e-2),
-    (0.0, 1e-12),
+    (0.0, 1e-11),
+    (1e300, 1e-2),
     ((0.9, 0.95), (0.9, 0.96)),
     ((0.9, 0.95), 0.9),
     ((0.9,), (0.9, 0.9)),
@@ -68,7 +71,7 @@ DIFFERENT: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("one", "other"), EQUAL)
 def test_what_is_equal_looks_alike(one: Any, other: Any) -> None:
     here, there = both(one, other)
-    assert in_words(here) == in_words(there) and difference(here, there) is None
+    assert packed(here) == packed(there) and difference(here, there) is None
 
 
 @pytest.mark.parametrize(("one", "other"), IN_PASSING)
@@ -80,7 +83,7 @@ def test_what_is_alike_within_the_last_bits_or_cannot_be_compared_is_no_differen
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_what_differs_is_found(one: Any, other: Any) -> None:
     here, there = both(one, other)
-    assert in_words(here) != in_words(there)
+    assert packed(here) != packed(there)
     found = difference(here, there)
     assert found is not None and found[0] == "'lr' of param_groups[0]"
 

@@ -12,6 +12,7 @@ from tests.support.programs import batches
 from tests.support.replays import WIDTH, Case, Net, batch_of, loss_fn, micro_step
 
 SCALE = 1.0
+loss = 0.0
 
 
 class Weighted(Net):
@@ -21,6 +22,8 @@ class Weighted(Net):
 
     def forward(self, x: Tensor, factor: Tensor) -> dict[str, Any]:
         self.calls += 1
+        if not self.training:
+            self.evaluations += 1
         output = super().forward(x * self.alpha * self.of_class * SCALE, factor)
         return {**output, "loss": output["loss"] * self._weight()}
 
@@ -41,7 +44,7 @@ class Criterion:
 def weighted(engine: Any) -> Any:
     model = engine.module
     model.__class__ = Weighted
-    model.alpha, model.kind, model.memory, model.calls = 1.0, "once", None, 0
+    model.alpha, model.kind, model.memory, model.calls, model.evaluations = 1.0, "once", None, 0, 0
     return model
 
 
@@ -68,11 +71,18 @@ def set_now_and_then(engine: Any) -> Iterator[Any]:
 
 
 def counted_and_not_used(engine: Any) -> Iterator[Any]:
-    """The model counts its calls, and computes nothing with the number."""
+    """The model counts its calls, also those of evaluations, and computes nothing with that; nor with the script's."""
+    global loss
     model = weighted(engine)
-    for _, batch in batches():
-        yield engine.train_step(batch, loss_fn)
-    assert model.calls > 0
+    for step, batch in batches():
+        if step % 2:
+            engine.eval()
+            with torch.no_grad():
+                yield engine(*batch)["loss"]
+            engine.train()
+        loss = engine.train_step(batch, lambda output, batch: output["loss"] * batch[0].shape[-1]).item()
+        yield torch.tensor(loss)
+    assert model.calls > 0 and model.evaluations > 0
 
 
 def annealed(engine: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ import xxhash
 from zeroweave.comm.wire import Wire
 from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
-from zeroweave.optim.options import Options, difference, in_words
+from zeroweave.optim.options import Options, difference, packed
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.compare import compare, first_difference
 from zeroweave.ranks.control import Agreement, Control, Decision, Diverged, decide
@@ -211,4 +211,4 @@ class Agreements:
 
 def _hash(options: Options) -> int:
     """64 bits."""
-    return xxhash.xxh3_64_intdigest(in_words(options).encode())
+    return xxhash.xxh3_64_intdigest(packed(options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Collection, Mapping
 from numbers import Real
 from typing import Any, Final
@@ -13,6 +14,8 @@ NAMES: Final = ("lr", "weight_decay", "momentum", "betas", "eps")
 """Those that a program sets and no optimizer does. What an optimizer counts in a group may differ between ranks."""
 _ALIKE: Final = 1e-5
 """Numbers are equal within this share: schedulers compute on the host, whose last bits depend on its CPU."""
+_NOTHING: Final = 1e-12
+"""So are numbers that differ by no more: what a cosine leaves in the end."""
 
 Options = Mapping[str, Mapping[str, object]]
 """Of each group, by what people call it: `NAMES` and their values, each as `comparable` gives it."""
@@ -41,16 +44,22 @@ def comparable(value: Any) -> object:
         return math.inf
 
 
-def in_words(options: Options) -> str:
-    """Equal for options that are alike, but for few numbers that are so within the last bits only."""
-    return " ".join(f"{place}: {rounded(list(each.items()))}" for place, each in options.items())
+def packed(options: Options) -> bytes:
+    """Equal for options that are alike, but for few numbers that are so within the last bits only.
+
+    As float32, which is read into bytes at once: this is done in each step.
+    """
+    numbers = array("f")
+    for each in options.values():
+        for value in each.values():
+            numbers.extend(_numbers(value))
+    return numbers.tobytes()
 
 
-def rounded(value: object) -> str:
-    """Of what `comparable` gives, and of names."""
-    if isinstance(value, list | tuple):
-        return " ".join(map(rounded, value))
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, list):
+        return [len(value), *(number for item in value for number in _numbers(item))]
+    return [math.nan if value is None else value]
 
 
 def difference(one: Options, other: Options) -> tuple[str, object, object] | None:
@@ -69,4 +78,4 @@ def _alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_alike, one, other))
     if isinstance(one, list) or isinstance(other, list):
         return False
-    return math.isclose(one, other, rel_tol=_ALIKE) or (math.isnan(one) and math.isnan(other))
+    return math.isclose(one, other, rel_tol=_ALIKE, abs_tol=_NOTHING) or (math.isnan(one) and math.isnan(other))

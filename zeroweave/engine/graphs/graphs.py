@@ -33,7 +33,7 @@ from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
-from zeroweave.optim.options import comparable, rounded
+from zeroweave.optim.options import comparable
 from zeroweave.optim.scaler import Scalars, Scaler
 
 
@@ -168,7 +168,7 @@ class Graphs:
             trials, opened = engaged
             with self._guard("clip_grad_norm_"):
                 key = "clip", max_norm
-                if self._course("clip", key, clips=rounded(comparable(max_norm))) is Course.REPLAY:
+                if self._course("clip", key, clips=str(comparable(max_norm))) is Course.REPLAY:
                     (norm,) = opened.replay().results()
                     self._scaler.found_norm(norm)
                     return norm

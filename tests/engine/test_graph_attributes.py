@@ -1,0 +1,235 @@
+"""Which numbers of modules, losses and globals are looked at, and when one is another."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroweave.engine.graphs.attributes import Attributes
+
+GLOBAL, ASSIGNED, loss = 1.0, 1.0, 1.0
+
+
+class Kind(Enum):
+    ONE = 1
+    TWO = 2
+
+
+def through(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(self: Any, x: Any) -> Any:
+        return forward(self, x) * self.of_wrapper
+
+    return wrapper
+
+
+class Mixin:
+    def mixed(self) -> Any:
+        return self.of_mixin  # type: ignore[attr-defined]
+
+
+class Base(nn.Module):
+    of_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("plain", "of_wrapper", "of_mixin", "of_base", "kept", "inner", "hidden", "unread", "last"):
+            setattr(self, name, 1.0)
+        self.calls, self.evaluations, self.boost, self.numbers, self.nothing = 0, 0, True, [1.0], None
+        self.register_buffer("mask", None)
+
+    def forward(self, x: Any) -> Any:
+        return x * self.of_base
+
+
+class Module(Base, Mixin):
+    @through
+    def forward(self, x: Any) -> Any:
+        global ASSIGNED
+        ASSIGNED += 1.0
+        self.calls += 1
+        if not self.training:
+            self.evaluations += 1
+        if self.boost:
+            self.boost = False
+        found = super().forward(x) * self.plain * self.mixed() * self.kept_by * self.of_class * GLOBAL
+        return found, [self.inner * each for each in (lambda: self.numbers)()], self.nothing, self.mask, x.last, x.loss
+
+    @property
+    def kept_by(self) -> float:
+        return self.kept
+
+    def set_epoch(self) -> None:
+        self.unread += self.hidden
+
+
+SEEN = ("plain", "of_wrapper", "of_mixin", "of_base", "kept", "inner", "of_class")
+ELSEWHERE = ("hidden", "unread", "last", "calls", "evaluations", "boost", "training")
+
+
+def held(things: list[Any], change: Callable[[], None]) -> bool:
+    """Are attributes still what they were, behind a change?"""
+    attributes = Attributes()
+    attributes.look(things)
+    constants = attributes.lasting()
+    assert constants.hold()
+    change()
+    return constants.hold()
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_a_step_reads_of_its_own_object_is_seen(name: str) -> None:
+    module = nn.Sequential(Module())
+    assert not held([module], lambda: setattr(module[0], name, 2.0))
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_it_writes_or_does_not_read_is_not(name: str) -> None:
+    module = Module()
+    assert held([module], lambda: setattr(module, name, 2.0))
+
+
+CHANGES: list[tuple[str, Any, Any]] = [
+    ("plain", 1.0, numpy.float32(2.0)),
+    ("plain", numpy.float32(1.0), numpy.float32(2.0)),
+    ("plain", "one", "two"),
+    ("plain", (1, (2, 3)), (1, (2, 4))),
+    ("plain", Kind.ONE, Kind.TWO),
+    ("nothing", None, torch.ones(3)),
+    ("mask", None, torch.ones(3)),
+    ("numbers", [1.0], None),
+    ("numbers", [1.0], 1.0),
+]
+
+
+@pytest.mark.parametrize(("name", "one", "other"), CHANGES)
+def test_another_value_is_another_one(name: str, one: Any, other: Any) -> None:
+    module = Module()
+    setattr(module, name, one)
+    assert not held([module], lambda: setattr(module, name, other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(math.nan, float("nan")), (0.1 + 0.2, 0.30000000000000004), ([1.0], [2.0]), ("ab", "".join("ab"))],
+)
+def test_an_equal_one_is_not(one: Any, other: Any) -> None:
+    module = Module()
+    module.plain = one
+    assert held([module], lambda: setattr(module, "plain", other))
+
+
+def test_what_comes_and_goes_is_seen() -> None:
+    module = Module()
+    del module.plain
+    assert not held([module], lambda: setattr(module, "plain", 1.0))
+    assert not held([module], lambda: delattr(module, "plain"))
+
+
+def test_globals_are_seen_where_code_reads_them_as_such() -> None:
+    def change(name: str) -> bool:
+        before = globals()[name]
+        try:
+            return held([Module()], lambda: globals().update({name: before + 1}))
+        finally:
+            globals()[name] = before
+
+    assert not change("GLOBAL") and change("ASSIGNED") and change("loss")
+
+
+@dataclass(slots=True)
+class Slotted:
+    weight: float = 1.0
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        return output * self.weight
+
+
+class Criterion:
+    shared = 1.0
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        return output * self._scale()
+
+    def _scale(self) -> float:
+        return self.weight
+
+    def bound(self, output: Any, batch: Any) -> Any:
+        return output * self._scale()
+
+    @classmethod
+    def of_class(cls, output: Any, batch: Any) -> Any:
+        return output * cls.shared
+
+
+class Inherited(Criterion):
+    def __call__(self, output: Any, batch: Any) -> Any:
+        return super().__call__(output, batch) + 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "loss_of", "name"),
+    [
+        (Slotted(), lambda owner: owner, "weight"),
+        (Criterion(), lambda owner: owner, "weight"),
+        (Criterion(), lambda owner: owner.bound, "weight"),
+        (Criterion(), lambda owner: functools.partial(owner.bound, batch=None), "weight"),
+        (Inherited(), lambda owner: owner, "weight"),
+        (type("Own", (Criterion,), {}), lambda owner: owner.of_class, "shared"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), lambda owner: owner, "label_smoothing"),
+    ],
+)
+def test_losses_are_looked_at_like_modules(owner: Any, loss_of: Any, name: str) -> None:
+    assert not held([loss_of(owner)], lambda: setattr(owner, name, 2.0))
+
+
+def test_a_forward_in_the_place_of_its_class_s_is_looked_at() -> None:
+    def forward(module: Any, x: Tensor) -> Tensor:
+        return x * module.other
+
+    module: Any = Module()
+    module.other, module.forward = 1.0, functools.partial(forward, module)
+    assert not held([module], lambda: setattr(module, "other", 2.0))
+
+
+class Guarded(Module):
+    """Can be asked in a forward only."""
+
+    closed = False
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "plain" and Guarded.closed:
+            raise RuntimeError("only inside")
+        return super().__getattribute__(name)
+
+
+class Raising(float):
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("not comparable")
+
+    __hash__ = float.__hash__
+
+
+def test_what_objects_think_of_being_asked_ends_no_step() -> None:
+    module, looped = Guarded(), Criterion().bound
+
+    def odd(output: Any, batch: Any) -> Any:
+        return output
+
+    odd.__wrapped__ = odd  # type: ignore[attr-defined]
+    assert held([module, odd, looped], lambda: setattr(Guarded, "closed", True))
+    Guarded.closed = False
+    module.plain = Raising(1.0)
+    assert not held([module], lambda: setattr(module, "plain", Raising(1.0)))
