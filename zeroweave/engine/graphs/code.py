@@ -28,6 +28,12 @@ class Names:
     read_globals: set[str] = field(default_factory=set)
     written_globals: set[str] = field(default_factory=set)
 
+    def add(self, other: Names) -> None:
+        self.read |= other.read
+        self.written |= other.written
+        self.read_globals |= other.read_globals
+        self.written_globals |= other.written_globals
+
     def scan(self, code: CodeType, own: str | None) -> None:
         """`own`: the name of the first argument, if it is one of these."""
         before, asks_super = "", False
@@ -102,11 +108,8 @@ def _reached(kind: type, entries: Iterable[Any]) -> Iterator[tuple[Any, frozense
             code, found = function.__code__, Names()
             found.scan(code, code.co_varnames[0] if code.co_argcount else None)
             left += [each for name in found.read - names.read for each in _of(kind, name)]
-            names.read |= found.read
-            names.written |= found.written
-            _, there = places.setdefault(id(function.__globals__), (function.__globals__, Names()))
-            there.read_globals |= found.read_globals
-            there.written_globals |= found.written_globals
+            names.add(found)
+            places.setdefault(id(function.__globals__), (function.__globals__, Names()))[1].add(found)
     yield None, frozenset(names.read - names.written)
     for held, there in places.values():
         yield held, frozenset(there.read_globals - there.written_globals)
