@@ -66,7 +66,7 @@ def differ(stage: int, mode: str, change: Callable[[zw.Engine], None]) -> tuple[
 
 @daily(
     ("stage", "mode", "change"),
-    [(2, "eager", by_its_own_loss), (3, "aot_eager", other_norm)],
+    [(2, "eager", by_its_own_loss)],
     [(stage, mode, change) for stage in STAGES for mode in MODES for change in DIFFERENT],
 )
 def test_ranks_that_differ_are_told(pools: Pools, stage: int, mode: str, change: Any) -> None:
