@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -16,7 +15,9 @@ from torch import Tensor, nn
 
 from zeroweave.engine.graphs.attributes import Attributes
 
-GLOBAL, ASSIGNED, loss = 1.0, 1.0, 1.0
+GLOBAL, BESIDE, ASSIGNED, loss = 1.0, 1.0, 1.0, 1.0
+SEEN = ("plain", "of_wrapper", "of_mixin", "of_base", "kept", "inner", "of_class")
+ELSEWHERE = ("hidden", "unread", "last", "calls", "evaluations", "boost", "training")
 
 
 class Kind(Enum):
@@ -42,13 +43,32 @@ class Base(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name in ("plain", "of_wrapper", "of_mixin", "of_base", "kept", "inner", "hidden", "unread", "last"):
+        for name in (*SEEN, *ELSEWHERE):
+            if name in ("training", "of_class"):
+                continue
             setattr(self, name, 1.0)
         self.calls, self.evaluations, self.boost, self.numbers, self.nothing = 0, 0, True, [1.0], None
         self.register_buffer("mask", None)
 
     def forward(self, x: Any) -> Any:
         return x * self.of_base
+
+
+class Hidden(Base):
+    """Whose forward nobody calls, as it is another one's, which does not ask for it."""
+
+    def forward(self, x: Any) -> Any:
+        self.plain = 2.0
+        return x
+
+
+class Other(Hidden):
+    def forward(self, x: Any) -> Any:
+        return x * self.plain
+
+
+def beside(x: Any) -> Any:
+    return x * BESIDE
 
 
 class Module(Base, Mixin):
@@ -61,8 +81,15 @@ class Module(Base, Mixin):
             self.evaluations += 1
         if self.boost:
             self.boost = False
+        x.plain += 1
+        self.note(x, 1)
+        beside(x)
         found = super().forward(x) * self.plain * self.mixed() * self.kept_by * self.of_class * GLOBAL
         return found, [self.inner * each for each in (lambda: self.numbers)()], self.nothing, self.mask, x.last, x.loss
+
+    @staticmethod
+    def note(x: Any, value: Any) -> None:
+        x.plain = value
 
     @property
     def kept_by(self) -> float:
@@ -72,17 +99,14 @@ class Module(Base, Mixin):
         self.unread += self.hidden
 
 
-SEEN = ("plain", "of_wrapper", "of_mixin", "of_base", "kept", "inner", "of_class")
-ELSEWHERE = ("hidden", "unread", "last", "calls", "evaluations", "boost", "training")
-
-
 def held(things: list[Any], change: Callable[[], None]) -> bool:
     """Are attributes still what they were, behind a change?"""
     attributes = Attributes()
     attributes.look(things)
-    constants = attributes.lasting()
-    assert constants.hold()
+    constants = attributes.constants()
+    assert constants.hold() and attributes.changed is None
     change()
+    assert constants.hold() == (attributes.changed is None)
     return constants.hold()
 
 
@@ -101,6 +125,7 @@ def test_what_it_writes_or_does_not_read_is_not(name: str) -> None:
 CHANGES: list[tuple[str, Any, Any]] = [
     ("plain", 1.0, numpy.float32(2.0)),
     ("plain", numpy.float32(1.0), numpy.float32(2.0)),
+    ("plain", numpy.bool_(True), numpy.bool_(False)),
     ("plain", "one", "two"),
     ("plain", (1, (2, 3)), (1, (2, 4))),
     ("plain", Kind.ONE, Kind.TWO),
@@ -128,11 +153,27 @@ def test_an_equal_one_is_not(one: Any, other: Any) -> None:
     assert held([module], lambda: setattr(module, "plain", other))
 
 
+def test_a_forward_that_another_one_hides_is_not_looked_at() -> None:
+    module = Other()
+    assert not held([module], lambda: setattr(module, "plain", 2.0))
+
+
+def test_looking_again_takes_little() -> None:
+    """Of a large model few things are asked for: what torch's own modules read are parameters."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2), 30)
+    attributes = Attributes()
+    attributes.look([model])
+    assert len(attributes.constants()._rest) < 20, "of 30 equal layers few things are looked at one by one"
+
+
 def test_what_comes_and_goes_is_seen() -> None:
     module = Module()
     del module.plain
     assert not held([module], lambda: setattr(module, "plain", 1.0))
     assert not held([module], lambda: delattr(module, "plain"))
+    assert not held([module], lambda: module.register_buffer("plain", torch.ones(3)))
+    other = Criterion()
+    assert not held([other], lambda: setattr(other, "__dict__", {"weight": 2.0}))
 
 
 def test_globals_are_seen_where_code_reads_them_as_such() -> None:
@@ -143,12 +184,23 @@ def test_globals_are_seen_where_code_reads_them_as_such() -> None:
         finally:
             globals()[name] = before
 
-    assert not change("GLOBAL") and change("ASSIGNED") and change("loss")
+    assert not change("GLOBAL") and not change("BESIDE") and change("ASSIGNED") and change("loss")
 
 
-@dataclass(slots=True)
 class Slotted:
-    weight: float = 1.0
+    __slots__ = ("unset", "weight")
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        return output * (self.unset if hasattr(self, "unset") else self.weight)
+
+
+class Mapped(dict[str, float]):
+    def __init__(self) -> None:
+        super().__init__(other=1.0)
+        self.weight = 1.0
 
     def __call__(self, output: Any, batch: Any) -> Any:
         return output * self.weight
@@ -183,6 +235,9 @@ class Inherited(Criterion):
     ("owner", "loss_of", "name"),
     [
         (Slotted(), lambda owner: owner, "weight"),
+        (Slotted(), lambda owner: owner, "unset"),
+        (Mapped(), lambda owner: owner, "weight"),
+        (Criterion(), lambda owner: lambda output, batch: owner(output, batch), "weight"),
         (Criterion(), lambda owner: owner, "weight"),
         (Criterion(), lambda owner: owner.bound, "weight"),
         (Criterion(), lambda owner: functools.partial(owner.bound, batch=None), "weight"),

@@ -31,6 +31,7 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     (at_hand.cycled, Case(cycle=True), 20, 2),
     (numbers_at_hand.set_now_and_then, Case(dropout=0.1), 60, 7),
     (numbers_at_hand.counted_and_not_used, Case(), 12, 1),
+    (numbers_at_hand.two_losses, Case(), 20, 5),
     (programs.objects, Case(), 14, 2),
     (programs.shapes, Case(), 20, 8),
     (programs.given_up, Case(gas=2, dropout=0.1), 6, 1),
@@ -39,7 +40,12 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     *((programs.given_up, Case(stage, gas, dropout=0.1), 6, 1) for stage in (1, 2) for gas in (1, 2)),
     *((programs.modes, Case(stage, 2, dropout=0.1), 4, 1) for stage in (1, 3)),
 ]
-DAILY = [row for row in EXACT[:17] if row[0] is not programs.shapes]
+DAILY = [row for row in EXACT[:18] if row[0] is not programs.shapes]
+WITHIN: list[tuple[Callable[..., Any], Case]] = [
+    (numbers_at_hand.behind_backward, Case(gas=2)),
+    (numbers_at_hand.in_a_block, Case()),
+    (numbers_at_hand.by_a_scheduler, Case(decay=True)),
+]
 UNCAPTURED: list[tuple[Callable[..., Any], Case, str]] = [
     (programs.writes, Case(), "writes into the batch"),
     (programs.total, Case(), "keep loss.detach"),
@@ -50,7 +56,7 @@ UNCAPTURED: list[tuple[Callable[..., Any], Case, str]] = [
     (at_hand.stashed, Case(), "another tensor in the place of memory"),
     (at_hand.rebound, Case(), "another tensor in the place of buffer seen"),
     (at_hand.aside, Case(), "aux leads back into the model"),
-    (numbers_at_hand.annealed, Case(), "change with each step"),
+    (numbers_at_hand.annealed, Case(), "change every few steps"),
     *(
         (partial(numbers_at_hand.set_within, loop=loop), Case(gas=2), "alpha is set anew within the step")
         for loop in LOOPS

@@ -201,7 +201,7 @@ def test_options_that_change_with_each_step_end_the_attempts() -> None:
             engine.optimizer.param_groups[0]["weight_decay"] = step / 1000
             engine.train_step(batch_of(Case(), step, 0), loss_fn)
         told = [str(each.message) for each in caught if "cuda_graphs" in str(each.message)]
-        assert len(told) == 1 and "change with each step" in told[0] and engine.stats.captured_windows <= 3, told
+        assert len(told) == 1 and "change every few steps" in told[0] and engine.stats.captured_windows <= 3, told
         engine.destroy()
 
 

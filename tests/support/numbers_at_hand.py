@@ -100,3 +100,59 @@ def set_within(engine: Any, loop: str = "train_step") -> Iterator[Any]:
         for micro in range(2):
             model.alpha = 1.0 + micro
             yield micro_step(engine, Case(gas=2, loop=loop), batch_of(Case(), step, micro))
+
+
+def behind_backward(engine: Any) -> Iterator[Any]:
+    """Each step has a number of its own, which is set between a backward and its step."""
+    model = weighted(engine)
+    for step in range(20):
+        for micro in range(2):
+            loss = engine(*batch_of(Case(), step, micro))["loss"]
+            engine.backward(loss)
+            model.alpha = 1.0 + micro
+            engine.step()
+            yield loss.detach()
+
+
+def in_a_block(engine: Any) -> Iterator[Any]:
+    """Each forward of a coalesced block has a number of its own."""
+    model = weighted(engine)
+    for step in range(20):
+        with engine.coalesce_grad_reduction():
+            for micro in range(2):
+                model.alpha = 1.0 + micro
+                loss = engine(*batch_of(Case(), step, micro))["loss"]
+                engine.backward(loss)
+                yield loss.detach()
+        engine.step()
+
+
+def by_a_scheduler(engine: Any) -> Iterator[Any]:
+    """The engine's scheduler sets a number of the model, in each step, for the next one."""
+    model, plain = weighted(engine), engine.lr_scheduler.step
+
+    def step() -> None:
+        plain()
+        model.alpha *= 0.9
+
+    engine.lr_scheduler.step = step
+    for _, batch in batches():
+        yield engine.train_step(batch, loss_fn)
+
+
+def every_fourth(engine: Any) -> Iterator[Any]:
+    model = weighted(engine)
+    for step, batch in batches(60):
+        if step % 4 == 0:
+            model.alpha = 1.0 / (1 + step)
+        yield engine.train_step(batch, loss_fn)
+
+
+def two_losses(engine: Any) -> Iterator[Any]:
+    """In turn; the number of one of them changes with each step, the other's once."""
+    weighted(engine)
+    first, second = Criterion(), Criterion()
+    for step, batch in batches(60):
+        first.weight = 1.0 / (1 + step)
+        second.weight = 2.0 if step > 40 else 1.0
+        yield engine.train_step(batch, first if step % 2 else second)

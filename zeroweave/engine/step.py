@@ -18,7 +18,7 @@ from zeroweave.engine.window import Window
 from zeroweave.errors import NonFiniteError, ZeroweaveError
 from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.early import EarlyUpdates
-from zeroweave.optim.options import Options, comparable, shared_options
+from zeroweave.optim.options import Options, clipping, shared_options
 from zeroweave.optim.scaler import Scaler
 from zeroweave.ranks.control import Decision
 from zeroweave.schedule import Instruction, Schedule
@@ -195,7 +195,7 @@ class OptimizerStep:
         """By which this rank would update at the end of the present window, as they are now."""
         optimizer = self._parts.optimizer
         found = {} if optimizer is None else shared_options(optimizer.optimizer, optimizer.shared)
-        return {**found, "clip_grad_norm_": {"max_norm": comparable(self._scaler.limits)}}
+        return {**found, **clipping(self._scaler.limits)}
 
     def _nonfinite(self) -> bool:
         """Are gradients of this rank infinite or NaN? False where nobody looks."""

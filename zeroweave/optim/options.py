@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any, Final
 
@@ -28,6 +28,11 @@ def shared_options(optimizer: torch.optim.Optimizer, groups: Collection[int]) ->
         for index, group in enumerate(optimizer.param_groups)
         if index in groups
     }
+
+
+def clipping(limits: Sequence[float]) -> dict[str, dict[str, object]]:
+    """The same of norms that gradients were clipped to."""
+    return {"clip_grad_norm_": {"max_norm": comparable(limits)}}
 
 
 def comparable(value: Any) -> object:
@@ -59,7 +64,7 @@ def packed(options: Options) -> bytes:
 def _numbers(value: Any) -> list[float]:
     if isinstance(value, list):
         return [len(value), *(number for item in value for number in _numbers(item))]
-    return [math.nan if value is None else value]
+    return [math.nan if value is None else 0.0 if abs(value) < _NOTHING else value]
 
 
 def difference(one: Options, other: Options) -> tuple[str, object, object] | None:

@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from zeroweave.engine.graphs.attributes import Constants
 from zeroweave.engine.graphs.away import Away, put_back
 from zeroweave.engine.graphs.held import Held, captured_by, held_by, lies
 from zeroweave.engine.graphs.nest import Uncapturable
@@ -105,18 +104,14 @@ class Copies:
 
 
 class Whereabouts:
-    """Where everything lay that graphs read and write, and which options and attributes they took for constant.
+    """Where everything lay that graphs read and write, and what of the optimizer's options they took for constant.
 
     Loading, for instance, puts other tensors there. Asked before each window, so it looks for the objects themselves.
     """
 
-    def __init__(self, parts: EngineParts, functions: Iterable[Any] = (), constants: Constants | None = None) -> None:
-        """`functions`: the losses that are captured. What these and the modules hold beside parameters stays alive.
-
-        `constants`: what all of these have at hand and did not change.
-        """
+    def __init__(self, parts: EngineParts, functions: Iterable[Any] = ()) -> None:
+        """`functions`: the losses that are captured. What these and the modules hold beside parameters stays alive."""
         self._parts = parts
-        self._constants = constants or Constants()
         self._shards, self._flats = self._shards_now(), self._flats_now()
         self._places = parts.runtime.places.addresses
         self._options = self._options_now()
@@ -141,7 +136,7 @@ class Whereabouts:
             return False
         if not all(each.is_there and lay in (None, lies(each.tensor)) for each, lay in self._held):
             return False
-        return self._states_hold() and self._options_now() == self._options and self._constants.hold()
+        return self._states_hold() and self._options_now() == self._options
 
     def _states_hold(self) -> bool:
         """Thousands of tensors: first as they stand in their dictionaries, which takes little, then each by its key."""

@@ -33,7 +33,7 @@ from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
-from zeroweave.optim.options import comparable
+from zeroweave.optim.options import Options, clipping
 from zeroweave.optim.scaler import Scalars, Scaler
 
 
@@ -168,7 +168,7 @@ class Graphs:
             trials, opened = engaged
             with self._guard("clip_grad_norm_"):
                 key = "clip", max_norm
-                if self._course("clip", key, clips=str(comparable(max_norm))) is Course.REPLAY:
+                if self._course("clip", key, options=clipping([max_norm])) is Course.REPLAY:
                     (norm,) = opened.replay().results()
                     self._scaler.found_norm(norm)
                     return norm
@@ -271,10 +271,10 @@ class Graphs:
         around = self._surroundings.now(loss_fn)
         return given, (kind, given.signature, around, self._window.is_boundary(), self._window.defers), ""
 
-    def _course(self, kind: Kind, key: object, why: str = "", clips: str = "") -> Course:
+    def _course(self, kind: Kind, key: object, why: str = "", options: Options | None = None) -> Course:
         """How the call that begins runs; `key`: None where no graph can serve it, and why. Collective.
 
-        `clips`: to which norm.
+        `options`: what all ranks have to have alike; None: those of an update, where the call updates.
         """
         assert self._engaged is not None
         trials, opened = self._engaged
@@ -289,8 +289,9 @@ class Graphs:
             opened.begin()
         wish, why = (Course.PLAIN, why) if key is None else self._wish(opened, key, begins)
         ends = self._window.is_boundary()
-        call = f"{kind} {ends} {self._window.defers} {clips}"
-        options = self._step.options() if ends and kind in ("train_step", "step") else {}
+        call = f"{kind} {ends} {self._window.defers}"
+        if options is None:
+            options = self._step.options() if ends and kind in ("train_step", "step") else {}
         course = self._parts.agreements.course(wish, self._scheduler.schedule, ends, call, options)
         self._meets = course is Course.REPLAY
         if not self._meets:

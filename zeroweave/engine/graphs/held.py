@@ -102,7 +102,7 @@ def _parts(value: Any, find: Callable[[], object]) -> Iterator[tuple[str, Any, C
         case _ if callable(value):
             yield from _named_by(type(value).__call__, value)
         case _ if type(value).__module__.partition(".")[0] not in _OTHERS:
-            for at, part in _attributes(value).items():
+            for at, part in attributes_of(value).items():
                 yield f".{at}", part, partial(_attribute, find, at)
 
 
@@ -120,7 +120,7 @@ def _same(value: object) -> object:
     return value
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, Any]:
     """Of a plain object, with its slots; nothing is computed for it."""
     found = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
@@ -131,7 +131,7 @@ def _attributes(value: object) -> dict[str, Any]:
 
 
 def _attribute(find: Callable[[], object], at: str) -> object:
-    return _attributes(find()).get(at)
+    return attributes_of(find()).get(at)
 
 
 def _item(find: Callable[[], Any], at: Any) -> object:

@@ -21,6 +21,8 @@ _ATTEMPTS: Final = 3
 """So many trials of windows that begin alike may come to nothing. So many windows may wait for their first replay."""
 _WORTH: Final = 2
 """So many replays of one capture, and what had gone before it counts no more."""
+_WORTH_OF_NUMBERS: Final = 8
+"""The same for captures that go because a program has set a number: it does so again and again."""
 _LONGEST_WAIT: Final = 64
 """Windows that run as ever at most between two trials of windows without an effect."""
 _OBSTINATE: Final = 32
@@ -44,6 +46,8 @@ class Known:
         """how often windows that begin so had to go, none of them worth its capture"""
         self._replays: Counter[int] = Counter()
         """since the last one of these"""
+        self._renumbered: Counter[int] = Counter()
+        """how often in a row they had to go for a number, not worth their captures"""
         self._idle: Counter[int] = Counter()
         """how many trials have told nothing, as their window changed nothing"""
         self._waits: Counter[int] = Counter()
@@ -66,32 +70,36 @@ class Known:
     def find(self, key: object, schedule: Schedule | None) -> tuple[CapturedWindow | None, Course, str]:
         """The window that begins with this call and follows `schedule`, if there is one; else what may be done.
 
-        Windows whose graphs would look for things that are not there any more go.
+        Windows whose graphs would look for things that are not there any more go, and one that begins so and has other
+        numbers at hand.
         """
         if len(self._seen) > _REMEMBERED:
             self._seen.clear()
         begins = hash(key)
         self._seen[begins] += 1
-        there = [each for each in self.windows if each.whereabouts.hold()]
-        if len(there) < len(self.windows):
-            self._keep(there)
-            self._gone[begins] += 1
-            self._replays.pop(begins, None)
-        for window in reversed(self.windows):
-            if window.schedule is schedule and window.parts[0].key == key:
-                self._replays[begins] += 1
-                if self._replays[begins] == _WORTH:
-                    self._gone.pop(begins, None)
-                self._since.clear()
-                self._wasted = 0
-                if window not in self._used:
-                    self._used.append(window)
-                return window, Course.REPLAY, ""
-        if self._gone[begins] >= _ATTEMPTS and begins not in self._refused:
-            self.refuse(
-                key,
-                "what its graphs read, such as a number of a module, or the optimizer's options, change with each step",
-            )
+        gone = [each for each in self.windows if not each.whereabouts.hold()]
+        found = [each for each in self.windows if each.schedule is schedule and each.parts[0].key == key]
+        if renumbered := [each for each in found if each not in gone and not each.constants.hold()]:
+            gone += renumbered
+            self._renumbered[begins] += 1
+            if self._replays[begins] >= _WORTH_OF_NUMBERS:
+                self._renumbered.pop(begins)
+        if gone:
+            for went in {hash(each.parts[0].key) for each in gone}:
+                self._gone[went] += 1
+                self._replays.pop(went, None)
+            self._keep([each for each in self.windows if each not in gone])
+        if window := next((each for each in found if each not in gone), None):
+            self._replays[begins] += 1
+            if self._replays[begins] == _WORTH:
+                self._gone.pop(begins, None)
+            self._since.clear()
+            self._wasted = 0
+            if window not in self._used:
+                self._used.append(window)
+            return window, Course.REPLAY, ""
+        if max(self._gone[begins], self._renumbered[begins]) >= _ATTEMPTS and begins not in self._refused:
+            self.refuse(key, "what its graphs read, such as a number of a module, or options change every few steps")
         return None, *self._without(begins, schedule)
 
     def _without(self, begins: int, schedule: Schedule | None) -> tuple[Course, str]:

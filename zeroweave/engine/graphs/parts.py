@@ -15,6 +15,7 @@ import torch
 
 from zeroweave._torch.storages import at_address
 from zeroweave.comm.ledger import Collective
+from zeroweave.engine.graphs.attributes import Constants
 from zeroweave.engine.graphs.capturer import Graph
 from zeroweave.engine.graphs.contents import Whereabouts
 from zeroweave.engine.graphs.nest import Nest, copy
@@ -165,10 +166,11 @@ def zeros_for(part: Part) -> list[torch.Tensor | None]:
 
 @dataclass(frozen=True, eq=False)
 class CapturedWindow:
-    """A window that follows `schedule`, of what lies at these `whereabouts`."""
+    """A window that follows `schedule`, of what lies at these `whereabouts` and has these `constants` at hand."""
 
     schedule: Schedule
     whereabouts: Whereabouts
+    constants: Constants
     parts: Sequence[Part]
     executed: tuple[Instruction, ...]
     norm: torch.Tensor | None

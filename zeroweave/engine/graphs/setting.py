@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -32,24 +32,20 @@ class Setting:
         self._held: list[Held] = list(held_by(parts.model))
         self.attributes = Attributes()
         self.attributes.look([self._model])
-        self._idle: Mapping[tuple[int, str], object] | None = None
-        """what they were when the last call was over; None: one is being made, or a backward was"""
-        self.assigned: str | None = None
-        """the name of one that was something else when the next call began: a graph would have one value in both"""
+        self._assigned: str | None = None
 
     def look(self, loss_fn: Any) -> None:
         """A call is about to be made."""
-        if self._idle is not None and self.assigned is None:
-            self.assigned = self.attributes.changed(self._idle)
-        self._idle = None
+        self._assigned = self.assigned
         self._options = options_of(self._optimizer)
         if loss_fn is not None:
             self._held += captured_by(loss_fn, self._model.modules())
             self.attributes.look([loss_fn])
 
-    def over(self) -> None:
-        """The last call has computed, and the program goes on."""
-        self._idle = self.attributes.now()
+    @property
+    def assigned(self) -> str | None:
+        """The name of a number that was set within the window: a graph would have one value in all calls."""
+        return self._assigned or self.attributes.changed
 
     @contextmanager
     def as_before(self) -> Iterator[None]:

@@ -269,15 +269,12 @@ class Trial:
         self.taken.append(Taken(kind, key, given, random, window.defers, window.said, ends, modes, **more))
         self.results.append([])
         self.setting.look(loss_fn := more.get("loss_fn"))
-        if kind == "step":
-            self.setting.over()
         if loss_fn is not None:
             self._keep()
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> None:
         """What the last call has returned. Uncapturable if it has written into its batch, as no replay does."""
         self.results[-1] = [tensor.detach().clone() for tensor in tensors]
-        self.setting.over()
         taken = self.taken[-1]
         if taken.batch is not None and digests({"": taken.batch.tensors}) != digests({"": taken.given}):
             raise Uncapturable("the model, or its loss, writes into the batch")
@@ -323,9 +320,9 @@ class Trial:
         changed = different(self._buffers, now)
         buffers = [buffer for name, buffer in parts.model.named_buffers() if name in changed]
         with self.setting.as_before():
-            there = Whereabouts(parts, self._functions, self.setting.attributes.lasting())
-            shared = _shared(captured)
-        return CapturedWindow(self.schedule, there, shared, executed, norm, buffers)
+            shared, there = _shared(captured), Whereabouts(parts, self._functions)
+        constants = self.setting.attributes.constants()
+        return CapturedWindow(self.schedule, there, constants, shared, executed, norm, buffers)
 
     def _buffers_now(self) -> dict[str, int]:
         return digests({name: [buffer] for name, buffer in self.bench.parts.model.named_buffers()})

@@ -175,8 +175,8 @@ class Trials:
             return "somebody refers to parameters"
         if (name := trial.setting.replaced) is not None:
             return f"the step puts another tensor in the place of {name}: let it write into the one that is there"
-        if trial.setting.assigned is not None:
-            return f"{trial.setting.assigned} is set anew within the step: give it as a tensor"
+        if (name := trial.setting.assigned) is not None:
+            return f"{name} is set anew within the step: give it as a tensor"
         if trial.changed_places:
             return "the optimizer has begun to hold something in it"
         if (name := self._in_a_graph()) is not None:
