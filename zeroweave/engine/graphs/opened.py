@@ -103,9 +103,7 @@ class Opened:
             return "something else was done in the window"
         stands = self._parts.runtime.replay.lingering.stand
         captured = self._captured
-        if captured is None or not (captured.whereabouts.hold() and captured.constants.hold()):
-            return "what its graphs read has changed"
-        if not stands(captured.schedule.stays):
+        if captured is None or not (captured.holds and stands(captured.schedule.stays)):
             return "what its graphs read has changed"
         return None if fits(self._captured, self._at, key) else "the window goes on as none that was captured"
 

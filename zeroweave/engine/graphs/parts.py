@@ -177,3 +177,8 @@ class CapturedWindow:
     """where clipping by the config leaves the norm"""
     buffers: Sequence[torch.Tensor]
     """those that it changes"""
+
+    @property
+    def holds(self) -> bool:
+        """Would its graphs find what the captured window found?"""
+        return self.whereabouts.hold() and self.constants.hold()
