@@ -11,6 +11,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from zeroweave.engine.graphs.around import content_of
+
 _TORCHS: Final = frozenset(nn.Module.__mro__)
 """Classes whose own code is no program's."""
 _BETWEEN: Final = frozenset({"PRECALL", "PUSH_NULL", "EXTENDED_ARG", "CACHE"})
@@ -101,7 +103,7 @@ def _entries(thing: Any, seen: list[Any]) -> Iterator[tuple[Any, type, list[Any]
         case nn.Module():
             for module in thing.modules():
                 own, kind = vars(module).get("forward"), type(module)
-                yield module, kind, [*_of(kind, "forward"), *_of(kind, "__call__")] if own is None else [own]
+                yield module, kind, [*_of(kind, "forward")[:1], *_of(kind, "__call__")[:1]] if own is None else [own]
         case MethodType():
             owner = thing.__self__
             yield owner, owner if isinstance(owner, type) else type(owner), [thing.__func__]
@@ -115,23 +117,18 @@ def _entries(thing: Any, seen: list[Any]) -> Iterator[tuple[Any, type, list[Any]
                 ):
                     yield from _entries(other, seen)
         case _:
-            yield thing, type(thing), _of(type(thing), "__call__")
+            yield thing, type(thing), _of(type(thing), "__call__")[:1]
 
 
 def _at_hand(function: FunctionType) -> Iterator[Any]:
     """What its closure has, and the globals that it names."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # nothing is there
-            continue
+    yield from map(content_of, function.__closure__ or ())
     yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
 
 
-def _of(kind: type, name: str, after: int = 0, every: bool = False) -> list[Any]:
-    """What the classes of an object have under a name: the first of them, or `every` one `after` so many."""
-    found = [vars(each)[name] for each in kind.__mro__ if each not in _TORCHS and name in vars(each)]
-    return found[after:] if every else found[after : after + 1]
+def _of(kind: type, name: str) -> list[Any]:
+    """What the classes of an object have under a name: the first is its own, the others are asked for by `super()`."""
+    return [vars(each)[name] for each in kind.__mro__ if each not in _TORCHS and name in vars(each)]
 
 
 def _reached(kind: type, entries: Iterable[Any]) -> Iterator[Reads]:
@@ -147,8 +144,8 @@ def _reached(kind: type, entries: Iterable[Any]) -> Iterator[Reads]:
             code, found = function.__code__, Names()
             of_object = is_own and code.co_argcount and not isinstance(value, staticmethod)
             found.scan(code, code.co_varnames[0] if of_object else None)
-            left += [(each, True) for name in found.read for each in _of(kind, name)]
-            left += [(each, True) for name in found.of_super for each in _of(kind, name, after=1, every=True)]
+            left += [(each, True) for name in found.read for each in _of(kind, name)[:1]]
+            left += [(each, True) for name in found.of_super for each in _of(kind, name)[1:]]
             named = (function.__globals__.get(name) for name in found.read_globals)
             left += [(each, False) for each in named if _is_beside(each, function)]
             names.add(found)

@@ -81,9 +81,8 @@ class Known:
         found = [each for each in self.windows if each.schedule is schedule and each.parts[0].key == key]
         if renumbered := [each for each in found if each not in gone and not each.constants.hold()]:
             gone += renumbered
-            self._renumbered[begins] += 1
-            if self._replays[begins] >= _WORTH_OF_NUMBERS:
-                self._renumbered.pop(begins)
+            worth = self._replays[begins] >= _WORTH_OF_NUMBERS
+            self._renumbered[begins] = 0 if worth else self._renumbered[begins] + 1
         if gone:
             for went in {hash(each.parts[0].key) for each in gone}:
                 self._gone[went] += 1
