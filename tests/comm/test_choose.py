@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def costs(*totals: float) -> tuple[Cost, ...]:
-    return tuple(Cost(size, total / 4, 3 * total / 4) for size, total in zip(SIZES, totals, strict=False))
+    return tuple(Cost(size, total / 4, 3 * total / 4, total) for size, total in zip(SIZES, totals, strict=False))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,9 @@ def test_it_says_what_was_chosen_and_why() -> None:
     assert str(decide(costs(1), costs(2))) == "by kernel: it costs less, measured at the start"
     assert str(Choice("it is asked for", 1)) == "by copy engine: it is asked for"
     assert str(Choice("ranks compute on cpu")) == "by kernel: ranks compute on cpu"
-    rows = list(Choice("", None, (Cost(16 * MIB, 1e-4, 2e-4),), (Cost(16 * MIB, 1e-5, 3e-4),)).table())
-    assert rows == [("16", "0.200", "0.100", "0.300", "0.010")]
+    by_kernel, by_copy = Cost(16 * MIB, 1e-4, 2e-4, 5e-5), Cost(16 * MIB, 1e-5, 3e-4, 4e-4)
+    (row,) = Choice("", None, (by_kernel,), (by_copy,)).table()
+    assert row == ("16", "0.050", "0.200", "0.100", "0.400", "0.300", "0.010")
 
 
 def test_where_nothing_is_gathered_between_gpus_kernels_do() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zeroweave as zw
@@ -52,6 +53,36 @@ def resumed(folder: Path, stage: int, mode: str, offload: str, asynchronous: boo
             engine.load(folder, "a")
             again = {"saved": states(engine), "losses": train(engine, device, 5), "end": states(engine)}
     return differing(run, again)
+
+
+def goes_on(folder: Path, stage: int, mode: str) -> None:
+    """Saves as "four" and trains on; leaves beside it what was saved, and how the run went on."""
+    device = join()
+    with deterministic(), start(SMALL, config(stage, mode, torch.bfloat16), torch.bfloat16) as engine:
+        train(engine, device, 4)
+        saved = states(engine)
+        engine.save(folder, "four")
+        run = {"saved": saved, "losses": train(engine, device, 5), "end": states(engine)}
+    torch.save(run, folder / f"run{dist.get_rank()}.pt")
+
+
+def passes_on(folder: Path, stage: int, mode: str) -> list[str]:
+    """Loads "four" and saves it as "two"; what differs from what was saved."""
+    join()
+    with start(SMALL, config(stage, mode, torch.bfloat16), torch.bfloat16) as engine:
+        engine.load(folder, "four")
+        found = states(engine)
+        engine.save(folder, "two")
+    return differing(torch.load(folder / f"run{dist.get_rank()}.pt")["saved"], found)
+
+
+def takes_up(folder: Path, stage: int, mode: str) -> list[str]:
+    """Loads "two" and trains on; what differs from the run that went on at once."""
+    device = join()
+    with deterministic(), start(SMALL, config(stage, mode, torch.bfloat16), torch.bfloat16) as engine:
+        engine.load(folder, "two")
+        run = {"saved": states(engine), "losses": train(engine, device, 5), "end": states(engine)}
+    return differing(torch.load(folder / f"run{dist.get_rank()}.pt"), run)
 
 
 def overtaken(folder: Path, stage: int, offload: str) -> list[str]:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from tests.gpu import checkpoint_jobs as jobs
+from tests.gpu.conftest import COMPILING
+from tests.support.harness import Pool
 
 Ranks = Callable[..., list[Any]]
 MIB = 2**20
@@ -29,6 +31,17 @@ def test_a_run_goes_on_with_the_same_bits(
     ranks: Ranks, tmp_path: Path, stage: int, mode: str, offload: str, other: str, asynchronous: bool
 ) -> None:
     assert ranks(jobs.resumed, tmp_path, stage, mode, offload, asynchronous, other) == [[], []]
+
+
+@pytest.mark.gpus(4)
+@pytest.mark.parametrize(("stage", "mode"), [(1, "eager"), (2, "inductor"), (3, "inductor")])
+def test_four_ranks_go_on_with_the_same_bits_after_two_had_the_checkpoint(
+    pools: Callable[[int], Pool], tmp_path: Path, stage: int, mode: str
+) -> None:
+    """The two load what four saved, and save it; four load that, and train as if nothing had been between."""
+    pools(4).run(jobs.goes_on, tmp_path, stage, mode, deadline=COMPILING)
+    assert pools(2).run(jobs.passes_on, tmp_path, stage, mode, deadline=COMPILING) == [[]] * 2
+    assert pools(4).run(jobs.takes_up, tmp_path, stage, mode, deadline=COMPILING) == [[]] * 4
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(1, "none"), (3, "none"), (3, "all"), (3, "both"), (3, "adaptive")])

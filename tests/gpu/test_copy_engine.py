@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu import copy_engine_jobs as jobs
 from tests.gpu import graph_jobs
@@ -108,7 +109,7 @@ def test_evaluation_between_replays_disturbs_nothing(ranks: Ranks, stage: int, a
 
 
 def test_the_doctor_measures() -> None:
-    choice = measured(2)
+    choice = measured(torch.cuda.device_count())
     print(choice, *choice.table(), sep="\n")
     assert len(list(choice.table())) == 5
 

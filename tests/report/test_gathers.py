@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from zeroweave.comm.choose import Choice, Cost
-from zeroweave.report.doctor import gathers
+from zeroweave.report.doctor import by_size, gathers
 from zeroweave.report.gathers import found, told
 
-CHOICE = Choice("measured", 1 << 20, (Cost(1 << 20, 0.1, 0.2),), (Cost(1 << 20, 0.01, 0.2),))
+CHOICE = Choice("measured", 1 << 20, (Cost(1 << 20, 0.1, 0.2, 0.15),), (Cost(1 << 20, 0.01, 0.2, 0.18),))
 
 
 @pytest.mark.parametrize("choice", [CHOICE, Choice("NCCL is too old")])
@@ -21,6 +21,14 @@ def test_what_went_wrong_is_said() -> None:
         found("", "")
     with pytest.raises(RuntimeError, match="ValueError: no GPU"):
         found("", "Traceback\n  ValueError: no GPU\nclosing")
+
+
+def test_each_size_is_a_line() -> None:
+    (line,) = by_size(CHOICE)
+    assert line.name == "gathers of 1 MiB" and line.detail == (
+        "kernel 150.000 ms alone, 200.000 beside matmuls, which lose 100.000; "
+        "copy engine 180.000 ms alone, 200.000 beside matmuls, which lose 10.000"
+    )
 
 
 def test_a_machine_without_gpus_gathers_by_kernel() -> None:

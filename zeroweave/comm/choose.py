@@ -36,11 +36,15 @@ _LEAD: Final = 3
 
 @dataclass(frozen=True)
 class Cost:
-    """What a gather of `nbytes` costs, in seconds: what matmuls beside it lose, and how long it takes there."""
+    """What a gather of `nbytes` costs, in seconds: what matmuls beside it lose, and how long it takes there.
+
+    `alone` is how long it takes with nothing beside it, which decides nothing.
+    """
 
     nbytes: int
     lost: float
     takes: float
+    alone: float
 
     @property
     def total(self) -> float:
@@ -67,9 +71,9 @@ class Choice:
         return f"by copy engine from {self.least / (1 << 20):g} MiB on: {self.why}"
 
     def table(self) -> Iterator[tuple[str, ...]]:
-        """What was measured, in MiB and ms."""
+        """What was measured: MiB, and ms of a gather alone, beside matmuls, and lost by these; by kernel, by copy."""
         for kernel, copy in zip(self.kernel, self.copy_engine, strict=True):
-            times = kernel.takes, kernel.lost, copy.takes, copy.lost
+            times = (each for cost in (kernel, copy) for each in (cost.alone, cost.takes, cost.lost))
             yield (f"{kernel.nbytes >> 20}", *(f"{1e3 * seconds:.3f}" for seconds in times))
 
 
@@ -162,7 +166,8 @@ def decide(kernel: Sequence[Cost], copy_engine: Sequence[Cost]) -> Choice:
 
 def _most(costs: Sequence[Cost]) -> Cost:
     """Of one size on all ranks."""
-    return Cost(costs[0].nbytes, max(cost.lost for cost in costs), max(cost.takes for cost in costs))
+    lost, takes = max(cost.lost for cost in costs), max(cost.takes for cost in costs)
+    return Cost(costs[0].nbytes, lost, takes, max(cost.alone for cost in costs))
 
 
 class _Work:
@@ -222,7 +227,9 @@ def _measure(control: Control, work: _Work, group: Any, target: torch.Tensor) ->
 
     one = timed(1, gather)
     count = 2 + math.ceil(1.5 * one[1] / one[0])  # they last as long as the gathers beside them
-    alone, _ = timed(count, None)
+    undisturbed, _ = timed(count, None)
     products, gathers = timed(count, gather)
+    _, alone = timed(0, gather)
     share = min(1.0, products / gathers)  # of the gathers that ran beside products
-    return Cost(target.nbytes, max(0.0, products - alone) / (_GATHERS * share), gathers / _GATHERS)
+    lost = max(0.0, products - undisturbed) / (_GATHERS * share)
+    return Cost(target.nbytes, lost, gathers / _GATHERS, alone / _GATHERS)

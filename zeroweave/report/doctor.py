@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroweave.comm.choose import OLDEST_NCCL
+from zeroweave.comm.choose import OLDEST_NCCL, Choice
 from zeroweave.report.attention import attempt, attention, of_transformers
 from zeroweave.report.check import Check
 from zeroweave.report.gathers import measured
@@ -166,8 +166,16 @@ def gathers() -> Iterator[Check]:
         yield Check("gathers", "limited", f"not measured: {error}", 'train with {"transport": {"gathers": "kernel"}}')
         return
     yield Check("gathers", "ok", str(choice))
-    for mib, kernel, lost, copy, copy_lost in choice.table():
-        detail = f"kernel {kernel} ms, matmuls lose {lost}; copy engine {copy} ms, matmuls lose {copy_lost}"
+    yield from by_size(choice)
+
+
+def by_size(choice: Choice) -> Iterator[Check]:
+    """What gathers cost either way, a line for each size that was measured."""
+    for mib, *times in choice.table():
+        ways = zip(("kernel", "copy engine"), (times[:3], times[3:]), strict=True)
+        detail = "; ".join(
+            f"{way} {alone} ms alone, {beside} beside matmuls, which lose {lost}" for way, (alone, beside, lost) in ways
+        )
         yield Check(f"gathers of {mib} MiB", "ok", detail)
 
 
