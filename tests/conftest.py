@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
+import torch
 
 from tests.support import marks, shares
 from tests.support.harness import Pool
@@ -65,7 +66,8 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
     def pool(world: int) -> Pool:
         if world not in started:
-            started[world] = Pool(world, tmp_path_factory.mktemp(f"ranks{world}"), forked=world > 2)
+            forked = world > 2 and not torch.cuda.is_available()  # which a forked process cannot use
+            started[world] = Pool(world, tmp_path_factory.mktemp(f"ranks{world}"), forked=forked)
         return started[world]
 
     yield pool
