@@ -10,6 +10,7 @@ import pytest
 from tests.schedule.test_overlap import SIZE, blocks_of
 from zeroweave.schedule import Costs, Schedule, budget, compile_schedule, fixed, foreseen, grown, margin, simulate
 from zeroweave.schedule.budget import reserve
+from zeroweave.schedule.instructions import Reshard, Unshard
 
 BLOCKS, ACTIVATION, REST = 8, 50, 10_000
 
@@ -37,7 +38,6 @@ def test_it_is_the_room_less_margin_reserve_and_what_is_beside() -> None:
     costs, of = measured(20_000)
     assert margin(costs) == 1000 and reserve(costs) == max(1000, *costs.activations)
     assert budget(costs, of, graphs=False) == 20_000 - 1000 - reserve(costs) - REST
-    assert budget(costs, of, graphs=True) == (20_000 - 1000 - reserve(costs) - REST) // 2
     assert reserve(replace(costs, activations=(3_000,))) == 3_000, "activations may double"
 
 
@@ -51,11 +51,42 @@ def test_there_is_none_where_nobody_counts_or_a_bucket_more_has_no_room() -> Non
     assert budgets[first] == costs.peak - REST + SIZE
 
 
-def test_what_has_no_room_beside_places_is_not_counted_as_free() -> None:
-    costs, of = measured(20_000)
-    placed = replace(of, facts=replace(of.facts, placed=frozenset(of.facts.by_id)))
-    without, beside_places = budget(costs, of, graphs=False), budget(costs, placed, graphs=False)
-    assert without is not None and beside_places == without - sum(placed.place_sizes) < without
+@pytest.mark.parametrize("placed", [BLOCKS, BLOCKS - 1, 0])
+def test_graphs_have_all_of_their_own_but_flats_in_places(placed: int) -> None:
+    """What stays gathered in places is there once; what is computed is there for graphs and for other steps."""
+    for room in (13_000, 20_000):
+        costs, of = measured(room)
+        of = replace(of, facts=replace(of.facts, placed=frozenset(sorted(of.facts.by_id)[:placed])))
+        rest = room - margin(costs) - reserve(costs) - REST
+        assert budget(costs, of, graphs=False) == rest, "places are flats, which it counts"
+        fills = max(rest - costs.filled - (BLOCKS - placed) * SIZE, rest // 2)
+        assert budget(costs, of, graphs=True) == (fills if fills >= costs.filled + SIZE else None)
+
+
+def test_with_graphs_all_is_kept_where_flats_in_places_and_twice_the_rest_have_room() -> None:
+    for room in range(12_000, 16_000, 50):
+        costs, of = measured(room)
+        of = replace(of, facts=replace(of.facts, placed=frozenset(of.facts.by_id)))
+        schedule = follow(costs, of, graphs=True)
+        takes = sum(schedule.place_sizes) + 2 * most_beside_places(schedule, costs)
+        if budget(costs, of, graphs=True) is not None:
+            assert takes + margin(costs) + REST <= room
+        if room >= REST + margin(costs) + reserve(costs) + BLOCKS * SIZE + 2 * costs.filled:
+            assert len(schedule.gathers) == BLOCKS, f"there is room for all in {room}"
+
+
+def most_beside_places(schedule: Schedule, costs: Costs) -> int:
+    """Bytes of reductions in flight and activations, at most."""
+    gathered, most = 0, 0
+    for index, (instruction, memory) in enumerate(
+        zip(schedule.instructions, simulate(schedule, costs).memory, strict=True)
+    ):
+        if isinstance(instruction, Unshard) and index in schedule.gathers:
+            gathered += SIZE
+        elif isinstance(instruction, Reshard) and index in schedule.drops:
+            gathered -= SIZE
+        most = max(most, memory - gathered)
+    return most
 
 
 def test_the_rank_with_least_room_and_the_one_that_needs_most_decide() -> None:

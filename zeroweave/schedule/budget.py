@@ -3,10 +3,12 @@
     room                what PyTorch has, and what is free beside it
     - margin            for what nobody foresees
     - reserve           for batches that grow
-    - places            memory in which copy engines gather, and nobody else can lie
     - beside            model state, and all else that is there and no pass can change
+    - a graph's own     where steps run as CUDA graphs, what they have a second time
     = flats, reductions in flight, activations
 
+Places in which copy engines gather have the bytes of the flats that lie there at once. While fewer do, nobody else has
+what is left: activations that need most at such a time are what the reserve has room for, which is no less than they.
 All of it follows from costs that the ranks have agreed on, so that all have the same budget.
 """
 
@@ -48,15 +50,21 @@ def budget(costs: Costs, measured: Schedule, graphs: bool) -> int | None:
 
     None where nobody counts, and where there is not the room that "auto" takes without a budget: a bucket more than
     `measured`, which the costs are of, needs. `graphs`: steps run as CUDA graphs, whose memory nobody else can use; a
-    step that runs as ever takes as much again, and each has half.
+    step that runs as ever takes as much again.
     """
     if not costs.room:
         return None
-    fills = costs.room - margin(costs) - reserve(costs) - sum(measured.place_sizes) - costs.beside
+    fills = costs.room - margin(costs) - reserve(costs) - costs.beside
     if graphs:
-        fills //= 2
+        fills = max(fills // 2, fills - own_of_graphs(costs, measured))
     largest = max(measured.facts.sizes.values(), default=0)
     return fills if fills >= costs.filled + largest else None
+
+
+def own_of_graphs(costs: Costs, measured: Schedule) -> int:
+    """Bytes that a graph has of its own at most, whatever stays gathered: all but flats in places, which all share."""
+    facts = measured.facts
+    return costs.filled + sum(nbytes for bucket, nbytes in facts.sizes.items() if bucket not in facts.placed)
 
 
 def grown(costs: Costs, schedule: Schedule, peak: int, room: int) -> Costs:
