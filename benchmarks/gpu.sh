@@ -9,13 +9,14 @@
 #                                                        --graphs both: as CUDA graphs and not
 #   benchmarks/gpu.sh plan [its arguments]               benchmarks.plan: plans beside what GPUs do, on all GPUs
 #   benchmarks/gpu.sh update [its arguments]             benchmarks.update: the optimizer's step alone, on one GPU
+#   benchmarks/gpu.sh gathers                            benchmarks.gathers: by kernel and copy engine, on all GPUs
 #   benchmarks/gpu.sh doctor                             versions and devices, only
 #
 # Run from anywhere. PYTHON names the interpreter (default: python3), OUT the folder for logs and results
 # (default: ./out), LIMIT the seconds after which a run is ended (default: 540).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-what=${1:?tests, bench, coalesce, saving, endurance, plan, update or doctor}
+what=${1:?tests, bench, coalesce, saving, endurance, plan, update, gathers or doctor}
 shift
 python=${PYTHON:-python3}
 export OUT=${OUT:-$PWD/out} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -55,6 +56,7 @@ coalesce) run() { bounded "$python" -m benchmarks.coalesce --out "$OUT" "$@"; } 
 saving) run() { bounded "$python" -m benchmarks.saving --out "$OUT" "$@"; } ;;
 endurance) run() { bounded "$python" -m benchmarks.endurance --out "$OUT/runs" "$@"; } ;;
 update) run() { bounded "$python" -m benchmarks.update "$@"; } ;;
+gathers) run() { bounded "$python" -m benchmarks.gathers; } ;;
 plan) run() { bounded "$python" -m benchmarks.plan --out "$OUT" "$@"; } ;;
 doctor) run() { :; } ;;
 *) echo "unknown: $what" >&2; exit 2 ;;

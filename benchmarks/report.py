@@ -223,6 +223,23 @@ def verdicts(spec: Spec, rows: Sequence[Row], case: Case = ANY) -> list[tuple[bo
         peer = peer_of(mine, rows)
         if peer is not None:
             found += compared(mine, peer, case)
+        if (other := by_name.get(case.no_slower.get(mine.impl, ""))) is not None:
+            speed = other.step_s / mine.step_s
+            found.append(
+                (speed >= MIN_SPEED, f"{other.impl} / {mine.impl}: median step {speed:.3f}, at least {MIN_SPEED}")
+            )
+        found += moved(mine)
+    return found
+
+
+def moved(row: Row) -> list[tuple[bool, str]]:
+    """Did the last step move what its schedule says? Nothing of an implementation that has none."""
+    scheduled, traffic = row.details.get("scheduled") or {}, row.details.get("traffic", {})
+    found = []
+    for kind, nbytes in scheduled.items():
+        did = traffic.get(kind, {}).get("payload", 0)
+        text = f"{row.impl}: {kind} of {did / 2**30:.2f} GiB in the last step, {nbytes / 2**30:.2f} by its schedule"
+        found.append((did == nbytes, text))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -42,6 +43,14 @@ def configuration(stage: int, variants: Sequence[str], options: Options) -> dict
     for over in (options.zeroweave, *({**BUILT_IN, **options.variants}[name] for name in variants)):
         config = merge(config, over)
     return config
+
+
+def scheduled(schedule: Any) -> dict[str, int]:
+    """Bytes of all flats that one step gathers and reduces by its schedule, if it has one."""
+    found: Counter[str] = Counter()
+    for kind, bucket in schedule.collectives() if schedule is not None else ():
+        found[kind] += schedule.facts.sizes[bucket]
+    return dict(found)
 
 
 def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.device, options: Options) -> Trainer:
@@ -87,6 +96,7 @@ def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.devic
             },
             "memory": asdict(stats.memory),
             "schedule": engine.schedule.text() if engine.schedule is not None else None,
+            "scheduled": scheduled(engine.schedule),
         }
 
     def held() -> int:

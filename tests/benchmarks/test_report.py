@@ -146,6 +146,25 @@ def test_what_was_no_graph_is_told() -> None:
     ]
 
 
+def test_a_step_moves_what_its_schedule_says() -> None:
+    details = {"scheduled": {"all_gather": 3 << 30}, "traffic": {"all_gather": {"payload": 3 << 30}}}
+    found = report.row(SPEC, [replace(record("zeroweave-z3", 0, 0.4), details=details)])
+    text = "zeroweave-z3: all_gather of 3.00 GiB in the last step, 3.00 by its schedule"
+    assert report.verdicts(SPEC, [found]) == [(True, text)]
+    less = report.row(SPEC, [replace(record("zeroweave-z3", 0, 0.4), details={**details, "traffic": {}})])
+    assert report.verdicts(SPEC, [less]) == [(False, text.replace("of 3.00", "of 0.00"))]
+    assert report.verdicts(SPEC, [row("zeroweave-z3", [0.4])]) == []
+
+
+def test_a_case_may_compare_two_settings() -> None:
+    rows = [row("zeroweave-kept-z3", [0.4]), row("zeroweave-z3", [0.38])]
+    case = Case(no_slower={"zeroweave-kept-z3": "zeroweave-z3"})
+    assert report.verdicts(SPEC, rows, case) == [
+        (False, "zeroweave-z3 / zeroweave-kept-z3: median step 0.950, at least 1.0")
+    ]
+    assert report.verdicts(SPEC, rows[:1], case) == []
+
+
 def test_overrides_nest_and_keep_strings() -> None:
     assert overrides(["compile.prefetch=2", "transport.kind=process_group", "stage=3"]) == {
         "compile": {"prefetch": 2},
