@@ -242,6 +242,25 @@ def test_what_inductor_made_for_other_vectors_is_not_found(monkeypatch: pytest.M
     assert hits() == 1
 
 
+@pytest.mark.matrix
+def test_code_around_the_kernels_is_in_cpp_where_inductor_is_told_so() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    left, right = torch.randn(5, 6), torch.randn(6, 7)
+    graph = make_fx(lambda x, y: (torch.tanh(x @ y) + 1,), tracing_mode="fake")(left, right)
+    fakes = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+
+    def lowered() -> torch.Tensor:
+        result: torch.Tensor = inductor_compile(graph, fakes, is_backward=False, is_inference=True)([left, right])[0]
+        return result
+
+    for cpp in (False, True):
+        with torch._inductor.config.patch(cpp_wrapper=cpp, fx_graph_cache=False):
+            result, sources = run_and_get_code(lowered)
+        torch.testing.assert_close(result, torch.tanh(left @ right) + 1)
+        assert any("inductor_entry_impl" in source for source in sources) == cpp
+
+
 def test_inductor_tells_of_its_cache() -> None:
     folder = inductor_lock_folder()
     assert folder is not None and folder.is_dir()

@@ -50,10 +50,12 @@ def inductor_compile(
     """Inductor's code for a graph, called with one list of arguments, which it empties.
 
     Compiled in a tracing context of its own: Inductor asserts that nobody else's output strides are in it.
-    An inference graph has had no partition, so that Inductor's joint passes are run here.
+    An inference graph has had no partition, so that Inductor's joint passes are run here. Inductor's option for code in
+    C++ around the kernels is handed on: `compile_fx`, which would do so, is not called.
     """
     from torch._dynamo.utils import get_inputs_devices
-    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, get_cpp_wrapper_config
     from torch._inductor.virtualized import V
 
     fake_mode, devices = _fake_mode(graph), list(get_inputs_devices(inputs, graph))
@@ -61,11 +63,13 @@ def inductor_compile(
         torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
         _told_apart_by_processor(devices),
+        config.patch(get_cpp_wrapper_config()) if config.cpp_wrapper else nullcontext(),
     ):
         if is_inference:
             graph = _recursive_joint_graph_passes(graph, input_device=devices[0] if devices else None)
         pin_output_strides(graph)
-        return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference)
+        way = {"is_backward": is_backward, "is_inference": is_inference, "cpp_wrapper": config.cpp_wrapper}
+        return compile_fx_inner(graph, inputs, **way)
 
 
 def _told_apart_by_processor(devices: Sequence[torch.device | None]) -> AbstractContextManager[None]:
