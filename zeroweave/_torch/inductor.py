@@ -68,8 +68,8 @@ def inductor_compile(
         if is_inference:
             graph = _recursive_joint_graph_passes(graph, input_device=devices[0] if devices else None)
         pin_output_strides(graph)
-        way = {"is_backward": is_backward, "is_inference": is_inference, "cpp_wrapper": config.cpp_wrapper}
-        return compile_fx_inner(graph, inputs, **way)
+        cpp = config.cpp_wrapper
+        return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference, cpp_wrapper=cpp)
 
 
 def _told_apart_by_processor(devices: Sequence[torch.device | None]) -> AbstractContextManager[None]:
