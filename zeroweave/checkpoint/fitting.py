@@ -59,20 +59,10 @@ class Group(Strict):
     options: dict[str, Any]
 
 
-class Beside(Strict):
-    """What an optimizer keeps under a key that is no parameter. `on_device`: were tensors in it on the device?"""
-
-    key: Any
-    value: Any
-    on_device: bool
-
-
 class Optimizer(Strict):
     kind: str
     """its class"""
     groups: list[Group]
-    beside: list[list[Beside]] = Field(default_factory=list)
-    """of each optimizer, if there are several, what it keeps of no parameter; empty where nobody has told"""
 
 
 class Scheduler(Strict):

@@ -83,21 +83,6 @@ class Counting(torch.optim.SGD):
                         parameter.add_(parameter.grad, alpha=-group["lr"] / float(state["steps"]))
 
 
-class Beside(torch.optim.SGD):
-    """Keeps something of no parameter: a number, tensors in a list, and counts under a key that is no string."""
-
-    def step(self, closure: Any = None) -> None:
-        shared = self.state["shared"]
-        shared["steps"] = shared.get("steps", 0) + 1
-        shared["pace"] = [pace * 0.75 for pace in shared.get("pace", [torch.ones(()), torch.ones(2, 3)])]
-        self.state[3, "steps"]["counted"] = shared["steps"]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    with torch.no_grad():
-                        parameter.add_(parameter.grad, alpha=-group["lr"] * float(shared["pace"][1][0, 0]))
-
-
 def muon(parameters: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
     """The matrices by an optimizer that wants them whole, the rest by another."""
     matrices, rest = ([p for p in parameters if (p.ndim == 2) == whole] for whole in (True, False))
@@ -111,8 +96,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     ),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "beside": lambda parameters: Beside(parameters, lr=0.1),
-    "two beside": lambda parameters: [Beside(parameters[:2], lr=0.1), Beside(parameters[2:], lr=0.2)],
     "counting": lambda parameters: Counting(parameters, lr=0.1),
     "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-2),
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
@@ -184,17 +167,6 @@ def _state(engine: zw.Engine, name: str, key: str) -> Tensor | None:
     return state.cpu()
 
 
-def beside(optimizer: torch.optim.Optimizer) -> Facts:
-    """What it keeps of no parameter, by the number of the optimizer where there are several."""
-    members = getattr(optimizer, "members", (optimizer,))
-    return {
-        f"{number} {key}": dict(value)
-        for number, member in enumerate(members)
-        for key, value in member.state.items()
-        if not isinstance(key, Tensor)
-    }
-
-
 def own(engine: zw.Engine) -> Facts:
     """What else there is to a run on this rank; its random numbers are drawn from copies."""
     groups: list[Mapping[str, Any]] = [] if engine.optimizer is None else engine.optimizer.param_groups
@@ -207,7 +179,6 @@ def own(engine: zw.Engine) -> Facts:
         "counters": (engine.global_steps, engine.micro_steps),
         "loss scale": engine.loss_scale,
         "lr": [float(group["lr"]) for group in groups],
-        "beside": {} if engine.optimizer is None else beside(engine.optimizer),
         "schedule": None if engine.lr_scheduler is None else engine.lr_scheduler.last_epoch,
         "random numbers": (python.random(), float(numpy.rand()), float(torch.rand(1, generator=cpu))),
         "buffers": {name: buffer.clone() for name, buffer in engine.module.named_buffers()},
@@ -219,8 +190,6 @@ def differing(a: Any, b: Any, where: str = "") -> list[str]:
     if isinstance(a, dict) and isinstance(b, dict):
         only = [f"{where} {key}: only in one" for key in sorted(a.keys() ^ b.keys())]
         return only + [line for key in a.keys() & b.keys() for line in differing(a[key], b[key], f"{where} {key}")]
-    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
-        return [line for i, pair in enumerate(zip(a, b, strict=True)) for line in differing(*pair, f"{where}[{i}]")]
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         bits = [value.contiguous().reshape(-1).view(torch.uint8) for value in (a, b)]
         same = a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)

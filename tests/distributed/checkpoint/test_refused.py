@@ -262,14 +262,6 @@ def untold(folder: Path) -> None:
         with refused(engine, "rank 0: AttributeError: 'Custom' object has no attribute 'state_dict'"):
             engine.save(folder, "a")
         train(engine, 1)
-    model = Plain()
-    optimizer = torch.optim.SGD(model.parameters())
-    with zw.initialize(model, optimizer, config) as engine:
-        optimizer.state["shared"]["of the program"] = print
-        with refused(engine, r"optimizer.state\['shared'\]\['of the program'\] is a builtin_function", zw.EngineError):
-            engine.save(folder, "a")
-        del optimizer.state["shared"]
-        train(engine, 1)
     assert list(folder.iterdir()) == []
 
 

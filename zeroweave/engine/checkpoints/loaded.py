@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from functools import partial
 from typing import Any
 
 import torch
 
-from zeroweave._torch.fx import map_tensors
-from zeroweave.checkpoint.fitting import Accumulation, Beside, Fitting, Wanted
+from zeroweave.checkpoint.fitting import Accumulation, Fitting, Wanted
 from zeroweave.checkpoint.reader import Reader
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.state_dict import names_of, persistent_buffers
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.layout import Fragment
-from zeroweave.optim.several import kind_of, members_of
+from zeroweave.optim.several import kind_of
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.account import Balance
 from zeroweave.runtime.bucket import Bucket
@@ -58,8 +56,6 @@ class Loaded:
         if optimizer is not None and saved is not None:
             for group, mine in zip(saved.groups, optimizer.optimizer.param_groups, strict=True):
                 _set_options(mine, group.options)
-            for member, beside in zip(members_of(optimizer.optimizer), saved.beside, strict=False):
-                self._set_beside(member, beside)
         if scheduler is not None and facts.lr_scheduler is not None:
             scheduler.load_state_dict(facts.lr_scheduler.state)
         self._parts.progress.resume(reader.manifest.step)
@@ -67,14 +63,6 @@ class Loaded:
         self._step.resume(facts.run.skipped_steps, facts.loss_scale.model_dump())
         if facts.accumulation is not None and optimizer is not None:
             self._reopen(reader, fitting, facts.accumulation, self._step.loss_scale / facts.loss_scale.value)
-
-    def _set_beside(self, member: torch.optim.Optimizer, saved: Sequence[Beside]) -> None:
-        """An optimizer keeps this of no parameter, and nothing else."""
-        for key in [key for key in member.state if not isinstance(key, torch.Tensor)]:
-            del member.state[key]
-        for each in saved:
-            home = self._parts.device if each.on_device else torch.device("cpu")
-            member.state[each.key] = map_tensors(partial(torch.Tensor.to, device=home), each.value)
 
     def _load_parameters(self, bucket: Bucket, reader: Reader) -> None:
         layout, shard = bucket.layout, bucket.values().to("cpu", copy=True)

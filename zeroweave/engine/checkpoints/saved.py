@@ -9,7 +9,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from zeroweave._torch.fx import flatten
 from zeroweave.checkpoint import plain, random_numbers
 from zeroweave.checkpoint.export import CONFIGS, Model
 from zeroweave.checkpoint.files import Part
@@ -23,7 +22,7 @@ from zeroweave.engine.written import digest
 from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
 from zeroweave.optim.codes import BLOCK, Coded, decode
-from zeroweave.optim.several import kind_of, members_of
+from zeroweave.optim.several import kind_of
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.ranks.faults import Faults
 from zeroweave.runtime.bucket import Bucket
@@ -216,23 +215,11 @@ class Saved:
         }
         if optimizer is not None:
             users = optimizer.optimizer
-            beside = [list(self._beside(member)) for member in members_of(users)]
-            facts["optimizer"] = {"kind": kind_of(users), "groups": self._groups(users), "beside": beside}
+            facts["optimizer"] = {"kind": kind_of(users), "groups": self._groups(users)}
         if scheduler is not None:
             state = plain.encode(scheduler.state_dict(), "lr_scheduler.state_dict()")
             facts["lr_scheduler"] = {"kind": kind_of(scheduler), "state": state}
         return facts
-
-    def _beside(self, member: torch.optim.Optimizer) -> Iterator[Any]:
-        """What an optimizer keeps under keys that are no parameters. See `checkpoint.fitting.Optimizer`."""
-        for key, value in list(member.state.items()):
-            if not isinstance(key, torch.Tensor):
-                where, tensors = (
-                    f"optimizer.state[{key!r}]",
-                    [each for each in flatten(value)[0] if torch.is_tensor(each)],
-                )
-                on_device = any(tensor.device == self._parts.device for tensor in tensors)
-                yield {"key": plain.encode(key, where), "value": plain.encode(value, where), "on_device": on_device}
 
     def _model(self) -> Model:
         """What an export without an engine needs beside the tensors."""
