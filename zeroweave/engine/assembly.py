@@ -226,7 +226,7 @@ def _assemble(
         refuse_compact(optimizer, layouts)
     _refuse_experts(layouts, {name for name, parameter in named.items() if id(parameter) in asked.whole})
     try:
-        settings_of(settings).facts(facts_of(settings, layouts, policy, None), None, None)
+        settings_of(settings).facts(facts_of(settings, layouts, policy, None))
     except EngineError as error:  # it names buckets that the layout does not have
         raise ConfigError(f"compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)

@@ -36,7 +36,6 @@ from zeroweave.schedule import (
     Step,
     WindowKind,
     WindowKinds,
-    compile_schedule,
     costs_of,
     foreseen,
     simulate,
@@ -114,7 +113,7 @@ class Scheduler:
     ) -> Schedule:
         begin = time.perf_counter()
         try:
-            return compile_schedule(record, settings.facts(self._base, costs, measured), self.passes)
+            return settings.schedule(record, self._base, costs, measured, self.passes)
         finally:
             self.seconds += time.perf_counter() - begin
 
@@ -227,7 +226,7 @@ class Scheduler:
 
     def _fills(self, kind: WindowKind) -> bool:
         """By what is known now, do its schedules fill what is free? Else they are as without a budget."""
-        return self.settings.memory_budget == "auto" and self.settings.memory(kind.costs, kind.measured) is not None
+        return self.settings.memory_budget == "auto" and kind.schedule.facts.memory is not None
 
     def _fill_less(self, kind: WindowKind) -> bool:
         """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks.
@@ -367,7 +366,7 @@ class Scheduler:
     def reschedule(self, changes: Mapping[str, Any]) -> Schedule | None:
         """Another schedule of the present record, with some settings changed. Collective, between windows."""
         settings = replace(self.settings, **changes)
-        settings.facts(self._base, None, None)
+        settings.facts(self._base)
         current = self.schedule
         if current is None:
             self._settle_on(settings)

@@ -18,7 +18,18 @@ from zeroweave.layout import BucketLayout
 from zeroweave.optim.scaler import checks
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.policy import Policy
-from zeroweave.schedule import BucketFacts, Costs, Facts, Pass, Schedule, budget
+from zeroweave.schedule import (
+    PASSES,
+    BucketFacts,
+    Costs,
+    Event,
+    Facts,
+    Pass,
+    Schedule,
+    budget,
+    compile_schedule,
+    lowered,
+)
 
 Prefetch = int | Literal["auto"]
 Keep = Literal["auto", "none", "all"] | Iterable[str]
@@ -96,9 +107,26 @@ class ScheduleSettings:
     regather: bool = False
     stage: bool = False
 
-    def facts(self, base: Facts, costs: Costs | None, measured: Schedule | None) -> Facts:
-        """`base` with these settings. `measured` is the schedule that `costs` were measured on."""
-        memory = self.memory(costs, measured)
+    def schedule(
+        self,
+        record: tuple[Event, ...],
+        base: Facts,
+        costs: Costs | None,
+        measured: Schedule | None,
+        passes: Sequence[Pass] = PASSES,
+    ) -> Schedule:
+        """That of a record, from `base` and these settings. `measured` is what `costs` were measured on."""
+        memory = self._memory(costs, measured)
+        while True:
+            made = compile_schedule(record, self.facts(base, costs, memory), passes)
+            if self.memory_budget != "auto" or memory is None or costs is None or measured is None:
+                return made
+            before, memory = memory, lowered(memory, made, costs, measured, self.graphs)
+            if memory == before:
+                return made
+
+    def facts(self, base: Facts, costs: Costs | None = None, memory: int | None = None) -> Facts:
+        """`base` with these settings. `memory`: see `Facts.memory`. EngineError for a bucket that does not exist."""
         return replace(
             base,
             prefetch=self.prefetch,
@@ -116,8 +144,8 @@ class ScheduleSettings:
         ours, theirs = asdict(self), asdict(before)
         return ", ".join(f"{name} {value}" for name, value in ours.items() if value != theirs[name])
 
-    def memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
-        """See `Facts.memory`."""
+    def _memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
+        """What to begin with as `Facts.memory`."""
         asked = self.memory_budget
         if costs is None or measured is None:
             return asked if isinstance(asked, int) else None

@@ -52,7 +52,6 @@ from zeroweave.schedule import (
     Schedule,
     Step,
     Unshard,
-    compile_schedule,
     costs_of,
     simulate,
 )
@@ -126,7 +125,7 @@ class Measured:
     def plan(self, **changes: Any) -> Planned:
         """What the engine would follow with these settings of `compile`, once it has measured its steps."""
         settings, costs = replace(self._settings, **changes), self.costs
-        schedule = compile_schedule(self.first.record, settings.facts(self._facts, costs, self.first))
+        schedule = settings.schedule(self.first.record, self._facts, costs, self.first)
         expected = simulate(schedule, costs)
         seconds = expected.seconds + self._beside * self._hidden(expected, schedule)
         peak = costs.beside + expected.peak
@@ -284,7 +283,7 @@ class PlannedRank:
                 "the model without it"
             ) from error
         settings, executor = settings_of(self._config), self._runtime.replay.executor
-        first = compile_schedule(record, settings.facts(self._facts, None, None))
+        first = settings.schedule(record, self._facts, None, None)
         timeline = Timeline(self._clock)
         self._runtime.next_window(first)
         self._clock.restart_peak()

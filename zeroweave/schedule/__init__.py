@@ -9,6 +9,7 @@ from zeroweave.schedule.budget import budget as budget
 from zeroweave.schedule.budget import fixed as fixed
 from zeroweave.schedule.budget import foreseen as foreseen
 from zeroweave.schedule.budget import grown as grown
+from zeroweave.schedule.budget import lowered as lowered
 from zeroweave.schedule.budget import margin as margin
 from zeroweave.schedule.build import Schedule as Schedule
 from zeroweave.schedule.build import build as build

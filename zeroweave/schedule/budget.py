@@ -4,11 +4,12 @@
     - margin            for what nobody foresees
     - reserve           for batches that grow
     - beside            model state, and all else that is there and no pass can change
-    - a graph's own     where steps run as CUDA graphs, what they have a second time
     = flats, reductions in flight, activations
 
-Places in which copy engines gather have the bytes of the flats that lie there at once. While fewer do, nobody else has
-what is left: activations that need most at such a time are what the reserve has room for, which is no less than they.
+Passes see what these take at once. The device has more: places, in which copy engines gather, are there all the time,
+and graphs have memory of their own. So what a schedule takes of the device is looked at when it is made, and where that
+is too much, it is made once more for less.
+
 All of it follows from costs that the ranks have agreed on, so that all have the same budget.
 """
 
@@ -20,6 +21,7 @@ from typing import Final
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
 from zeroweave.schedule.facts import Costs
+from zeroweave.schedule.instructions import Reshard, Unshard
 
 MARGIN: Final = 0.05
 """Of the room: what lies unused between blocks, and what other programs on the device may take later."""
@@ -50,21 +52,50 @@ def budget(costs: Costs, measured: Schedule, graphs: bool) -> int | None:
 
     None where nobody counts, and where there is not the room that "auto" takes without a budget: a bucket more than
     `measured`, which the costs are of, needs. `graphs`: steps run as CUDA graphs, whose memory nobody else can use; a
-    step that runs as ever takes as much again.
+    step that runs as ever takes as much again. See `lowered` for what such a budget leaves out.
     """
     if not costs.room:
         return None
-    fills = costs.room - margin(costs) - reserve(costs) - costs.beside
-    if graphs:
-        fills = max(fills // 2, fills - own_of_graphs(costs, measured))
+    return _no_less(_free(costs) - costs.filled * graphs, costs, measured)
+
+
+def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule, graphs: bool) -> int | None:
+    """What is to be filled instead of `memory`, which `schedule` was made for: as much where the device has room for
+    that schedule, else less, as by `budget`.
+    """
+    over = taken(schedule, costs, graphs) - _free(costs)
+    return memory if over <= 0 else _no_less(memory - max(over, memory // 8), costs, measured)
+
+
+def taken(schedule: Schedule, costs: Costs, graphs: bool) -> int:
+    """Bytes that the device is to have for all that schedules decide about.
+
+    Places and flats that stay are there once, and graphs and other steps share them. All else a graph has of its own.
+    A step without a schedule gathers in no place, and takes what steps took that were measured.
+    """
+    sizes, placed, rest = schedule.facts.sizes, 0, 0
+    stays = sum(sizes[bucket] for bucket in schedule.stays)
+    for index, (instruction, memory) in enumerate(
+        zip(schedule.instructions, simulate(schedule, costs).memory, strict=True)
+    ):
+        match instruction:
+            case Unshard(bucket) if index in schedule.gathers and bucket in schedule.places:
+                placed += sizes[bucket]
+            case Reshard(bucket) if index in schedule.drops and bucket in schedule.places:
+                placed -= sizes[bucket]
+        rest = max(rest, memory - placed - stays)
+    return sum(schedule.place_sizes) + stays + rest * graphs + max(rest, costs.filled)
+
+
+def _free(costs: Costs) -> int:
+    """Bytes for all that schedules decide about."""
+    return costs.room - margin(costs) - reserve(costs) - costs.beside
+
+
+def _no_less(fills: int, costs: Costs, measured: Schedule) -> int | None:
+    """None where that is not even a bucket more than was filled when it was measured."""
     largest = max(measured.facts.sizes.values(), default=0)
     return fills if fills >= costs.filled + largest else None
-
-
-def own_of_graphs(costs: Costs, measured: Schedule) -> int:
-    """Bytes that a graph has of its own at most, whatever stays gathered: all but flats in places, which all share."""
-    facts = measured.facts
-    return costs.filled + sum(nbytes for bucket, nbytes in facts.sizes.items() if bucket not in facts.placed)
 
 
 def grown(costs: Costs, schedule: Schedule, peak: int, room: int) -> Costs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -263,6 +264,30 @@ def untold(folder: Path) -> None:
             engine.save(folder, "a")
         train(engine, 1)
     assert list(folder.iterdir()) == []
+
+
+def left_out(folder: Path) -> list[str]:
+    """What a save says of what the optimizer keeps of no parameter."""
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters())
+    with zw.initialize(model, optimizer, {"compile": MODES["eager"]}) as engine:
+        train(engine, 1)
+        with warnings.catch_warnings(record=True) as before:
+            engine.save(folder, "a")
+        optimizer.state["shared"]["steps"] = 3
+        assert not optimizer.state["looked up"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine.save(folder, "b", client_state={"shared": optimizer.state["shared"]})
+        assert not before and engine.load(folder, "b") == {"shared": {"steps": 3}}
+        assert optimizer.state["shared"] == {"steps": 3}, "load leaves it as it is"
+    return [str(each.message) for each in caught if "leaves out" in str(each.message)]
+
+
+def test_what_is_left_out_is_told(pools: Pools, tmp_path: Path) -> None:
+    first, second = pools(2).run(left_out, tmp_path)
+    assert len(first) == 1 and "under 'shared' of its state: hand it to save() as client_state" in first[0]
+    assert second == []
 
 
 def test_what_cannot_be_told(pools: Pools, tmp_path: Path) -> None:

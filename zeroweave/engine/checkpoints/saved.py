@@ -21,6 +21,7 @@ from zeroweave.engine.window import Window
 from zeroweave.engine.written import digest
 from zeroweave.errors import EngineError
 from zeroweave.layout import Fragment
+from zeroweave.notices import warn
 from zeroweave.optim.codes import BLOCK, Coded, decode
 from zeroweave.optim.several import kind_of
 from zeroweave.optim.step import ShardedOptimizer
@@ -215,11 +216,22 @@ class Saved:
         }
         if optimizer is not None:
             users = optimizer.optimizer
+            self._tell_of_the_rest(users)
             facts["optimizer"] = {"kind": kind_of(users), "groups": self._groups(users)}
         if scheduler is not None:
             state = plain.encode(scheduler.state_dict(), "lr_scheduler.state_dict()")
             facts["lr_scheduler"] = {"kind": kind_of(scheduler), "state": state}
         return facts
+
+    def _tell_of_the_rest(self, optimizer: torch.optim.Optimizer) -> None:
+        """Ranks may hold other values there, of any type: the program knows what to do with them."""
+        rest = [repr(key) for key, held in optimizer.state.items() if not isinstance(key, torch.Tensor) and held]
+        if rest:
+            warn(
+                f"the checkpoint leaves out what the optimizer keeps of no parameter, under {', '.join(rest)} of its "
+                "state: hand it to save() as client_state, and put it back behind load()",
+                self._parts.control.rank,
+            )
 
     def _model(self) -> Model:
         """What an export without an engine needs beside the tensors."""
