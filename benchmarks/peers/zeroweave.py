@@ -45,10 +45,12 @@ def configuration(stage: int, variants: Sequence[str], options: Options) -> dict
     return config
 
 
-def scheduled(schedule: Any) -> dict[str, int]:
-    """Bytes of all flats that one step gathers and reduces by its schedule, if it has one."""
-    found: Counter[str] = Counter()
-    for kind, bucket in schedule.collectives() if schedule is not None else ():
+def scheduled(schedule: Any) -> dict[str, int] | None:
+    """Bytes of all flats that one step gathers and reduces by its schedule; None without one."""
+    if schedule is None:
+        return None
+    found = Counter({"all_gather": 0, "reduce_scatter": 0})
+    for kind, bucket in schedule.collectives():
         found[kind] += schedule.facts.sizes[bucket]
     return dict(found)
 

@@ -46,6 +46,8 @@ def test_it_says_what_was_chosen_and_why() -> None:
     by_kernel, by_copy = Cost(16 * MIB, 1e-4, 2e-4, 5e-5), Cost(16 * MIB, 1e-5, 3e-4, 4e-4)
     (row,) = Choice("", None, (by_kernel,), (by_copy,)).table()
     assert row == ("16", "0.050", "0.200", "0.100", "0.400", "0.300", "0.010")
+    (row,) = Choice("", None, (Cost(MIB, 1e-4, 2e-4),), (by_copy,)).table()
+    assert row == ("1", "–", "0.200", "0.100", "0.400", "0.300", "0.010")
 
 
 def test_where_nothing_is_gathered_between_gpus_kernels_do() -> None:

@@ -38,13 +38,13 @@ _LEAD: Final = 3
 class Cost:
     """What a gather of `nbytes` costs, in seconds: what matmuls beside it lose, and how long it takes there.
 
-    `alone` is how long it takes with nothing beside it, which decides nothing.
+    `alone` is how long it takes with nothing beside it, which decides nothing; None: nobody has asked.
     """
 
     nbytes: int
     lost: float
     takes: float
-    alone: float
+    alone: float | None = None
 
     @property
     def total(self) -> float:
@@ -73,8 +73,8 @@ class Choice:
     def table(self) -> Iterator[tuple[str, ...]]:
         """What was measured: MiB, and ms of a gather alone, beside matmuls, and lost by these; by kernel, by copy."""
         for kernel, copy in zip(self.kernel, self.copy_engine, strict=True):
-            times = (each for cost in (kernel, copy) for each in (cost.alone, cost.takes, cost.lost))
-            yield (f"{kernel.nbytes >> 20}", *(f"{1e3 * seconds:.3f}" for seconds in times))
+            times = [each for cost in (kernel, copy) for each in (cost.alone, cost.takes, cost.lost)]
+            yield (f"{kernel.nbytes >> 20}", *("–" if each is None else f"{1e3 * each:.3f}" for each in times))
 
 
 def no_room(nbytes: int, why: str) -> str:
@@ -128,8 +128,12 @@ def choose(
     plain: dist.ProcessGroup,
     copying: Any,
     largest: int,
+    alone: bool = False,
 ) -> Choice:
-    """What all ranks take. Collective; ask `refused` before. `plain` and `copying` gather the two ways."""
+    """What all ranks take. Collective; ask `refused` before. `plain` and `copying` gather the two ways.
+
+    `alone`: gathers are measured with nothing beside them as well.
+    """
     if asked == "copy_engine":
         return Choice("transport.gathers is 'copy_engine'", least=1)
     sizes = [nbytes for nbytes in SIZES if nbytes <= largest]
@@ -144,7 +148,7 @@ def choose(
         work, ordinary = made.pop()
         for group, target in ((plain, ordinary), (copying, memory.tensor())):
             target.random_(generator=work.random)
-            mine = [_measure(control, work, group, target[:nbytes]) for nbytes in sizes]
+            mine = [_measure(control, work, group, target[:nbytes], alone) for nbytes in sizes]
             ranks = control.all_gather_object(mine, "what gathers cost")
             both.append(tuple(map(_most, zip(*ranks, strict=True))))
         del work, ordinary, target
@@ -167,7 +171,8 @@ def decide(kernel: Sequence[Cost], copy_engine: Sequence[Cost]) -> Choice:
 def _most(costs: Sequence[Cost]) -> Cost:
     """Of one size on all ranks."""
     lost, takes = max(cost.lost for cost in costs), max(cost.takes for cost in costs)
-    return Cost(costs[0].nbytes, lost, takes, max(cost.alone for cost in costs))
+    alone = [cost.alone for cost in costs if cost.alone is not None]
+    return Cost(costs[0].nbytes, lost, takes, max(alone, default=None))
 
 
 class _Work:
@@ -206,8 +211,11 @@ class _Work:
         return 1e-3 * times[2].elapsed_time(times[3]), 1e-3 * times[0].elapsed_time(times[1])
 
 
-def _measure(control: Control, work: _Work, group: Any, target: torch.Tensor) -> Cost:
-    """What a gather of `target`, uint8 [bytes], costs in `group`: in place, as of masters that are cast. Collective."""
+def _measure(control: Control, work: _Work, group: Any, target: torch.Tensor, apart: bool) -> Cost:
+    """What a gather of `target`, uint8 [bytes], costs in `group`: in place, as of masters that are cast. Collective.
+
+    `apart`: with nothing beside it as well.
+    """
     world, rank = group.size(), group.rank()
     unit = world * ALIGN_BYTES
     flat = target[: target.nbytes // unit * unit]
@@ -229,7 +237,7 @@ def _measure(control: Control, work: _Work, group: Any, target: torch.Tensor) ->
     count = 2 + math.ceil(1.5 * one[1] / one[0])  # they last as long as the gathers beside them
     undisturbed, _ = timed(count, None)
     products, gathers = timed(count, gather)
-    _, alone = timed(0, gather)
+    alone = timed(0, gather)[1] / _GATHERS if apart else None
     share = min(1.0, products / gathers)  # of the gathers that ran beside products
     lost = max(0.0, products - undisturbed) / (_GATHERS * share)
-    return Cost(target.nbytes, lost, gathers / _GATHERS, alone / _GATHERS)
+    return Cost(target.nbytes, lost, gathers / _GATHERS, alone)

@@ -49,7 +49,7 @@ def main() -> None:
         engines, plain = CopyEngines(control, device), dist.group.WORLD
         assert plain is not None
         own = engines.join(timedelta(seconds=_SECONDS))
-        choice = choose("auto", control, device, engines, plain, own, SIZES[-1])
+        choice = choose("auto", control, device, engines, plain, own, SIZES[-1], alone=True)
         engines.close()
     if control.rank == 0:
         print(told(choice), flush=True)
