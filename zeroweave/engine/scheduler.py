@@ -226,7 +226,7 @@ class Scheduler:
 
     def _fills(self, kind: WindowKind) -> bool:
         """By what is known now, do its schedules fill what is free? Else they are as without a budget."""
-        return self.settings.memory_budget == "auto" and kind.schedule.facts.memory is not None
+        return self.settings.memory_budget == "auto" and self.settings.memory(kind.costs, kind.measured) is not None
 
     def _fill_less(self, kind: WindowKind) -> bool:
         """Steps take more memory than was foreseen: the schedule is made anew for what is left. On all ranks.

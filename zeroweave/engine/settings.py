@@ -116,7 +116,7 @@ class ScheduleSettings:
         passes: Sequence[Pass] = PASSES,
     ) -> Schedule:
         """That of a record, from `base` and these settings. `measured` is what `costs` were measured on."""
-        memory = self._memory(costs, measured)
+        memory = self.memory(costs, measured)
         while True:
             made = compile_schedule(record, self.facts(base, costs, memory), passes)
             if self.memory_budget != "auto" or memory is None or costs is None or measured is None:
@@ -144,8 +144,8 @@ class ScheduleSettings:
         ours, theirs = asdict(self), asdict(before)
         return ", ".join(f"{name} {value}" for name, value in ours.items() if value != theirs[name])
 
-    def _memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
-        """What to begin with as `Facts.memory`."""
+    def memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
+        """`Facts.memory` of what `schedule` makes, or more than it is there."""
         asked = self.memory_budget
         if costs is None or measured is None:
             return asked if isinstance(asked, int) else None
