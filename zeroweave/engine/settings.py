@@ -145,7 +145,7 @@ class ScheduleSettings:
         return ", ".join(f"{name} {value}" for name, value in ours.items() if value != theirs[name])
 
     def memory(self, costs: Costs | None, measured: Schedule | None) -> int | None:
-        """`Facts.memory` of what `schedule` makes, or more than it is there."""
+        """What `schedule` begins with as `Facts.memory`; it may end with less."""
         asked = self.memory_budget
         if costs is None or measured is None:
             return asked if isinstance(asked, int) else None
