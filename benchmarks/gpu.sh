@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, in one call.
 #
-#   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu: two ranks, on one GPU what needs no second
+#   benchmarks/gpu.sh tests [pytest arguments]           tests/gpu, or those of it that are named: two ranks, on one
+#                                                        GPU what needs no second
 #   benchmarks/gpu.sh bench [benchmarks.lm arguments]    the benchmark of benchmarks/README.md, on all GPUs
 #   benchmarks/gpu.sh coalesce [its arguments]           benchmarks.coalesce, on two GPUs
 #   benchmarks/gpu.sh saving [its arguments]             benchmarks.saving: what checkpoints cost, on all GPUs
@@ -50,7 +51,10 @@ sharing() {
 }
 
 case $what in
-tests) run() { sharing; bounded "$python" -m pytest tests/gpu -v --durations=0 "$@"; } ;;
+tests)
+    case " $*" in *" tests/"*) all= ;; *) all=tests/gpu ;; esac
+    run() { sharing; bounded "$python" -m pytest ${all:+"$all"} -v --durations=0 "$@"; }
+    ;;
 bench) run() { bounded "$python" -m benchmarks.lm --out "$OUT" "$@"; } ;;
 coalesce) run() { bounded "$python" -m benchmarks.coalesce --out "$OUT" "$@"; } ;;
 saving) run() { bounded "$python" -m benchmarks.saving --out "$OUT" "$@"; } ;;
