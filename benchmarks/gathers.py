@@ -2,8 +2,8 @@
 
     python -m benchmarks.gathers
 
-It is what an engine measures when it is made (`transport.gathers` "auto"): the table, and the size from which on
-buckets are gathered by copy engine. Exit code 1 where there are no two GPUs.
+The size from which on buckets are gathered by copy engine, as an engine finds it when it is made (`transport.gathers`
+"auto"), and the table of what was measured, gathers alone as well. Exit code 1 where there are no two GPUs.
 """
 
 from __future__ import annotations

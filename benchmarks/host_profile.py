@@ -67,21 +67,15 @@ def table(profile: cProfile.Profile) -> str:
 
 def owners(stats: pstats.Stats) -> dict[str, tuple[float, int]]:
     """Seconds and calls by whose code they are in. A function of C counts for the code that has called it."""
-    found: dict[str, list[float]] = {}
-
-    def add(file: str, seconds: float, calls: int) -> None:
-        total = found.setdefault(owner_of(file), [0.0, 0])
-        total[0] += seconds
-        total[1] += calls
-
+    found: dict[str, tuple[float, int]] = {}
     functions: dict[Any, Any] = stats.stats  # type: ignore[attr-defined]
-    for (file, _, _), (_, calls, own, _, callers) in functions.items():
-        if file != "~" or not callers:
-            add(file, own, calls)
-        else:
-            for (caller, _, _), (_, by_caller, own_by_caller, _) in callers.items():
-                add(caller, own_by_caller, by_caller)
-    return {owner: (seconds, int(calls)) for owner, (seconds, calls) in found.items()}
+    for function, (*told, callers) in functions.items():
+        by = callers if function[0] == "~" and callers else {function: told}
+        for (file, _, _), (_, calls, own, _) in by.items():
+            owner = owner_of(file)
+            seconds, before = found.get(owner, (0.0, 0))
+            found[owner] = seconds + own, before + calls
+    return found
 
 
 def owner_of(file: str) -> str:

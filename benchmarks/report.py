@@ -224,10 +224,7 @@ def verdicts(spec: Spec, rows: Sequence[Row], case: Case = ANY) -> list[tuple[bo
         if peer is not None:
             found += compared(mine, peer, case)
         if (other := by_name.get(case.no_slower.get(mine.impl, ""))) is not None:
-            speed = other.step_s / mine.step_s
-            found.append(
-                (speed >= MIN_SPEED, f"{other.impl} / {mine.impl}: median step {speed:.3f}, at least {MIN_SPEED}")
-            )
+            found.append(as_fast(mine, other, MIN_SPEED))
         found += moved(mine)
     return found
 
@@ -243,10 +240,15 @@ def moved(row: Row) -> list[tuple[bool, str]]:
     return found
 
 
+def as_fast(mine: Row, other: Row, least: float) -> tuple[bool, str]:
+    """Is the other's step at least so many times this one's?"""
+    speed = other.step_s / mine.step_s
+    return speed >= least, f"{other.impl} / {mine.impl}: median step {speed:.3f}, at least {least}"
+
+
 def compared(mine: Row, peer: Row, case: Case) -> list[tuple[bool, str]]:
     """What must hold of an implementation beside its peer."""
-    speed, least = peer.step_s / mine.step_s, case.speed.get(mine.impl, MIN_SPEED)
-    found = [(speed >= least, f"{peer.impl} / {mine.impl}: median step {speed:.3f}, at least {least}")]
+    found = [as_fast(mine, peer, case.speed.get(mine.impl, MIN_SPEED))]
     if mine.impl in case.host:
         most = case.host[mine.impl]
         found.append((mine.host_s <= most, f"{mine.impl}: host {mine.host_s:.4f} s of a step, at most {most}"))

@@ -7,11 +7,11 @@
 #                              coalesced windows, those of the peers, and endurance
 #
 # OUT names the folder for logs (default: ./out), END the seconds after which nothing goes on (default: 560), CACHE the
-# folder of compiler caches that calls share (default: /tmp/cache). What matters is printed.
+# folder of compiler caches that calls share (default: OUT/cache). What matters is printed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 part=${1:?1, 2 or 3}
-out=${OUT:-$PWD/out} END=${END:-560} CACHE=${CACHE:-/tmp/cache}
+out=${OUT:-$PWD/out} END=${END:-560} CACHE=${CACHE:-$out/cache}
 mkdir -p "$out"
 
 left() { echo $((END - SECONDS < $1 ? END - SECONDS : $1)); }

@@ -38,6 +38,7 @@ def test_it_is_the_room_less_margin_reserve_and_what_is_beside() -> None:
     costs, of = measured(20_000)
     assert margin(costs) == 1000 and reserve(costs) == max(1000, *costs.activations)
     assert budget(costs, of, graphs=False) == 20_000 - 1000 - reserve(costs) - REST
+    assert budget(costs, of, graphs=True) == 20_000 - 1000 - reserve(costs) - REST - costs.filled
     assert reserve(replace(costs, activations=(3_000,))) == 3_000, "activations may double"
 
 

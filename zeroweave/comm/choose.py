@@ -211,10 +211,10 @@ class _Work:
         return 1e-3 * times[2].elapsed_time(times[3]), 1e-3 * times[0].elapsed_time(times[1])
 
 
-def _measure(control: Control, work: _Work, group: Any, target: torch.Tensor, apart: bool) -> Cost:
+def _measure(control: Control, work: _Work, group: Any, target: torch.Tensor, alone: bool) -> Cost:
     """What a gather of `target`, uint8 [bytes], costs in `group`: in place, as of masters that are cast. Collective.
 
-    `apart`: with nothing beside it as well.
+    `alone`: with nothing beside it as well.
     """
     world, rank = group.size(), group.rank()
     unit = world * ALIGN_BYTES
@@ -237,7 +237,6 @@ def _measure(control: Control, work: _Work, group: Any, target: torch.Tensor, ap
     count = 2 + math.ceil(1.5 * one[1] / one[0])  # they last as long as the gathers beside them
     undisturbed, _ = timed(count, None)
     products, gathers = timed(count, gather)
-    alone = timed(0, gather)[1] / _GATHERS if apart else None
     share = min(1.0, products / gathers)  # of the gathers that ran beside products
     lost = max(0.0, products - undisturbed) / (_GATHERS * share)
-    return Cost(target.nbytes, lost, gathers / _GATHERS, alone)
+    return Cost(target.nbytes, lost, gathers / _GATHERS, timed(0, gather)[1] / _GATHERS if alone else None)

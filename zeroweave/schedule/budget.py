@@ -19,9 +19,8 @@ from dataclasses import replace
 from typing import Final
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import simulate
+from zeroweave.schedule.cost import gathered_of, simulate
 from zeroweave.schedule.facts import Costs
-from zeroweave.schedule.instructions import Reshard, Unshard
 
 MARGIN: Final = 0.05
 """Of the room: what lies unused between blocks, and what other programs on the device may take later."""
@@ -73,17 +72,10 @@ def taken(schedule: Schedule, costs: Costs, graphs: bool) -> int:
     Places and flats that stay are there once, and graphs and other steps share them. All else a graph has of its own.
     A step without a schedule gathers in no place, and takes what steps took that were measured.
     """
-    sizes, placed, rest = schedule.facts.sizes, 0, 0
-    stays = sum(sizes[bucket] for bucket in schedule.stays)
-    for index, (instruction, memory) in enumerate(
-        zip(schedule.instructions, simulate(schedule, costs).memory, strict=True)
-    ):
-        match instruction:
-            case Unshard(bucket) if index in schedule.gathers and bucket in schedule.places:
-                placed += sizes[bucket]
-            case Reshard(bucket) if index in schedule.drops and bucket in schedule.places:
-                placed -= sizes[bucket]
-        rest = max(rest, memory - placed - stays)
+    shared = gathered_of(schedule, schedule.places.keys() | schedule.stays)
+    memory = simulate(schedule, costs).memory
+    rest = max((used - flats for used, flats in zip(memory, shared, strict=True)), default=0)
+    stays = sum(schedule.facts.sizes[bucket] for bucket in schedule.stays)
     return sum(schedule.place_sizes) + stays + rest * graphs + max(rest, costs.filled)
 
 

@@ -8,7 +8,7 @@ waiting for communication left out. Whatever a pass moves, these stay.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -118,18 +118,28 @@ def held_by_reductions(schedule: Schedule, held: Sequence[int]) -> list[int]:
 
 def flats_of(schedule: Schedule) -> list[int]:
     """After each instruction, bytes of flats and gradient flats."""
-    sizes = schedule.facts.sizes
-    now = sum(sizes[bucket] for bucket in schedule.stays)
+    sizes, now = schedule.facts.sizes, 0  # of gradient flats
     memory: list[int] = []
-    for index, instruction in enumerate(schedule.instructions):
+    for instruction, gathered in zip(schedule.instructions, gathered_of(schedule, sizes), strict=True):
         match instruction:
-            case Unshard(bucket) if index in schedule.gathers:
-                now += sizes[bucket]
-            case Reshard(bucket) if index in schedule.drops:
-                now -= sizes[bucket]
             case Reduce(bucket):
                 now += sizes[bucket]
             case Settle(bucket):
+                now -= sizes[bucket]
+        memory.append(gathered + now)
+    return memory
+
+
+def gathered_of(schedule: Schedule, buckets: Container[int]) -> list[int]:
+    """After each instruction, bytes of flats of these buckets, those that stay from the step before included."""
+    sizes = schedule.facts.sizes
+    now = sum(sizes[bucket] for bucket in schedule.stays if bucket in buckets)
+    memory: list[int] = []
+    for index, instruction in enumerate(schedule.instructions):
+        match instruction:
+            case Unshard(bucket) if index in schedule.gathers and bucket in buckets:
+                now += sizes[bucket]
+            case Reshard(bucket) if index in schedule.drops and bucket in buckets:
                 now -= sizes[bucket]
         memory.append(now)
     return memory
