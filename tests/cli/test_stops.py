@@ -307,6 +307,7 @@ class Ranks:
 
 def as_script(arguments: list[str], environment: dict[str, str], error: Path) -> None:
     """What `zeroweave run` starts: the runner, and the end of its interpreter."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
     os.environ.update(environment)
     os.dup2(os.open(error, os.O_WRONLY | os.O_CREAT), 2)
     sys.argv = ["runner", *arguments]

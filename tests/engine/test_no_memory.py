@@ -1,4 +1,7 @@
-"""A gather for which there is no memory, or that cannot be issued, is made again: no parameter keeps older values."""
+"""A gather for which there is no memory, or that cannot be issued, is made again: no parameter keeps older values.
+
+So is one that Ctrl-C has interrupted, before it or behind it; a rank that is alone goes on.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,32 @@ from zeroweave.runtime.flat import Flat
 
 
 class Failing:
-    """Stands in for a method, of which one call fails."""
+    """Stands in for a method, of which one call fails, before or `behind` what it does."""
 
-    def __init__(self, usual: Any) -> None:
-        self._usual, self.left = usual, 0
+    def __init__(self, usual: Any, error: type[BaseException], behind: bool) -> None:
+        self._usual, self._error, self._behind, self.left = usual, error, behind, 0
         """of the calls up to that one"""
 
     def method(self) -> Any:
         def call(*arguments: Any) -> Any:
             self.left -= 1
+            done = self._usual(*arguments) if self.left or self._behind else None
             if self.left == 0:
-                raise MemoryError("no memory is left")
-            return self._usual(*arguments)
+                raise self._error
+            return done
 
         return call
 
 
 @SOME
+@pytest.mark.parametrize(
+    ("error", "behind"), [(MemoryError, False), (KeyboardInterrupt, False), (KeyboardInterrupt, True)]
+)
 @pytest.mark.parametrize(("owner", "name"), [(Flat, "_settle_in"), (LocalTransport, "all_gather")])
-def test_training_goes_on_behind_any_gather_that_failed(stage: int, mode: str, owner: type, name: str) -> None:
-    failing, number = Failing(getattr(owner, name)), 0
+def test_training_goes_on_behind_any_gather_that_failed(
+    stage: int, mode: str, owner: type, name: str, error: type[BaseException], behind: bool
+) -> None:
+    failing, number = Failing(getattr(owner, name), error, behind), 0
     with patch.object(owner, name, failing.method()), twins(stage, mode) as pair:
         for _ in range(3):
             pair.assert_still_trains()
@@ -42,7 +51,7 @@ def test_training_goes_on_behind_any_gather_that_failed(stage: int, mode: str, o
             failing.left = number
             try:
                 pair.engine.backward(loss_of(pair.engine))
-            except MemoryError:
+            except error:
                 pair.engine.zero_grad()
                 pair.assert_still_trains()
             over, failing.left = failing.left > 0, 0

@@ -112,6 +112,29 @@ def test_a_failure_on_all_ranks_is_survived(pools: Pools) -> None:
     assert "zeroweave" not in "".join(outcome.stderr for outcome in outcomes)
 
 
+def all_are_interrupted() -> tuple[bool, bool, str | None]:
+    with engine() as made:
+        made.collective()
+        time.sleep(0.3 * made.rank)
+        shared = made.alarm.failed("forward", made.step, KeyboardInterrupt())
+        time.sleep(1.5)
+        return shared, raised(made, "backward", "behind it"), made.alarm.fatal
+
+
+@pytest.mark.oldest
+def test_ranks_that_are_interrupted_at_one_place_do_not_go_on(pools: Pools) -> None:
+    """Each has its own KeyboardInterrupt, and nobody is ended by an alarm."""
+    outcomes = pools(2).outcomes(all_are_interrupted)
+    for outcome in outcomes:
+        shared, again, fatal = outcome.value
+        assert (
+            not shared
+            and not again
+            and f"rank {1 - outcome.rank} failed in forward at step 0: KeyboardInterrupt" in fatal
+        )
+    assert "zeroweave" not in "".join(outcome.stderr for outcome in outcomes)
+
+
 def all_fail_alike_slowly(seconds: float) -> list[object]:
     with engine() as made:
         made.collective()

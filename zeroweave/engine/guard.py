@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 from zeroweave.comm.ledger import Ledger
 from zeroweave.errors import AgreementError, EngineError, RankFailure
 from zeroweave.ranks.alarm import Alarm
+
+_INTERRUPTED: Final = "Ranks that are interrupted do not stop at one point, so this engine cannot go on"
 
 
 @dataclass
@@ -36,9 +39,9 @@ class Progress:
 class Guard:
     """Tells the other ranks about exceptions, and refuses what cannot work after one.
 
-    The same exception on all ranks leaves the engine `dirty`: only what is called with `clean=False`
-    (`zero_grad`, `destroy`) works until it is cleaned. An exception on some ranks ends the others. An
-    EngineError is a misuse that was refused before anything happened, and leaves the engine as it is.
+    The same exception on all ranks leaves the engine `dirty`: only what is called with `clean=False` (`zero_grad`,
+    `destroy`) works until it is cleaned. An exception on some ranks ends the others, and behind Ctrl-C several ranks
+    cannot go on. An EngineError is a misuse that was refused before anything happened, and leaves the engine as it is.
     """
 
     def __init__(self, alarm: Alarm, progress: Progress) -> None:
@@ -116,7 +119,9 @@ class Guard:
         if self._around:
             self._told = error
         if not self.alarm.failed(place, self.progress.step, error):
-            error.add_note(f"Not all ranks failed alike, so the others are ended: {self.alarm.fatal}")
+            interrupted = isinstance(error, KeyboardInterrupt)
+            why = _INTERRUPTED if interrupted else "Not all ranks failed alike, so the others are ended"
+            error.add_note(f"{why}: {self.alarm.fatal}")
 
     def meet(self) -> None:
         """To be called in a guarded call that only some ranks might make, before its first collective. Collective."""

@@ -103,9 +103,9 @@ class Alarm:
     def failed(self, place: str, step: int, error: BaseException) -> bool:
         """To be called once per exception that leaves the engine, which is then raised again.
 
-        True: all ranks failed at this step and place, after equally many collectives; they can go on
-        together. False: they did not, or a connection is broken; `fatal` says what is known, and the watchers of the
-        other ranks end them. It returns when that is certain, at the deadline at the latest.
+        True: all ranks failed at this step and place, after equally many collectives, and none was interrupted; they
+        can go on together. False: they did not, or a connection is broken; `fatal` says what is known, and the watchers
+        of the other ranks end them. It returns when that is certain, at the deadline at the latest.
         """
         if self.fatal is not None or self._line is None:
             return self.fatal is None and self.world == 1
@@ -115,9 +115,17 @@ class Alarm:
         line, count = self._line, self._progress()[1]
         broken = self._control.broken is not None or isinstance(error, RankFailure)
         missed = self._control.late
-        others = collectives_begun()
         mine = Failure(
-            line.epoch, step, place, count, describe(error), broken, self._control.operations, missed, others
+            line.epoch,
+            step,
+            place,
+            count,
+            describe(error),
+            final=broken,
+            operations=self._control.operations,
+            missed=missed,
+            interrupted=isinstance(error, KeyboardInterrupt),
+            others=collectives_begun(),
         )
         known: list[str] = []
         try:
@@ -205,7 +213,10 @@ class Alarm:
             if any(failure.final or failure.spot != mine.spot for failure in same):
                 return board.decide(question, "different")
             if len(same) == self.world:
-                return board.decide(question, "alike")
+                # Nobody knows how far an interrupted call came: one rank may have written, or issued, what another did
+                # not. Asked last, so that each of them gets the time to fail by itself.
+                interrupted = any(failure.interrupted for failure in same)
+                return board.decide(question, "different" if interrupted else "alike")
             late = time.monotonic() - begin > self._control.deadline_seconds
             if late or any(status.left or is_gone(status.process) for status in statuses):
                 return board.decide(question, "alone")

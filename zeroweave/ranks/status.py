@@ -18,7 +18,7 @@ class Failure:
 
     `epoch` counts the failures that all ranks have survived together before; `count` the collectives issued,
     `operations` those of the control group, `others` those begun in the program's own process groups, by name.
-    `missed`: a rank did not come before the deadline.
+    `missed`: a rank did not come before the deadline. `interrupted`: by Ctrl-C, which comes at any point of a call.
     """
 
     epoch: int
@@ -29,6 +29,7 @@ class Failure:
     final: bool = False
     operations: int = 0
     missed: bool = False
+    interrupted: bool = False
     others: Mapping[str, int] = field(default_factory=dict)
 
     @property

@@ -56,6 +56,8 @@ class Flat:
         self.gathers = 0
         """how many were issued"""
         self._pending: Pending | None = None
+        self._adrift = False
+        """may a gather be under way that nobody can wait for? An exception came between, as Ctrl-C may anywhere"""
         self._place: Place | None = None
         """where the next gather finds it; None: in ordinary memory"""
         self._at: Place | None = None
@@ -95,6 +97,7 @@ class Flat:
         if not self.holds and not self.good:
             try:
                 self._move_in()
+                self._adrift = True
                 self._issued(self._gatherer.all_gather(self._target, self._source(), self.layout))
             except BaseException:
                 self.free()
@@ -120,11 +123,12 @@ class Flat:
         """
         if not self.good:
             self._move_in()
+            self._adrift = True
             self._issued(self._gatherer.all_gather(self._target, self._source(), self.layout))
 
     def _issued(self, gather: Pending) -> None:
         """Its gather is under way."""
-        self._pending = gather
+        self._pending, self._adrift = gather, False
         self.gathers += 1
         self.standing = self.stays
 
@@ -200,8 +204,9 @@ class Flat:
     def wait(self) -> None:
         """Makes the flat usable on the current stream."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
+            pending, self._pending, self._adrift = self._pending, None, True
             pending.wait()
+            self._adrift = False
 
     def forget_pending(self) -> None:
         """The gather that is under way will never come: nobody waits for it."""
@@ -215,7 +220,8 @@ class Flat:
     def free(self, handed_in: int = 0) -> bool:
         """Frees the storage of a flat without holds unless somebody could still read it; False if so.
 
-        One that is to stay is looked at, and does.
+        One that is to stay is looked at, and does. One that is adrift stays until a later gather has been waited for:
+        the lost one would write what is somebody else's by then.
 
         `handed_in`: views that the caller knows of and promises not to read.
         """
@@ -225,7 +231,7 @@ class Flat:
         self.check_unchanged()
         if self.stays:
             return True
-        if self.kept(handed_in):
+        if self._adrift or self.kept(handed_in):
             return False
         self._give_up()
         self._gauge.add(-self.layout.nbytes)
