@@ -2,12 +2,14 @@
 # The tables of benchmarks/README.md and tests/gpu, on a host with four GPUs, in three calls of ten minutes.
 #
 #   benchmarks/tables.sh 1     tests/gpu on GPUs 2 and 3; beside it Qwen3-8B, 4,096 tokens, on 0 and 1
-#   benchmarks/tables.sh 2     nothing beside it: what depends on the host, on 0 and 1; then stage 3 on four
-#   benchmarks/tables.sh 3     stage 2, kept buckets and 8 micro-steps on four; tests that need four; then in pairs
-#                              coalesced windows, those of the peers, and endurance
+#   benchmarks/tables.sh 2     nothing beside it: what depends on the host, on 0 and 1; then stages 3 and 2 and kept
+#                              buckets on four
+#   benchmarks/tables.sh 3     8 micro-steps on four, and the tests that need four; then in pairs those of the peers
+#                              and endurance beside coalesced windows, Llama-1B and what the C++ wrapper gives
 #
 # OUT names the folder for logs (default: ./out), END the seconds after which nothing goes on (default: 560), CACHE the
-# folder of compiler caches that calls share (default: OUT/cache). What matters is printed.
+# folder of compiler caches that calls share (default: OUT/cache). What matters is printed. Where only some files of OUT
+# are kept, or OUT is emptied between the calls, name others for both, and pack OUT behind each call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 part=${1:?1, 2 or 3}
@@ -26,9 +28,11 @@ run() {
     echo "== $name, after $SECONDS s"
     grep -aE "^(holds|FAILS|FAILED|ERROR|implementation |zeroweave-|fsdp2-|compute)|rror:|^by copy|^\| |equal in|grew| (passed|failed)" \
         "$out/$name.txt" | cut -c1-300 | head -40
+    tail -n 1 "$out/$name.txt" | cut -c1-300
 }
 bench() { run "$1" "$2" bench --cache "$CACHE" "${@:3}"; }
 rows="--in-a-row 10 --steps 34 --warm 14"
+host="--case qwen3-8b-1024 --steps 36 --warm 20 --timeout 150"
 
 case $part in
 1)
@@ -36,7 +40,7 @@ case $part in
         export CUDA_VISIBLE_DEVICES=2,3
         run quiet 200 tests tests/gpu/test_memory.py tests/gpu/test_budget.py --tb=short
         mapfile -t rest < <(ls tests/gpu/test_*.py | grep -vE "memory|budget|plan")
-        run tests 560 tests "${rest[@]}" -n 8 --dist worksteal --tb=short
+        run tests 560 tests "${rest[@]}" -n 7 --dist worksteal --tb=short
     ) &
     (
         export CUDA_VISIBLE_DEVICES=0,1
@@ -48,27 +52,28 @@ case $part in
 2)
     (
         export CUDA_VISIBLE_DEVICES=0,1
-        host="--case qwen3-8b-1024 --steps 36 --warm 20 --timeout 150"
-        bench q1024 300 $host --impl zeroweave-graphs-z3,zeroweave-z3,fsdp2-ce-z3 --host-profile zeroweave-z3
-        TORCHINDUCTOR_CPP_WRAPPER=1 bench q1024-cpp 120 $host --variant cpp compile.prefetch=auto --impl zeroweave-cpp-z3
-        bench llama-512 90 --case llama-1b-512 --timeout 80 --impl zeroweave-graphs-z2,fsdp2-ce-z2
+        bench q1024 250 $host --impl zeroweave-graphs-z3,zeroweave-z3,fsdp2-ce-z3 --host-profile zeroweave-z3
     )
-    bench z3-on-4 200 --case qwen3-8b-4096-z3 $rows --timeout 180 --impl zeroweave-graphs-keeps-z3,fsdp2-ce-z3,compute-graphs
+    bench z3-on-4 170 --case qwen3-8b-4096-z3 $rows --timeout 150 --impl zeroweave-graphs-keeps-z3,fsdp2-ce-z3
+    bench z2-on-4 170 --case qwen3-8b-4096-z2 $rows --timeout 150 --impl zeroweave-graphs-keeps-z2,fsdp2-ce-z2
+    run kept 150 bench --case qwen3-8b-1024-kept --steps 24 --warm 14 --timeout 100 \
+        --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
     ;;
 3)
-    bench z2-on-4 180 --case qwen3-8b-4096-z2 $rows --timeout 150 --impl zeroweave-graphs-keeps-z2,fsdp2-ce-z2
-    bench kept 150 --case qwen3-8b-1024-kept --steps 24 --warm 14 --timeout 100 --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
-    bench gas-8 200 --case qwen3-8b-1024-gas-8 --steps 16 --warm 10 --timeout 70
+    run gas-8 200 bench --case qwen3-8b-1024-gas-8 --steps 16 --warm 10 --timeout 90
     run four 130 tests tests/gpu/test_experts.py tests/gpu/test_checkpoints.py -k four -n 2 --tb=short
     (
         export CUDA_VISIBLE_DEVICES=0,1
-        run coalesce 60 coalesce --backwards 4 --modes coalesce --graphs --warm 16 --blocks --stages 2,3 \
-            --set compile.memory_budget=$((1400 << 20)) --set compile.regather=true
-        run peers 560 tests tests/gpu/benchmarks --tb=short
+        run peers 560 tests tests/gpu/benchmarks tests/gpu/test_plan.py -n 4 --tb=short
+        run endurance 560 endurance --graphs both --model small --steps "${STEPS:-300}" --at-once 3
     ) &
     (
         export CUDA_VISIBLE_DEVICES=2,3
-        run endurance 560 endurance --graphs both --model small --steps "${STEPS:-2000}" --at-once 3
+        run coalesce 110 coalesce --engines zeroweave,deepspeed --backwards 4 --modes coalesce --graphs --warm 16 \
+            --blocks --stages 2,3 --set compile.memory_budget=$((1400 << 20)) --set compile.regather=true
+        bench llama-512 110 --case llama-1b-512 --timeout 100 --impl zeroweave-graphs-z2,fsdp2-ce-z2
+        TORCHINDUCTOR_CPP_WRAPPER=1 bench q1024-cpp 150 $host --timeout 100 --variant cpp compile.prefetch=auto \
+            --impl zeroweave-cpp-z3
     ) &
     wait
     ;;

@@ -97,8 +97,8 @@ class Flat:
         if not self.holds and not self.good:
             try:
                 self._move_in()
-                self._adrift = True
-                self._issued(self._gatherer.all_gather(self._target, self._source(), self.layout))
+                source, self._adrift = self._source(), True
+                self._issued(self._gatherer.all_gather(self._target, source, self.layout))
             except BaseException:
                 self.free()
                 raise
@@ -123,8 +123,8 @@ class Flat:
         """
         if not self.good:
             self._move_in()
-            self._adrift = True
-            self._issued(self._gatherer.all_gather(self._target, self._source(), self.layout))
+            source, self._adrift = self._source(), True
+            self._issued(self._gatherer.all_gather(self._target, source, self.layout))
 
     def _issued(self, gather: Pending) -> None:
         """Its gather is under way."""

@@ -275,6 +275,7 @@ def left_out(folder: Path) -> list[str]:
         with warnings.catch_warnings(record=True) as before:
             engine.save(folder, "a")
         optimizer.state["shared"]["steps"] = 3
+        optimizer.state["table"] = torch.zeros(2)
         assert not optimizer.state["looked up"]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -286,7 +287,7 @@ def left_out(folder: Path) -> list[str]:
 
 def test_what_is_left_out_is_told(pools: Pools, tmp_path: Path) -> None:
     first, second = pools(2).run(left_out, tmp_path)
-    assert len(first) == 1 and "under 'shared' of its state: hand it to save() as client_state" in first[0]
+    assert len(first) == 1 and "under 'shared', 'table' of its state: hand it to save() as client_state" in first[0]
     assert second == []
 
 

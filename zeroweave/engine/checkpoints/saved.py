@@ -225,7 +225,8 @@ class Saved:
 
     def _tell_of_the_rest(self, optimizer: torch.optim.Optimizer) -> None:
         """Ranks may hold other values there, of any type: the program knows what to do with them."""
-        rest = [repr(key) for key, held in optimizer.state.items() if not isinstance(key, torch.Tensor) and held]
+        others = {key: held for key, held in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        rest = [repr(key) for key, held in others.items() if not isinstance(held, Mapping) or held]
         if rest:
             warn(
                 f"the checkpoint leaves out what the optimizer keeps of no parameter, under {', '.join(rest)} of its "
