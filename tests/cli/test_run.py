@@ -11,7 +11,7 @@ from torch.distributed.run import parse_args
 
 from tests.support.commands import zeroweave
 from zeroweave.report.launch import exit_reason, first_line, parse, under_runner
-from zeroweave.report.runner import own_frames, own_store
+from zeroweave.report.runner import is_interrupted, own_frames, own_store
 
 LEAVES_A_GROUP = """
 import sys
@@ -115,6 +115,22 @@ def test_reasons() -> None:
     assert first_line({"message": "ValueError: no\nmore"}) == ": ValueError: no"
     assert first_line("Signal 6 (SIGABRT) received by PID 1") == ""
     assert first_line("") == ""
+
+
+def test_what_fails_behind_ctrl_c_is_no_failure_of_its_own() -> None:
+    assert is_interrupted(KeyboardInterrupt())
+    with pytest.raises(ValueError, match="behind it") as behind:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise ValueError("behind it")
+    assert is_interrupted(behind.value)
+    with pytest.raises(ValueError, match="as another") as other:
+        try:
+            raise OSError
+        except OSError as error:
+            raise ValueError("as another") from error
+    assert not is_interrupted(other.value) and not is_interrupted(ValueError())
 
 
 def test_a_traceback_without_foreign_frames_is_kept_whole() -> None:

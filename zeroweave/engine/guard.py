@@ -70,17 +70,10 @@ class Guard:
         """A block begins."""
         self._active = True
         self.progress.ledger.at(f"in {place}")
-        try:
-            if self.alarm.fatal is not None:
-                raise RankFailure(self.alarm.fatal)
-            if clean and self.dirty:
-                raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
-        except (RankFailure, EngineError) as error:
-            self.leave(place, error)
-            raise
-
-    def begin(self) -> None:
-        """What `attach` was given."""
+        if self.alarm.fatal is not None:
+            raise RankFailure(self.alarm.fatal)
+        if clean and self.dirty:
+            raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
         self._begins()
 
     def leave(self, place: str, error: BaseException | None) -> None:
@@ -148,9 +141,8 @@ class _Block:
         self._guard, self._place, self._clean = guard, place, clean
 
     def __enter__(self) -> None:
-        self._guard.enter(self._place, self._clean)
         try:
-            self._guard.begin()
+            self._guard.enter(self._place, self._clean)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise

@@ -245,7 +245,8 @@ class Window(Observer):
         with self._guard.cleaning():
             self._runtime.abort()
             self._runtime.next_window(schedule)
-            if broken:  # nobody knows what is in memory now
+            strays = [bucket.forget_strays(int(self._shown.is_open)) for bucket in self._runtime.buckets.values()]
+            if broken or any(strays):  # nobody knows what is in memory now
                 self._runtime.replay.lingering.let_go()
             self._scheduler.abort()
             self._shown.reset()

@@ -95,6 +95,13 @@ def own_frames(trace: TracebackType | None) -> TracebackType | None:
     return start or trace
 
 
+def is_interrupted(error: BaseException | None) -> bool:
+    """Did Ctrl-C end the script? What was to be done behind it may have failed, and raised something else."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def main() -> int:
     code, opened = 0, None
 
@@ -116,7 +123,7 @@ def main() -> int:
         if code and "TORCHELASTIC_ERROR_FILE" in os.environ:  # a rank that misses this one may be gone before it
             get_error_handler().record_exception(SystemExit(code))
     except BaseException as error:
-        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        code = 130 if is_interrupted(error) else 1
         shown = error.with_traceback(own_frames(error.__traceback__))
         sys.last_value = shown  # as the interpreter does: what acts at exit learns how the script ended
         sys.excepthook(type(shown), shown, shown.__traceback__)

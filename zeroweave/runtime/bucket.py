@@ -166,6 +166,17 @@ class Bucket(Flat):
         if self.standing and not regathered:
             self.expire()
 
+    def forget_strays(self, holds: int) -> bool:
+        """Leaves it so many holds, and no gradients. Were there others?
+
+        Nobody else can drop what has no note: Ctrl-C may come between a hold, or what autograd accumulates, and that.
+        """
+        left = [p for p in self.real if p.grad is not None]
+        for p in left:
+            p.grad = None
+        more, self.holds = self.holds > holds, holds
+        return more or bool(left)
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The slots of a tensor [numel] that is laid out like this bucket's flat."""
         return [flat.narrow(0, s.offset, s.numel).view(s.shape) for s in self.layout.slots]
@@ -275,7 +286,7 @@ class Lingering:
 
     def stand(self, buckets: Iterable[int]) -> bool:
         """Are all of these there, so that nobody has to gather them?"""
-        return all(self._buckets[bucket].standing or not self._buckets[bucket].layout.numel for bucket in buckets)
+        return all(self._buckets[bucket].good for bucket in buckets)
 
     def gather_again(self) -> None:
         """What is gathered is not what the shards have: whoever holds it sees those from now on. Collective."""

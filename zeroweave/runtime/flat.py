@@ -72,7 +72,7 @@ class Flat:
     @property
     def good(self) -> bool:
         """Is nothing to be gathered for the next first hold?"""
-        return self.standing or not self.layout.numel
+        return (self.standing and not self._adrift) or not self.layout.numel
 
     @property
     def viewed(self) -> bool:
@@ -210,7 +210,7 @@ class Flat:
 
     def forget_pending(self) -> None:
         """The gather that is under way will never come: nobody waits for it."""
-        self._pending = None
+        self._pending, self._adrift = None, False
 
     def reshard(self, handed_in: int = 0) -> bool:
         """Drops a hold. The last one frees the storage in stream order, if it is not to stay; False if it lingers."""
