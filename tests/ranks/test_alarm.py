@@ -121,6 +121,7 @@ def all_are_interrupted() -> tuple[bool, bool, str | None]:
         return shared, raised(made, "backward", "behind it"), made.alarm.fatal
 
 
+@pytest.mark.matrix
 @pytest.mark.oldest
 def test_ranks_that_are_interrupted_at_one_place_do_not_go_on(pools: Pools) -> None:
     """Each has its own KeyboardInterrupt, and nobody is ended by an alarm."""

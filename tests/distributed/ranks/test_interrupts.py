@@ -113,6 +113,7 @@ def handles(seconds: float) -> None:
         raise KeyboardInterrupt
 
 
+@pytest.mark.matrix
 def test_interrupts_that_leave_no_call_change_nothing(pools: Pools) -> None:
     """As near as a right program comes to it: inside of a call, and between two."""
     for with_them, without in pools(2).run(caught_elsewhere, 0.2):
