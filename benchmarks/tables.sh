@@ -60,7 +60,7 @@ case $part in
         --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
     ;;
 3)
-    run gas-8 200 bench --case qwen3-8b-1024-gas-8 --steps 16 --warm 10 --timeout 90
+    run gas-8 240 bench --case qwen3-8b-1024-gas-8 --steps 16 --warm 11 --timeout 118
     run four 130 tests tests/gpu/test_experts.py tests/gpu/test_checkpoints.py -k four -n 2 --tb=short
     (
         export CUDA_VISIBLE_DEVICES=0,1

@@ -173,6 +173,7 @@ def test_an_engine_is_asked_by_the_environment(tmp_path: Path) -> None:
         Samples.asked_for(None, None, None, None, {FOLDER: str(tmp_path), STEPS: "many"})  # type: ignore[arg-type]
 
 
+@pytest.mark.matrix
 def test_a_folder_stands_for_what_a_rank_has_written_there(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,7 +226,8 @@ def running(folder: Path, what: str) -> tuple[Job, subprocess.Popen[str]]:
     return job, launcher
 
 
-@daily("what", ["on"], ["saving"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("what", ["on", "saving"])
 def test_ranks_end_with_a_launcher_that_is_killed(what: str, tmp_path: Path) -> None:
     job, launcher = running(tmp_path, what)
     launcher.kill()

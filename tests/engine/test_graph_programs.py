@@ -40,7 +40,9 @@ EXACT: list[tuple[Callable[..., Any], Case, int, int]] = [
     *((programs.given_up, Case(stage, gas, dropout=0.1), 6, 1) for stage in (1, 2) for gas in (1, 2)),
     *((programs.modes, Case(stage, 2, dropout=0.1), 4, 1) for stage in (1, 3)),
 ]
-DAILY = [row for row in EXACT[:18] if row[0] is not programs.shapes]
+LONG = (programs.shapes, programs.methods, at_hand.replaced, at_hand.attributes)
+LONG += (numbers_at_hand.set_now_and_then, numbers_at_hand.two_losses)
+DAILY = [row for row in EXACT[:18] if row[0] not in LONG]
 WITHIN: list[tuple[Callable[..., Any], Case]] = [
     (numbers_at_hand.behind_backward, Case(gas=2)),
     (numbers_at_hand.in_a_block, Case()),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.schedule.test_overlap import SIZE, blocks_of
+from tests.support.marks import daily
 from zeroweave.engine.settings import ScheduleSettings
 from zeroweave.schedule import Costs, Schedule, budget, compile_schedule, fixed, foreseen, grown, margin, simulate
 from zeroweave.schedule.budget import reserve
@@ -96,7 +97,7 @@ def odd(rng: random.Random) -> tuple[Costs, Schedule]:
     return replace(costs, filled=filled, beside=REST, room=room), of
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@daily("graphs", [True], [False])
 def test_the_device_has_room_for_whatever_it_fills(graphs: bool) -> None:
     """For places at any time and twice what graphs have of their own; and for steps that gather in no place."""
     rng = random.Random(5)

@@ -18,7 +18,6 @@ from torch import nn
 
 from tests.distributed.runtime.uneven import BRANCHES, Choice, Gated, Job, Setting, Stack, beside, say, stack_job
 from tests.support.harness import Pools
-from tests.support.marks import daily
 
 WINDOWS = ((1, 1, 1, 1), (1, 1, 1, 1), (2, 2, 2), (1, 2, 1, 2), (2, 1, 1))
 BUCKETS: tuple[dict[str, Any], ...] = ({}, {}, {"bytes": 1}, {"bytes": 300}, {"by_block": False})
@@ -120,10 +119,10 @@ def report(outcomes: list[dict[str, list[str]]]) -> str:
     return "\n".join(f"{label}: {each}" for found in outcomes for label, wrong in found.items() for each in wrong[:3])
 
 
-@daily(
+@pytest.mark.matrix
+@pytest.mark.parametrize(
     ("mode", "seeds"),
-    [("eager", range(1))],
-    [("eager", range(1, 7)), ("aot_eager", range(100, 101)), ("aot_eager", range(101, 103))],
+    [("eager", range(7)), ("aot_eager", range(100, 101)), ("aot_eager", range(101, 103))],
 )
 def test_a_few_random_cases(pools: Pools, mode: str, seeds: range) -> None:
     told = report(pools(2).run(several, seeds, mode))
