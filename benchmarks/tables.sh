@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# The tables of benchmarks/README.md and tests/gpu, on a host with four GPUs, in three calls of ten minutes.
+# The tables of benchmarks/README.md and tests/gpu, on a host with four GPUs, in four calls of ten minutes.
 #
 #   benchmarks/tables.sh 1     tests/gpu on GPUs 2 and 3; beside it Qwen3-8B, 4,096 tokens, on 0 and 1
-#   benchmarks/tables.sh 2     nothing beside it: what depends on the host, on 0 and 1; then stages 3 and 2 and kept
-#                              buckets on four
-#   benchmarks/tables.sh 3     8 micro-steps on four, and the tests that need four; then in pairs those of the peers
-#                              and endurance beside coalesced windows, Llama-1B and what the C++ wrapper gives
+#   benchmarks/tables.sh 2     nothing beside it: what depends on the host, on 0 and 1; then stages 3 and 2 on four
+#   benchmarks/tables.sh 3     the tests that need four; then in pairs those of the peers and endurance beside coalesced
+#                              windows, Llama-1B with 512 tokens and what the C++ wrapper gives
+#   benchmarks/tables.sh 4     in pairs 4,096 tokens with nothing kept beside transformers' model, and Llama-1B with
+#                              2,048; then kept buckets and 8 micro-steps on four
 #
 # OUT names the folder for logs (default: ./out), END the seconds after which nothing goes on (default: 560), CACHE the
 # folder of compiler caches that calls share (default: OUT/cache). What matters is printed. Where only some files of OUT
 # are kept, or OUT is emptied between the calls, name others for both, and pack OUT behind each call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-part=${1:?1, 2 or 3}
+part=${1:?1, 2, 3 or 4}
 out=${OUT:-$PWD/out} END=${END:-560} CACHE=${CACHE:-$out/cache}
 mkdir -p "$out"
 
@@ -56,11 +57,8 @@ case $part in
     )
     bench z3-on-4 170 --case qwen3-8b-4096-z3 $rows --timeout 150 --impl zeroweave-graphs-keeps-z3,fsdp2-ce-z3
     bench z2-on-4 170 --case qwen3-8b-4096-z2 $rows --timeout 150 --impl zeroweave-graphs-keeps-z2,fsdp2-ce-z2
-    run kept 150 bench --case qwen3-8b-1024-kept --steps 24 --warm 14 --timeout 100 \
-        --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
     ;;
 3)
-    run gas-8 240 bench --case qwen3-8b-1024-gas-8 --steps 16 --warm 11 --timeout 118
     run four 130 tests tests/gpu/test_experts.py tests/gpu/test_checkpoints.py -k four -n 2 --tb=short
     (
         export CUDA_VISIBLE_DEVICES=0,1
@@ -76,6 +74,20 @@ case $part in
             --impl zeroweave-cpp-z3
     ) &
     wait
+    ;;
+4)
+    (
+        export CUDA_VISIBLE_DEVICES=0,1
+        bench z3-none 280 --case qwen3-8b-4096-z3 $rows --timeout 200 --impl zeroweave-graphs-z3,fsdp2-ce-z3,compute-graphs
+    ) &
+    (
+        export CUDA_VISIBLE_DEVICES=2,3
+        bench hf 150 --case hf-qwen3-8b-4096 --timeout 100 --impl zeroweave-z3,fsdp2-ce-z3
+        bench llama-2048 130 --case llama-1b-2048 --timeout 100 --impl zeroweave-graphs-z3,fsdp2-ce-z3
+    ) &
+    wait
+    bench kept 160 --case qwen3-8b-1024-kept --steps 24 --warm 14 --timeout 100 --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
+    bench gas-8 240 --case qwen3-8b-1024-gas-8 --steps 16 --warm 11 --timeout 118
     ;;
 *) echo "unknown: $part" >&2; exit 2 ;;
 esac
