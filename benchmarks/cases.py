@@ -44,7 +44,8 @@ CASES = {
         speed={"zeroweave-graphs-kept-z3": 1.6},
     ),
     "qwen3-8b-1024-gas-8": Case(
-        f"--model qwen3-8b --seq 1024 --gas 8 {KEPT} --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3"
+        f"--model qwen3-8b --seq 1024 --gas 8 {KEPT}"
+        " --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3,fsdp2-ce-z3"
         " --steps 20 --warm 14",
         no_slower={"zeroweave-graphs-kept-z3": "zeroweave-graphs-z3"},
     ),

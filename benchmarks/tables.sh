@@ -87,7 +87,8 @@ case $part in
     ) &
     wait
     bench kept 160 --case qwen3-8b-1024-kept --steps 24 --warm 14 --timeout 100 --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
-    bench gas-8 240 --case qwen3-8b-1024-gas-8 --steps 16 --warm 11 --timeout 118
+    bench gas-8 240 --case qwen3-8b-1024-gas-8 --steps 16 --warm 11 --timeout 118 \
+        --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3
     ;;
 *) echo "unknown: $part" >&2; exit 2 ;;
 esac

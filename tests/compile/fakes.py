@@ -179,7 +179,7 @@ class FakeHost:
         self.lent += [tensor for tensor in found if tensor is not None]
         return found
 
-    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> None:
+    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
         self.expected.subtract(announced)
         for b, slot, gradient in parts:
             assert gradient is not None and gradient.is_contiguous()
@@ -187,6 +187,7 @@ class FakeHost:
             assert gradient.shape == real.shape and gradient.dtype == real.dtype
             known = self.gradients.get((b, slot))
             self.gradients[b, slot] = gradient.clone() if known is None else known + gradient
+        return frozenset()
 
     def template_ran(self) -> None:
         self.ran += 1

@@ -63,10 +63,10 @@ class Lending(FakeHost):
             self.places[b, slot] = torch.full(real.shape, torch.nan, dtype=real.dtype, device=real.device)
         return [self.places[place] for place in parts]
 
-    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> None:
+    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
         self.in_place += [(b, slot) for b, slot, gradient in parts if gradient is self.places.get((b, slot))]
         self.made |= made
-        super().deliver(announced, parts)
+        return super().deliver(announced, parts)
 
 
 def gradients(host: Lending, x: Tensor) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,11 +36,24 @@ def accumulates(parameter: torch.Tensor) -> bool:
 
     Why: `torch.autograd.grad` and `backward(inputs=...)` run backwards for other gradients only.
     """
+    return _goes_into(parameter) is True
+
+
+def returns(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs now returns the gradient of this leaf, as `torch.autograd.grad` does.
+
+    Why: whoever calls that gets what autograd has of it.
+    """
+    return _goes_into(parameter) is None
+
+
+def _goes_into(parameter: torch.Tensor) -> bool | None:
+    """Does the backward that runs now accumulate into this leaf? None where it returns the gradient instead."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf whose gradient `torch.autograd.grad` returns instead
-        return False
+    except RuntimeError:
+        return None
 
 
 def recomputing() -> bool:
@@ -61,6 +75,28 @@ def checkpoint_segment() -> weakref.ref[Any] | None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     inside = hooks is not None and "_checkpoint_hook" in getattr(hooks[1], "__qualname__", "")
     return weakref.ref(hooks[1]) if inside else None
+
+
+@contextmanager
+def allowing_hooks_again() -> Iterator[None]:
+    """At the end hooks for saved tensors are allowed, if they were at the begin.
+
+    Why: `torch.func.grad` forbids them while it runs, and Dynamo, which traces that, leaves it so where it fails.
+    """
+    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    try:
+        yield
+    finally:
+        if allowed and not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            torch._C._autograd._saved_tensors_hooks_enable()
+
+
+def refuses_hooks(error: BaseException) -> bool:
+    """Was this raised because `torch.func.grad`, or one like it, takes no hooks for saved tensors?
+
+    Why: the error has no class of its own.
+    """
+    return "support saved tensor hooks" in str(error)
 
 
 def leaves_behind(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

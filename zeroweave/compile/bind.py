@@ -55,8 +55,10 @@ class TemplateHost(Protocol):
         Each is contiguous, of its parameter's shape and dtype; None: anywhere.
         """
 
-    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> None:
+    def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
         """The gradients of a backward that has left. `announced` is what its forward announced.
+
+        Returned: those that somebody asked `torch.autograd.grad` for. They are not delivered, but autograd's.
 
         Each gradient is contiguous in its parameter's shape and dtype. It is to be read only: it may be the
         output's own gradient, a saved activation, or the tensor of another part. Not those of `made`: nobody else has
@@ -187,6 +189,8 @@ def backward_binder(
 ) -> Callable[[Boxed], Boxed]:
     """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them.
 
+    But `torch.autograd.grad` gets what it was asked for.
+
     `written`: the outputs that the code will write into further arguments, `made`: those that are memory of their own,
     see `compile.destinations`.
     """
@@ -219,15 +223,19 @@ def backward_binder(
             outputs = list(run(args))
         parts: list[Part] = []
         alone = set[Place]()
+        taken: list[tuple[int, Place, Tensor]] = []
         for output, i in gradients:
             if _is_slot(place := places[i]):
                 gradient, outputs[output] = outputs[output], None
                 parts.append((*place, gradient.contiguous()))
+                taken.append((output, place, gradient))
                 if output in made:
                     alone.add(place)
         host.template_ran()
-        if parts:
-            host.deliver([part[:2] for part in parts], parts, alone)
+        if parts and (asked := host.deliver([part[:2] for part in parts], parts, alone)):
+            for output, place, gradient in taken:
+                if place in asked:
+                    outputs[output] = gradient
         return outputs
 
     return lambda run: mark_boxed(partial(backward, run))

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from zeroweave._torch.autograd import recomputing
+from zeroweave._torch.autograd import allowing_hooks_again, recomputing, refuses_hooks
 from zeroweave._torch.fx import map_tensors
 from zeroweave._torch.modules import Hooks
 from zeroweave.compile.announce import Announcer
@@ -22,6 +22,7 @@ from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors
 from zeroweave.eager.hooks import Compiled, ModuleCall
 from zeroweave.eager.shown import Shown
+from zeroweave.errors import EngineError
 from zeroweave.notices import Journal, warn
 from zeroweave.runtime.runtime import Runtime
 
@@ -32,6 +33,11 @@ _HOOKED: Final = (
 _PARTLY: Final = (
     "a hook of register_backward_hook sees what a module's last operator gives it, which compiled code has no more: "
     "register_full_backward_hook does in compiled code what it does elsewhere"
+)
+_FUNCTIONAL: Final = (
+    "torch.func.grad, vjp, jacrev or hessian inside of the model's forward: they take no hooks for saved tensors, and "
+    "engines need these to have parameters there again in the backward. Use torch.autograd.grad on the parameters, or "
+    "on those of functional_call, which trains as in a plain model"
 )
 
 
@@ -133,11 +139,13 @@ class Calls:
         try:
             self._runtime.begin_session()
             # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
-            with nullcontext() if recomputing() else SavedTensors(self._runtime):
+            with allowing_hooks_again(), nullcontext() if recomputing() else SavedTensors(self._runtime):
                 yield
             self._runtime.end_session()
-        except BaseException:
+        except BaseException as error:
             self._runtime.abort_session()
+            if refuses_hooks(error):
+                raise EngineError(_FUNCTIONAL) from error
             raise
         finally:
             self._shown.hide()

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing
+from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing, returns
 from zeroweave._torch.modes import unseen
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
@@ -262,7 +262,7 @@ class Runtime:
         return [self.gradients.destination(*place) if place in wanted else None for place in parts]
 
     def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients nobody wants."""
+        """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants."""
         if current_graph_task() == self._whole:
             return parts
         return [place for place in parts if accumulates(self.buckets[place[0]].real[place[1]])]
@@ -272,19 +272,23 @@ class Runtime:
         announced: Sequence[tuple[int, int]],
         parts: Sequence[tuple[int, int, torch.Tensor | None]],
         made: Set[tuple[int, int]] = frozenset(),
-    ) -> None:
-        """Gradients of a compiled backward; see `Gradients.deliver`."""
+    ) -> Set[tuple[int, int]]:
+        """Gradients of a compiled backward; see `Gradients.deliver`. Those that it returns are not delivered."""
+        asked: Set[tuple[int, int]] = frozenset()
         if len(wanted := self._wanted(announced)) < len(announced):
             found = set(wanted)
+            others = {place for place in announced if place not in found}
+            asked = {place for place in others if returns(self.buckets[place[0]].real[place[1]])}
             announced, parts = wanted, [part for part in parts if part[:2] in found]
         if not announced:
-            return
+            return asked
         self.note_backward()
         complete = self.gradients.deliver(announced, parts, made)
         if not self.replay.reducing:
             self.gradients.fold(complete)
         elif complete:
             self.replay.reduce_due()
+        return asked
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the eager autograd engine."""
