@@ -79,7 +79,7 @@ def twice(model: Inner, x: Tensor, y: Tensor) -> Tensor:
     first = model.grad(model.run(x + 1, y), wanted)
     loss = model.run(x, y)
     second = model.grad(loss, wanted, retain_graph=True)
-    torch.autograd.grad(loss, [p for p in model.blocks[0].parameters()][:1], retain_graph=True)
+    torch.autograd.grad(loss, list(model.blocks[0].parameters())[:1], retain_graph=True)
     pairs = zip(first, second, strict=True)
     return loss + sum(((a * b).sum().detach() for a, b in pairs if a is not None and b is not None), torch.zeros(()))
 

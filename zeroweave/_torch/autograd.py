@@ -83,12 +83,13 @@ def allowing_hooks_again() -> Iterator[None]:
 
     Why: `torch.func.grad` forbids them while it runs, and Dynamo, which traces that, leaves it so where it fails.
     """
-    allowed = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    own: Any = torch._C._autograd
+    allowed = own._saved_tensors_hooks_is_enabled()
     try:
         yield
     finally:
-        if allowed and not torch._C._autograd._saved_tensors_hooks_is_enabled():
-            torch._C._autograd._saved_tensors_hooks_enable()
+        if allowed and not own._saved_tensors_hooks_is_enabled():
+            own._saved_tensors_hooks_enable()
 
 
 def refuses_hooks(error: BaseException) -> bool:
