@@ -103,19 +103,30 @@ def test_what_is_dropped_holds_nobody_up() -> None:
 
 
 class Device(CopyStream):
-    """Copies from tensors on "meta", which hold nothing, as from those of a device. `full`: is there no memory?"""
+    """Copies from tensors on "meta", which hold nothing, as from those of a device. `full`: is there no memory?
 
-    def __init__(self, full: bool = False) -> None:
+    `interrupted`: at which of its copies Ctrl-C comes, once; 0: when memory is asked for; None: it does not.
+    """
+
+    def __init__(self, full: bool = False, interrupted: int | None = None) -> None:
         super().__init__(torch.device("cpu"))
-        self._full = full
+        self._full, self._left = full, interrupted
 
     def empty(self, nbytes: int) -> torch.Tensor:
         if self._full:
             raise RuntimeError("no memory")
+        self._count()
         return super().empty(nbytes)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.fill_(5)
+        self._count()
+
+    def _count(self) -> None:
+        if self._left is not None:
+            self._left -= 1
+            if self._left == -1:
+                raise KeyboardInterrupt
 
 
 def test_what_is_copied_keeps_its_memory_until_that_can_be_used_again() -> None:
@@ -127,6 +138,38 @@ def test_what_is_copied_keeps_its_memory_until_that_can_be_used_again() -> None:
     snapshot.arrive()
     assert source() is None
     assert [t.tolist() for t in snapshot.read()] == [[5.0] * 3, [1.0] * 2, [5] * 5]
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_an_interrupt_between_copies_loses_it_and_nobody_waits_for_the_rest(at: int) -> None:
+    snapshot = Snapshot([torch.empty(3, device="meta") for _ in range(3)], Device(interrupted=at))
+    staging, reader = Staging(), Reader(snapshot)
+    staging.begin({0: snapshot})
+    with pytest.raises(KeyboardInterrupt):
+        staging.arrive(0)
+    staging.start_all()  # as the next save does, and `destroy`, before they wait for the reader
+    staging.arrive_all()
+    reader.go.release()
+    reader.join(60)
+    assert not reader.is_alive() and "KeyboardInterrupt while it was copied" in str(reader.failure)
+
+
+def test_an_interrupt_before_it_begins_leaves_it_to_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot, staging = Snapshot([torch.empty(3, device="meta")], Device()), Staging()
+    staging.begin({0: snapshot})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(snapshot, "start", interrupt)
+        staging.start(0)
+    staging.start_all()
+    reader = Reader(snapshot)
+    for _ in range(2):
+        reader.go.release()
+    reader.join(60)
+    assert not reader.is_alive() and [tensor.tolist() for tensor in reader.found] == [[5.0] * 3]
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def test_where_there_is_no_memory_the_reader_is_told_and_nobody_else_stops() -> None:

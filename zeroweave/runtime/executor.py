@@ -54,8 +54,9 @@ class Staging:
 
     def start(self, bucket: int) -> None:
         """The bucket's snapshot begins, if it has not."""
-        if (snapshot := self._waiting.pop(bucket, None)) is not None:
+        if (snapshot := self._waiting.get(bucket)) is not None:
             snapshot.start()
+            self._waiting.pop(bucket)  # behind it: an interrupt before it has begun leaves it to the next call
 
     def arrive(self, bucket: int) -> None:
         """The bucket is about to change."""

@@ -104,7 +104,7 @@ class Snapshot:
             if not self._started:
                 with self._losing():
                     self._copy()
-                self._started = True
+                    self._started = True
                 self._changed.notify_all()
 
     def _copy(self) -> None:
@@ -176,11 +176,17 @@ class Snapshot:
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
-        """Inside, memory is asked for: that there is none is no reason to stop for who changes the tensors."""
+        """Inside, memory is asked for: that there is none is no reason to stop for who changes the tensors.
+
+        What else comes between, as Ctrl-C may anywhere, leaves half of it copied: then it is lost as well.
+        """
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             self._lose(error)
+        except BaseException as error:
+            self._lose(EngineError(f"{type(error).__name__} while it was copied for a checkpoint"))
+            raise
 
     def _lose(self, reason: Exception) -> None:
         self._lost = self._lost or reason
