@@ -95,7 +95,7 @@ def test_steps_that_change_nothing_are_tried_less_and_less_often() -> None:
     assert not done.told
 
 
-@pytest.mark.parametrize("overflow", range(3, 10))
+@daily("overflow", [6, 7, 8], [3, 4, 5, 9])
 def test_a_step_that_changes_nothing_tells_nothing_of_gradients(overflow: int) -> None:
     """One of these is that in which graphs would be compared."""
     case = Case(overflow=overflow)

@@ -49,7 +49,7 @@ def test_replayed_steps_are_exact(case: Case) -> None:
     assert graphed["replayed"] >= case.gas * (case.steps - 7 - 5 * len(case.sizes)), graphed["uncaptured"]
 
 
-@daily("case", DEFERRING[:1], DEFERRING[1:], ids=str)
+@daily("case", [], DEFERRING, ids=str)
 def test_replayed_windows_whose_backwards_defer_are_exact(case: Case) -> None:
     differs, graphed = compared(case)
     assert not differs

@@ -17,7 +17,7 @@ MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read
 ROWS: list[dict[str, Any]] = MEASURED["rows"]
 
 
-@daily("row", ROWS[2:3], [*ROWS[:2], *ROWS[3:]], ids=lambda row: f"{row['case']}-z{row['stage']}")
+@daily("row", [], ROWS, ids=lambda row: f"{row['case']}-z{row['stage']}")
 def test_peaks_and_times_are_near_what_was_measured(row: dict[str, Any]) -> None:
     known, sheet = Calibration.read(json.dumps(MEASURED["calibration"])), GPUS["h200"]
     plan = planned(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.support.dc_world import Use, World, draw, mean_of
 from tests.support.harness import Pools
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.reference import judge
 from zeroweave import dc
 from zeroweave.errors import EngineError
@@ -61,6 +61,7 @@ def shared(stage: int, held: str, order: list[Use]) -> list[float]:
     return found
 
 
+@slow("1-taken")
 @every_row
 def test_a_parameter_in_two_graphs(pools: Pools, stage: int, held: str) -> None:
     order = [(3, 0), (3, 1), (3, 2), (5, 0), (5, 3), (5, 2), (5, 4)]

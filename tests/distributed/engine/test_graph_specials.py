@@ -25,8 +25,8 @@ TOGETHER = [
 
 @daily(
     ("gas", "special"),
-    [(2, specials.trained_alone_then_shown)],
-    [(gas, special) for least, special in ALONE for gas in range(least, 3)],
+    [],
+    [(2, specials.trained_alone_then_shown), *((gas, special) for least, special in ALONE for gas in range(least, 3))],
 )
 def test_one_rank_alone(pools: Pools, gas: int, special: specials.Special) -> None:
     for stage in (1, 2):

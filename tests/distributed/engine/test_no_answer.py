@@ -32,7 +32,7 @@ STEPS = 8
 
 Stop = Callable[[], None]
 MOMENTS = ("board", "rendezvous", "barrier", "alarm", "agree", "close")
-"""Where rank 0 is stopped, beside "schedule", which is daily: before the others reach the board, find each other there
+"""Where rank 0 is stopped, beside "schedule": before the others reach the board, find each other there
 for the first group, ask there why nobody comes to the first barrier, connect to it anew, agree on a step, and say that
 they leave. There: before they compare schedules."""
 WATCHED = ("schedule", "agree", "close")
@@ -122,7 +122,7 @@ def train(folder: Path, moment: str, deadline: float, seconds: float | None = No
     return losses
 
 
-@daily("moment", ["schedule"], MOMENTS)
+@daily("moment", [], ["schedule", *MOMENTS])
 def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, disposable: Pools) -> None:
     # Where twice as long could be taken for soon, it is long.
     deadline = 4 * DEADLINE if moment in ("agree", "barrier") else DEADLINE
