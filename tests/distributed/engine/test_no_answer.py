@@ -32,9 +32,9 @@ STEPS = 8
 
 Stop = Callable[[], None]
 MOMENTS = ("board", "rendezvous", "barrier", "alarm", "agree", "close")
-"""Where rank 0 is stopped, beside "schedule": before the others reach the board, find each other there
-for the first group, ask there why nobody comes to the first barrier, connect to it anew, agree on a step, and say that
-they leave. There: before they compare schedules."""
+"""Where rank 0 is stopped, beside "schedule": before the others reach the board, find each other there for the first
+group, ask there why nobody comes to the first barrier, connect to it anew, agree on a step, and say that they leave.
+There: before they compare schedules."""
 WATCHED = ("schedule", "agree", "close")
 """Where an alarm knows."""
 
