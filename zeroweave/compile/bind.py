@@ -222,20 +222,20 @@ def backward_binder(
         else:
             outputs = list(run(args))
         parts: list[Part] = []
+        taken: list[int] = []
         alone = set[Place]()
-        taken: list[tuple[int, Place, Tensor]] = []
         for output, i in gradients:
             if _is_slot(place := places[i]):
                 gradient, outputs[output] = outputs[output], None
                 parts.append((*place, gradient.contiguous()))
-                taken.append((output, place, gradient))
+                taken.append(output)
                 if output in made:
                     alone.add(place)
         host.template_ran()
         if parts and (asked := host.deliver([part[:2] for part in parts], parts, alone)):
-            for output, place, gradient in taken:
-                if place in asked:
-                    outputs[output] = gradient
+            for output, part in zip(taken, parts, strict=True):
+                if part[:2] in asked:
+                    outputs[output] = part[2]
         return outputs
 
     return lambda run: mark_boxed(partial(backward, run))
