@@ -273,11 +273,10 @@ class Runtime:
         parts: Sequence[tuple[int, int, torch.Tensor | None]],
         made: Set[tuple[int, int]] = frozenset(),
     ) -> Set[tuple[int, int]]:
-        """Gradients of a compiled backward; see `Gradients.deliver`. Those that it returns are not delivered."""
+        """Gradients of a compiled backward; see `Gradients.deliver`. Returned: those that autograd returns instead."""
         asked: Set[tuple[int, int]] = frozenset()
         if len(wanted := self._wanted(announced)) < len(announced):
-            found = set(wanted)
-            others = {place for place in announced if place not in found}
+            others = set(announced) - (found := set(wanted))
             asked = {place for place in others if returns(self.buckets[place[0]].real[place[1]])}
             announced, parts = wanted, [part for part in parts if part[:2] in found]
         if not announced:
