@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from zeroweave.comm.choose import Choice, no_room
 from zeroweave.comm.copy_engine import CopyEngineGathers
-from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Place, Places
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Transport
+from zeroweave.engine.ways import Links
 from zeroweave.notices import Journal
-from zeroweave.ranks.control import Control
 
 
 class Slab:
@@ -55,31 +52,21 @@ class Slabs:
         self.gathers += is_placed
         return is_placed
 
-    def copy_engines(
-        self,
-        settings: Any,
-        transports: dict[str, Transport],
-        group: dist.ProcessGroup | None,
-        control: Control,
-        device: torch.device,
-        ledger: Ledger,
-        journal: Journal,
-        groups: Any,
-        largest: int,
-        ends: ExitStack,
+    def gather_by(
+        self, asked: Any, transports: dict[str, Transport], links: Links, layouts: Any, journal: Journal
     ) -> tuple[Places, Choice]:
-        """In the place of the assembly's: copy engines are taken for a process group."""
+        """In the place of the engine's: copy engines are taken for a process group."""
         for name, transport in transports.items():
             if isinstance(transport, ProcessGroupTransport):
                 way = f"{name} by copy engine"
-                engine = ProcessGroupTransport(transport.group, device, ledger, way, in_place=True)
+                engine = ProcessGroupTransport(transport.group, links.device, links.ledger, way, in_place=True)
                 transports[name] = CopyEngineGathers(transport, engine, self.placed)
         places = Places(
             self.make,
-            ledger.gauge("symmetric memory"),
+            links.ledger.gauge("symmetric memory"),
             lambda nbytes: journal.warn("fallback", no_room(nbytes, "a test wants it")),
         )
-        ends.callback(places.close)
+        links.ends.callback(places.close)
         return places, Choice("a test wants it", least=1)
 
 
@@ -92,7 +79,7 @@ def placed(job: Callable[..., Any], *arguments: Any, most: int | None = None) ->
         vacate(place)
 
     with (
-        patch("zeroweave.engine.assembly._copy_engines", slabs.copy_engines),
+        patch("zeroweave.engine.assembly.gather_by", slabs.gather_by),
         patch.object(Place, "vacate", counted),
     ):
         return job(*arguments), slabs

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -19,6 +20,9 @@ class Around:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
+
+    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
+        return self._inner.gradient_flat(layout, dtype)
 
     def together(self) -> AbstractContextManager[None]:
         return self._inner.together()
@@ -40,3 +44,35 @@ class Around:
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._inner.all_reduce_sum(tensor)
+
+
+class Apart(Around):
+    """A wrapper that does some collectives itself, which have no launch to share; `inner` does the others.
+
+    In the scope of `together` there is one launch for each run of neighbours that are `inner`'s. Whoever issues one
+    says first whose it is, by `_launch`.
+    """
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self._scope: ExitStack | None = None
+        self._launching = False
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        with ExitStack() as scope:
+            self._scope, self._launching = scope, False
+            try:
+                yield
+            finally:
+                self._scope = None
+
+    def _launch(self, on: bool) -> None:
+        """What comes next belongs into a launch of `inner`, or not."""
+        if self._scope is None or on == self._launching:
+            return
+        self._launching = on
+        if on:
+            self._scope.enter_context(self._inner.together())
+        else:
+            self._scope.close()

@@ -8,15 +8,14 @@ begins at the beginning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 
 from zeroweave._torch.distributed import copying_communicator
-from zeroweave.comm.around import Around
+from zeroweave.comm.around import Apart
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
@@ -75,7 +74,7 @@ class Registered:
             self._known_to.pop().deregister_mem_pool(self._pool)
 
 
-class CopyEngineGathers(Around):
+class CopyEngineGathers(Apart):
     """A transport whose gathers take `engine` where the flat lies in registered memory; all else is `inner`'s.
 
     `placed(flat)`: does it? The same on all ranks, see `runtime.bucket.seat`.
@@ -84,28 +83,6 @@ class CopyEngineGathers(Around):
     def __init__(self, inner: Transport, engine: Gatherer, placed: Callable[[torch.Tensor], bool]) -> None:
         super().__init__(inner)
         self._engine, self._placed = engine, placed
-        self._scope: ExitStack | None = None
-        self._launching = False
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """One launch for each run of neighbours that are `inner`'s: copies have no launch to share."""
-        with ExitStack() as scope:
-            self._scope, self._launching = scope, False
-            try:
-                yield
-            finally:
-                self._scope = None
-
-    def _launch(self, on: bool) -> None:
-        """What comes next belongs into a launch of `inner`, or not."""
-        if self._scope is None or on == self._launching:
-            return
-        self._launching = on
-        if on:
-            self._scope.enter_context(self._inner.together())
-        else:
-            self._scope.close()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         placed = self._placed(flat)
@@ -118,10 +95,13 @@ class CopyEngineGathers(Around):
 
 
 class CopyEngines:
-    """The communicators of one engine that gather by copy engines, and the memory that they know."""
+    """The communicators of one engine that move bytes by copy engines, and the memory that they know.
 
-    def __init__(self, control: Control, device: torch.device) -> None:
-        self._control, self._device = control, device
+    `what` they are for, "gathers" or "reductions": each has memory and communicators of its own.
+    """
+
+    def __init__(self, control: Control, device: torch.device, what: str = "gathers") -> None:
+        self._control, self._device, self._what = control, device, what
         self._backends: list[Any] = []
         self._addresses: set[int] = set()
         """where memory that they know begins"""
@@ -137,13 +117,14 @@ class CopyEngines:
         control = self._control
         if control.board is None or control.world == groups:
             return None
-        name = f"copy engines of {groups}.{control.rank % groups}"
+        name = f"copy engines for {self._what}, {groups}.{control.rank % groups}"
         with rendezvous(control.board, name, control.deadline_seconds) as store:
             own = copying_communicator(store, control.rank // groups, control.world // groups, name, timeout)
             self._backends.append(own)
             own.allreduce([torch.ones(1, device=self._device)]).wait()
             torch.cuda.synchronize(self._device)
-        control.barrier("the start of gathers by copy engines")  # a rank that meets the others still needs the board
+        # a rank that meets the others still needs the board
+        control.barrier(f"the start of {self._what} by copy engines")
         return own
 
     def close(self) -> None:
@@ -186,6 +167,6 @@ class CopyEngines:
             step()
         except RuntimeError as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reasons = self._control.all_gather_object(why, "memory for gathers by copy engines")
+        reasons = self._control.all_gather_object(why, f"memory for {self._what} by copy engines")
         self.why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
         return not self.why_not

@@ -43,6 +43,9 @@ class Grouped(Around):
             self._launching = group
         return transport
 
+    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
+        return self._transports[layout.group].gradient_flat(layout, dtype)
+
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         return self._of(layout.group).all_gather(flat, shard, layout)
 

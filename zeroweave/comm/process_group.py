@@ -212,6 +212,9 @@ class ProcessGroupTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(layout.numel, dtype=dtype, device=self.device)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         if not self._launches:
@@ -326,6 +329,9 @@ class LocalTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(layout.numel, dtype=dtype, device=self.device)
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -14,15 +14,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave._triton import kernels
-from zeroweave.comm.choose import Choice, choose, no_room, refused
-from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.choose import Choice
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
 from zeroweave.comm.places import Places
-from zeroweave.comm.process_group import device_of, make_transport, own_group
-from zeroweave.comm.transport import Transport
+from zeroweave.comm.process_group import device_of
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
@@ -51,6 +49,7 @@ from zeroweave.engine.settings import facts_of, policy_of, settings_of
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
+from zeroweave.engine.ways import Links, gather_by, reduce_by
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError, ParameterError
 from zeroweave.experts import groups_of
@@ -74,7 +73,7 @@ from zeroweave.ranks.control import Control
 from zeroweave.ranks.faults import Faults
 from zeroweave.ranks.notes import Notes
 from zeroweave.ranks.signals import NUMBERS, Signals
-from zeroweave.ranks.start import at_end, backstop, start_process_group
+from zeroweave.ranks.start import start_process_group
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.schedule import Facts
 
@@ -139,65 +138,6 @@ def initialize(
         raise
 
 
-def _transports(
-    group: dist.ProcessGroup | None,
-    control: Control,
-    device: torch.device,
-    ledger: Ledger,
-    groups: Mapping[str, int],
-    ends: ExitStack,
-) -> dict[str, Transport]:
-    """The transports over `group` and over the sharding groups, whose communicators are made here."""
-    transports = {WORLD: make_transport(group, device, ledger)}
-    for name, count in groups.items():
-        if (own := own_group(group, control, backstop(control.deadline_seconds), count)) is not None:
-            ends.callback(dist.destroy_process_group, own)
-        transports[name] = make_transport(own, device, ledger, name, divisor=control.world)
-    return transports
-
-
-def _copy_engines(
-    settings: Config,
-    transports: dict[str, Transport],
-    group: dist.ProcessGroup | None,
-    control: Control,
-    device: torch.device,
-    ledger: Ledger,
-    journal: Journal,
-    groups: Mapping[str, int],
-    largest: int,
-    ends: ExitStack,
-) -> tuple[Places, Choice]:
-    """Where buckets are gathered by copy engine, and why, or why none is; puts copy engines around `transports`.
-
-    `largest`: bytes of the largest bucket. The communicators are made here.
-    """
-    asked = settings.transport.gathers
-    if why := refused(asked, control, device, largest):
-        return Places(), Choice(why)
-    engines = CopyEngines(control, device)
-    places = Places(
-        engines.make,
-        ledger.gauge("symmetric memory"),
-        lambda nbytes: journal.warn("fallback", no_room(nbytes, engines.why_not)),
-    )
-    with ExitStack() as started:
-        started.callback(engines.close)
-        started.callback(places.close)
-        joined = {WORLD: engines.join(backstop(control.deadline_seconds))}
-        joined |= {name: engines.join(backstop(control.deadline_seconds), count) for name, count in groups.items()}
-        plain = group or dist.group.WORLD
-        assert plain is not None  # there are several ranks
-        choice = choose(asked, control, device, engines, plain, joined[WORLD], largest)
-        if choice.least is None:
-            return Places(), choice
-        at_end(ends, started.pop_all(), lambda: control.broken is not None)
-    for name, own in joined.items():
-        if own is not None:
-            transports[name] = engines.around(transports[name], own, ledger, name)
-    return places, choice
-
-
 def _assemble(
     model: nn.Module,
     asked: Asked,
@@ -230,14 +170,14 @@ def _assemble(
     except EngineError as error:  # it names buckets that the layout does not have
         raise ConfigError(f"compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)
-    transports = _transports(group, control, device, ledger, groups, ends)
-    largest = max((b.nbytes for b in layouts), default=0)
     journal = Journal(control.rank)
+    links = Links(group, control, device, ledger, groups, ends)
+    transports = links.transports()
     gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
+    reduced = "nothing is trained"
     if optimizer is not None:
-        gathered_in, choice = _copy_engines(
-            settings, transports, group, control, device, ledger, journal, groups, largest, ends
-        )
+        reduced = reduce_by(settings, transports, links, layouts, journal)
+        gathered_in, choice = gather_by(settings.transport.gathers, transports, links, layouts, journal)
     meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
@@ -286,6 +226,7 @@ def _assemble(
         original_dtypes=original,
         device=device,
         gathers=choice,
+        reductions=reduced,
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)

@@ -1,0 +1,32 @@
+"""Means of what several ranks have sent, in one pass: what `comm.sums` says."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from zeroweave._triton.masters import programs
+
+_SIZE: Final = 2048
+"""Elements of one program."""
+
+
+@triton.jit
+def _mean(out, parts, numel, divisor, COUNT: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    there = at < numel
+    part = parts + at
+    total = tl.load(part, there).to(tl.float32)
+    for _ in tl.static_range(1, COUNT):
+        part += numel
+        total += tl.load(part, there).to(tl.float32)
+    tl.store(out + at, tl.div_rn(total, divisor).to(out.dtype.element_ty), there)
+
+
+def mean_(out: torch.Tensor, parts: torch.Tensor, divisor: int) -> None:
+    """See `comm.sums.mean_`: contiguous."""
+    grid = programs(out.numel(), _SIZE)
+    _mean[grid](out, parts, out.numel(), float(divisor), COUNT=parts.shape[0], SIZE=_SIZE)
