@@ -92,13 +92,20 @@ def gather_by(
 
 
 def reduce_by(
-    settings: Config, transports: dict[str, Transport], links: Links, layouts: Sequence[BucketLayout], journal: Journal
+    settings: Config,
+    transports: dict[str, Transport],
+    links: Links,
+    layouts: Sequence[BucketLayout],
+    dtype: torch.dtype | None,
+    journal: Journal,
 ) -> str:
     """How gradients are reduced, and why. By copy engine, an exchange is put around the transport of all ranks.
 
-    Collective. The communicator is made here, and all memory of the exchange.
+    Collective. The communicator is made here, and all memory of the exchange. `dtype`: of reductions; None: that of
+    the gradients.
     """
-    nbytes = exchanged([b.nbytes for b in layouts if b.trainable and b.group == WORLD])
+    reduced = [b for b in layouts if b.trainable and b.group == WORLD]
+    nbytes = exchanged([b.numel * (b.itemsize if dtype is None else dtype.itemsize) for b in reduced])
     if why := refused(settings.transport.reductions, links.control, links.device, nbytes, "reductions"):
         return f"by kernel: {why}"
     engines = CopyEngines(links.control, links.device, "reductions")
