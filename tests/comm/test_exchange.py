@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +15,14 @@ from tests.comm.recording import RecordedPending, RecordingTransport, layout
 from zeroweave.comm.exchange import Exchange, Outboxes
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.transport import Parts, ReduceOp, Spread
-from zeroweave.engine.ways import exchanged
+from zeroweave.engine.ways import piece_bytes
+from zeroweave.layout import BucketLayout
 
 WORLD, NUMEL, NBYTES = 2, 64, 256
 
 
-def boxes(count: int, captured: bool = False) -> Outboxes:
-    return Outboxes([torch.empty(NBYTES, dtype=torch.uint8) for _ in range(count)], captured)
+def boxes(count: int, only_captures: bool = False) -> Outboxes:
+    return Outboxes([torch.empty(NBYTES, dtype=torch.uint8) for _ in range(count)], only_captures)
 
 
 # ---------------------------------------------------------------------- outboxes
@@ -40,7 +42,7 @@ def test_an_outbox_is_free_when_nobody_has_it() -> None:
 
 
 def test_only_captures_get_outboxes_where_there_are_graphs() -> None:
-    outboxes = boxes(1, captured=True)
+    outboxes = boxes(1, only_captures=True)
     for captures in (False, True):
         with patch("torch.cuda.is_current_stream_capturing", lambda captures=captures: captures):
             assert (outboxes.take(NUMEL, torch.float32) is not None) == captures
@@ -59,6 +61,10 @@ class Noting(RecordingTransport):
         self.noted.append("(")
         yield
         self.noted.append(")")
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> RecordedPending:
+        self.noted.append("gather")
+        return super().all_gather(flat, shard, layout)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
         self.noted.append("kernel")
@@ -145,7 +151,31 @@ def test_swaps_lie_outside_of_launches() -> None:
     with transport.together():
         reduced(transport, {}, 64)
     reduced(transport, {}, 66)
-    assert inner.noted == ["(", "kernel", "kernel", ")", "swap", "(", "kernel", ")", "swap", "kernel"]
+    with transport.together():
+        for _ in range(2):
+            transport.all_gather(torch.empty(NUMEL), torch.empty(NUMEL // WORLD), layout(WORLD, NUMEL))
+    assert inner.noted == [*"( kernel kernel ) swap ( kernel ) swap kernel ( gather gather )".split()]
+
+
+def test_what_is_divided_first_cannot_be_too_large() -> None:
+    transport, *_ = exchange(boxes(0))
+    large = torch.full((NUMEL,), torch.finfo(torch.float32).max / 3)
+    out = torch.empty(NUMEL // WORLD)
+    ops: list[tuple[ReduceOp, bool]] = [("average", False), ("predivide", True)]
+    for op, finite in ops:
+        transport.reduce_scatter(out, large, layout(WORLD, NUMEL), op).wait()
+        assert bool(out.isfinite().all()) == finite, op
+
+
+def test_an_exchange_that_is_closed_keeps_no_memory() -> None:
+    outboxes = boxes(1)
+    transport, inner, _, copies = exchange(outboxes)
+    left = weakref.ref(copies)
+    del copies
+    transport.close()
+    assert left() is None and outboxes.take(8, torch.float32) is None
+    reduced(transport, {})
+    assert inner.noted == ["kernel"]
 
 
 def test_the_ledger_has_a_swap_as_the_reduction_that_it_is() -> None:
@@ -157,7 +187,7 @@ def test_the_ledger_has_a_swap_as_the_reduction_that_it_is() -> None:
 
 # ---------------------------------------------------------------------- how large
 def test_memory_is_as_large_as_most_flats_need() -> None:
-    assert exchanged([386, 386, 1244, 386, 1244]) == 386
-    assert exchanged([10, 20]) == 20
-    assert exchanged([7]) == 7
-    assert exchanged([]) == 0
+    assert piece_bytes([386] * 36 + [1244, 1244]) == 386
+    assert piece_bytes([386, 1] * 36 + [1244]) == 386, "most bytes, not most buckets"
+    assert piece_bytes([10, 20]) == 20
+    assert piece_bytes([7]) == 7

@@ -12,15 +12,16 @@ from zeroweave.comm.sums import mean_
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("ranks", "divisor"), [(1, 1), (2, 2), (3, 3), (4, 4), (2, 6)])
-def test_a_mean_is_rounded_once(dtype: torch.dtype, ranks: int, divisor: int) -> None:
+@pytest.mark.parametrize("divide_first", [False, True])
+def test_a_mean_is_rounded_once(dtype: torch.dtype, ranks: int, divisor: int, divide_first: bool) -> None:
     parts = torch.randn(ranks, 1000).to(dtype)
     out = torch.empty(1000, dtype=dtype)
     with patch("zeroweave.comm.sums._AT_ONCE", 96):
-        mean_(out, parts, divisor)
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    assert out.equal((total / divisor).to(dtype))
+        mean_(out, parts, divisor, divide_first)
+    total = torch.zeros(1000)
+    for part in parts:
+        total = total + (part.float() / divisor if divide_first else part.float())
+    assert out.equal((total if divide_first else total / divisor).to(dtype))
 
 
 def test_a_sum_may_be_larger_than_what_it_adds_up_can_be() -> None:

@@ -37,7 +37,8 @@ from zeroweave.schedule import Fuse
 
 WAYS = ("kernel", "copy_engine")
 EXCHANGE = {"gathers": "copy_engine", "reductions": "copy_engine"}
-"""The transport of what goes "all" by copy engine."""
+TRANSPORTS = {"all": EXCHANGE, "reductions": {"gathers": "kernel", "reductions": "copy_engine"}}
+"""By what goes by copy engine."""
 DELAY = 0.02
 """Seconds, at most, by which a rank is late now and then."""
 
@@ -63,7 +64,7 @@ class Late(Around):
 
 
 def by(way: str, settings: dict[str, Any]) -> dict[str, Any]:
-    return {**settings, "transport": EXCHANGE if way == "all" else {"gathers": way}}
+    return {**settings, "transport": TRANSPORTS.get(way, {"gathers": way})}
 
 
 def state(engine: Any) -> str:

@@ -39,7 +39,7 @@ def means(dtype: torch.dtype, rounds: int = 12) -> tuple[list[float], bool]:
             ends.callback(memory.close)
             pieces.append(memory.tensor())
         inbox, copies, *rest = pieces
-        outboxes = Outboxes(rest, captured=False)
+        outboxes = Outboxes(rest, only_captures=False)
         plain = make_transport(dist.group.WORLD, device, ledger)
         exchange = Exchange(plain, partial(all_to_all, own), inbox, copies, outboxes, ledger)
         shape = layout(0, NUMEL)

@@ -28,6 +28,12 @@ def test_the_bits_are_those_of_kernels(ranks: Ranks, stage: int, mode: str, accu
         assert kernel.symmetric == 0 and kernel.reductions.startswith("by kernel"), kernel
 
 
+def test_gathers_may_go_by_kernel(ranks: Ranks) -> None:
+    for kernel, copies in ranks(jobs.both, 2, "inductor", 10, 1, ("kernel", "reductions")):
+        assert kernel.losses == copies.losses and kernel.parameters == copies.parameters
+        assert copies.gathers.startswith("by kernel") and copies.symmetric > 0, copies
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_no_kernel_reduces(ranks: Ranks, stage: int) -> None:
     for traced, scheduled, issued in ranks(jobs.kernels, stage, "all"):

@@ -36,7 +36,7 @@ class Swaps:
             assert work is not None
             return work
 
-        transports[WORLD] = Exchange(transport, swap, inbox, copies, Outboxes(rest, captured=False), links.ledger)
+        transports[WORLD] = Exchange(transport, swap, inbox, copies, Outboxes(rest, only_captures=False), links.ledger)
         return "by copy engine: a test wants it"
 
 

@@ -14,11 +14,12 @@ from zeroweave.comm.sums import mean_
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("ranks", "divisor"), [(1, 1), (2, 2), (3, 3), (4, 8)])
 @pytest.mark.parametrize("numel", [8, 2048, 5000])
-def test_the_bits_are_the_same(dtype: torch.dtype, ranks: int, divisor: int, numel: int) -> None:
+@pytest.mark.parametrize("divide_first", [False, True])
+def test_the_bits_are_the_same(dtype: torch.dtype, ranks: int, divisor: int, numel: int, divide_first: bool) -> None:
     parts = torch.randn(ranks, numel, device=HERE).to(dtype)
     parts[0, 0] = float("inf")
     fast, slow = (torch.empty(numel, dtype=dtype, device=HERE) for _ in range(2))
-    sums.mean_(fast, parts, divisor)
+    sums.mean_(fast, parts, divisor, divide_first)
     with patch("zeroweave.comm.sums.kernels", lambda *_: None):
-        mean_(slow, parts, divisor)
+        mean_(slow, parts, divisor, divide_first)
     assert fast.equal(slow)

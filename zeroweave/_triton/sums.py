@@ -15,18 +15,19 @@ _SIZE: Final = 2048
 
 
 @triton.jit
-def _mean(out, parts, numel, divisor, COUNT: tl.constexpr, SIZE: tl.constexpr):
+def _mean(out, parts, numel, before, after, COUNT: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     there = at < numel
     part = parts + at
-    total = tl.load(part, there).to(tl.float32)
+    total = tl.div_rn(tl.load(part, there).to(tl.float32), before)
     for _ in tl.static_range(1, COUNT):
         part += numel
-        total += tl.load(part, there).to(tl.float32)
-    tl.store(out + at, tl.div_rn(total, divisor).to(out.dtype.element_ty), there)
+        total += tl.div_rn(tl.load(part, there).to(tl.float32), before)
+    tl.store(out + at, tl.div_rn(total, after).to(out.dtype.element_ty), there)
 
 
-def mean_(out: torch.Tensor, parts: torch.Tensor, divisor: int) -> None:
+def mean_(out: torch.Tensor, parts: torch.Tensor, divisor: int, divide_first: bool) -> None:
     """See `comm.sums.mean_`: contiguous."""
+    before, after = (divisor, 1) if divide_first else (1, divisor)
     grid = programs(out.numel(), _SIZE)
-    _mean[grid](out, parts, out.numel(), float(divisor), COUNT=parts.shape[0], SIZE=_SIZE)
+    _mean[grid](out, parts, out.numel(), float(before), float(after), COUNT=parts.shape[0], SIZE=_SIZE)

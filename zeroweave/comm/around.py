@@ -49,8 +49,8 @@ class Around:
 class Apart(Around):
     """A wrapper that does some collectives itself, which have no launch to share; `inner` does the others.
 
-    In the scope of `together` there is one launch for each run of neighbours that are `inner`'s. Whoever issues one
-    says first whose it is, by `_launch`.
+    In the scope of `together` there is one launch for each run of neighbours that are `inner`'s. What a wrapper does
+    itself begins with `_launch(False)`.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -66,6 +66,14 @@ class Apart(Around):
                 yield
             finally:
                 self._scope = None
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        self._launch(True)
+        return super().all_gather(flat, shard, layout)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        self._launch(True)
+        return super().reduce_scatter(out, parts, layout, op)
 
     def _launch(self, on: bool) -> None:
         """What comes next belongs into a launch of `inner`, or not."""

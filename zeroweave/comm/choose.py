@@ -1,4 +1,7 @@
-"""Which way gathers take: by kernel, or by copy engine from some size on. Asked for, or measured at the start."""
+"""Which way gathers take: by kernel, or by copy engine from some size on. Asked for, or measured at the start.
+
+And what keeps copy engines from moving anything.
+"""
 
 from __future__ import annotations
 

@@ -18,11 +18,13 @@ from zeroweave._torch.distributed import copying_communicator
 from zeroweave.comm.around import Apart
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import ProcessGroupTransport
-from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Gatherer, Pending, Transport
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
 
+SYMMETRIC: Final = "symmetric memory"
+"""The ledger's gauge of what copy engines know: places, and the pieces of an exchange."""
 _GRAIN: Final = 2 << 20
 _LEAST: Final = 20 << 20
 """PyTorch takes memory in multiples of the one, and at least the other for all but small tensors."""
@@ -85,13 +87,10 @@ class CopyEngineGathers(Apart):
         self._engine, self._placed = engine, placed
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        placed = self._placed(flat)
-        self._launch(not placed)
-        return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        self._launch(True)
-        return self._inner.reduce_scatter(out, parts, layout, op)
+        if not self._placed(flat):
+            return super().all_gather(flat, shard, layout)
+        self._launch(False)
+        return self._engine.all_gather(flat, shard, layout)
 
 
 class CopyEngines:

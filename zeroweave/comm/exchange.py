@@ -18,34 +18,33 @@ import torch.distributed as dist
 
 from zeroweave._torch.storages import lent, storage_use_count
 from zeroweave.comm.around import Apart
-from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import Beside, beside, side_of
-from zeroweave.comm.process_group import lay_out
+from zeroweave.comm.process_group import await_, lay_out
 from zeroweave.comm.sums import mean_
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD
 
 DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-"""Of flats that are swapped: float32 adds them up without loss."""
+"""Of flats that are swapped: sums are made in float32."""
 
 
 class Outboxes:
-    """Pieces of registered memory, uint8, that gradients are written into. One is free when nobody has it.
+    """Pieces of registered memory, uint8, that gradients are written into. One is free when no tensor lies there.
 
-    `captured`: only captures get one. A graph writes into its outbox in each replay, whoever has kept what a step in
-    between has written there. In captures the same holds as for all memory of a graph.
+    `only_captures` get one, in an engine with graphs. A graph writes into its outbox in each replay, whoever has kept
+    what a step in between has written there. In captures the same holds as for all memory of a graph.
     """
 
-    def __init__(self, pieces: Sequence[torch.Tensor], captured: bool) -> None:
-        self._captured = captured
+    def __init__(self, pieces: Sequence[torch.Tensor], only_captures: bool) -> None:
+        self._only_captures = only_captures
         self._pieces = [(piece, piece.untyped_storage()) for piece in pieces]
-        self._storages = {storage.data_ptr() for _, storage in self._pieces}
+        self._addresses = {storage.data_ptr() for _, storage in self._pieces}
         self._unused = [storage_use_count(storage) for _, storage in self._pieces]
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A flat [numel] in a free one; None: there is none, or nobody gets one now."""
-        if self._captured and not torch.cuda.is_current_stream_capturing():
+        if self._only_captures and not torch.cuda.is_current_stream_capturing():
             return None
         for (piece, storage), unused in zip(self._pieces, self._unused, strict=True):
             if storage_use_count(storage) == unused:
@@ -53,23 +52,13 @@ class Outboxes:
         return None
 
     def has(self, flat: torch.Tensor) -> bool:
-        return flat.data_ptr() in self._storages
+        return flat.data_ptr() in self._addresses
 
-
-class _Added:
-    """The latest collective in `ledger`, whose result is there at the end of `done`."""
-
-    __slots__ = ("_count", "_done", "_ledger")
-
-    def __init__(self, done: Beside, ledger: Ledger) -> None:
-        self._done, self._ledger, self._count = done, ledger, ledger.count
-
-    def wait(self) -> None:
-        self._ledger.waits(self._count)
-        self._done.wait()
-
-    def over(self, clock: Clock) -> Mark:
-        return self._done.over(clock)
+    def close(self) -> None:
+        """There are none any more. Whoever has a tensor there keeps it."""
+        self._pieces.clear()
+        self._unused.clear()
+        self._addresses.clear()
 
 
 class Exchange(Apart):
@@ -91,8 +80,13 @@ class Exchange(Apart):
     ) -> None:
         super().__init__(inner)
         self._swap, self._inbox, self._copies, self._outboxes = swap, inbox, copies, outboxes
-        self._ledger = ledger
+        self._ledger, self._on_host = ledger, inbox.device.type == "cpu"
         self._side = side_of(inbox.device, priority=-1)
+
+    def close(self) -> None:
+        """Nothing is exchanged any more, and the memory is not needed."""
+        self._inbox = self._copies = torch.empty(0, dtype=torch.uint8)
+        self._outboxes.close()
 
     def _exchanges(self, layout: Spread, dtype: torch.dtype) -> bool:
         fits = layout.group == WORLD and 0 < layout.numel * dtype.itemsize <= self._inbox.nbytes
@@ -103,21 +97,19 @@ class Exchange(Apart):
         return super().gradient_flat(layout, dtype) if flat is None else flat
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        """`op` says nothing here: no sum in float32 of what they add up is too large."""
-        exchanges = self._exchanges(layout, out.dtype)
-        self._launch(not exchanges)
-        if not exchanges:
-            return self._inner.reduce_scatter(out, parts, layout, op)
+        if not self._exchanges(layout, out.dtype):
+            return super().reduce_scatter(out, parts, layout, op)
+        self._launch(False)
+        ledger = self._ledger
         with torch.no_grad(), beside(self._side):
             sent = self._sent(parts, layout, out.dtype)
             received = self._inbox[: sent.nbytes].view(out.dtype)
             name = str(out.dtype).removeprefix("torch.")
-            self._ledger.record("reduce_scatter", layout.id, name, sent.nbytes, layout.group, layout.world)
-            self._swap(lent(received), lent(sent)).wait()
-            mean_(out, received.view(layout.world, -1), self.world)
+            ledger.record("reduce_scatter", layout.id, name, sent.nbytes, layout.group, layout.world)
+            await_(self._swap(lent(received), lent(sent)).wait, ledger, ledger.count, self._on_host)
+            mean_(out, received.view(layout.world, -1), self.world, op == "predivide")
         alive = (parts,) if isinstance(parts, torch.Tensor) else tuple(parts.values())
-        done = Beside() if self._side is None else self._side.pending(out, *alive)
-        return _Added(done, self._ledger)
+        return Beside() if self._side is None else self._side.pending(out, *alive)
 
     def _sent(self, parts: Parts, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
         """The flat, where it can be sent from."""

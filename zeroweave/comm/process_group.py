@@ -58,7 +58,7 @@ class _Work:
         # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
         if self._work is None:
             raise RuntimeError("a collective was waited for twice")
-        _await(self._work.wait, self._ledger, self._count, self._on_host)
+        await_(self._work.wait, self._ledger, self._count, self._on_host)
         self._work, self._alive = None, ()
         if self._waited is not None:
             self._waited()
@@ -86,7 +86,7 @@ def _recording_nothing() -> AbstractContextManager[None]:
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
-def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool) -> None:
+def await_(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool) -> None:
     """Waits for collective number `count`. RankFailure for an error of the backend in place of its result."""
     ledger.waits(count)
     try:
@@ -312,7 +312,7 @@ class ProcessGroupTransport:
 
     def _wait_for(self, collective: Callable[[], object]) -> None:
         """The latest collective waits for itself."""
-        _await(collective, self.ledger, self.ledger.count, self._on_host)
+        await_(collective, self.ledger, self.ledger.count, self._on_host)
 
 
 class LocalTransport:

@@ -176,7 +176,7 @@ def _assemble(
     gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
     reduced = "nothing is trained"
     if optimizer is not None:
-        reduced = reduce_by(settings, transports, links, layouts, policy.reduce_dtype, journal)
+        reduced = reduce_by(settings, transports, links, layouts, policy, journal)
         gathered_in, choice = gather_by(settings.transport.gathers, transports, links, layouts, journal)
     meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from statistics import median_low
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zeroweave._torch.distributed import all_to_all
 from zeroweave.comm.choose import Asked, Choice, choose, no_room, refused
-from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.copy_engine import SYMMETRIC, CopyEngines
 from zeroweave.comm.exchange import Exchange, Outboxes
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Places
@@ -25,6 +25,7 @@ from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.start import at_end, backstop
+from zeroweave.runtime.policy import Policy
 
 _OUTBOXES: Final = 3
 """One is written while one is sent, and one more where a backward is ahead."""
@@ -70,7 +71,7 @@ def gather_by(
     engines = CopyEngines(control, device)
     places = Places(
         engines.make,
-        links.ledger.gauge("symmetric memory"),
+        links.ledger.gauge(SYMMETRIC),
         lambda nbytes: journal.warn("fallback", no_room(nbytes, engines.why_not)),
     )
     with ExitStack() as started:
@@ -96,41 +97,60 @@ def reduce_by(
     transports: dict[str, Transport],
     links: Links,
     layouts: Sequence[BucketLayout],
-    dtype: torch.dtype | None,
+    policy: Policy,
     journal: Journal,
 ) -> str:
     """How gradients are reduced, and why. By copy engine, an exchange is put around the transport of all ranks.
 
-    Collective. The communicator is made here, and all memory of the exchange. `dtype`: of reductions; None: that of
-    the gradients.
+    Collective. The communicator is made here, and all memory of the exchange.
     """
     reduced = [b for b in layouts if b.trainable and b.group == WORLD]
-    nbytes = exchanged([b.numel * (b.itemsize if dtype is None else dtype.itemsize) for b in reduced])
+    flats = {b.id: b.numel * _reduced_in(b, settings, policy).itemsize for b in reduced}
+    if not flats:
+        return "by kernel: nothing is reduced over all ranks"
+    nbytes = piece_bytes(list(flats.values()))
     if why := refused(settings.transport.reductions, links.control, links.device, nbytes, "reductions"):
         return f"by kernel: {why}"
+    written = settings.compile.enabled and all(flats[b.id] == b.nbytes for b in reduced)
     engines = CopyEngines(links.control, links.device, "reductions")
+    pieces: list[torch.Tensor] = []
     with ExitStack() as started:
         started.callback(engines.close)
         own = engines.join(backstop(links.control.deadline_seconds))
-        pieces = []
-        for _ in range(_OUTBOXES + 2):
+        for _ in range(2 + (_OUTBOXES if written else 0)):
             if (memory := engines.make(nbytes)) is None:
                 text = f"{nbytes / (1 << 20):g} MiB to reduce in could not be had ({engines.why_not})"
-                journal.warn("fallback", f"transport.reductions: {text}: gradients are reduced by kernel")
+                journal.warn("fallback", f"transport.reductions: {text}: gradients are reduced by kernel, but slower")
+                pieces.clear()
                 return f"by kernel: {text}"
             started.callback(memory.close)
             pieces.append(memory.tensor())
+        gauge, taken = links.ledger.gauge(SYMMETRIC), sum(piece.nbytes for piece in pieces)
+        gauge.add(taken)
+        started.callback(gauge.add, -taken)
+        inbox, copies, *rest = pieces
+        outboxes = Outboxes(rest, only_captures=settings.compile.cuda_graphs)
+        exchange = Exchange(transports[WORLD], partial(all_to_all, own), inbox, copies, outboxes, links.ledger)
+        started.callback(exchange.close)
         links.keep(started)
-    links.ledger.gauge("symmetric memory").add(sum(piece.nbytes for piece in pieces))
-    inbox, copies, *rest = pieces
-    outboxes = Outboxes(rest, captured=settings.compile.cuda_graphs)
-    transports[WORLD] = Exchange(transports[WORLD], partial(all_to_all, own), inbox, copies, outboxes, links.ledger)
+    transports[WORLD] = exchange
     return f"by copy engine up to {inbox.nbytes / (1 << 20):g} MiB: transport.reductions is 'copy_engine'"
 
 
-def exchanged(sizes: Sequence[int]) -> int:
-    """Bytes of the largest flat that is exchanged, of flats of these sizes; 0: there are none.
+def _reduced_in(bucket: BucketLayout, settings: Config, policy: Policy) -> torch.dtype:
+    """The dtype in which a bucket's gradients travel, but for backwards that the program does not reduce."""
+    own: torch.dtype = getattr(torch, bucket.dtype)
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype
+    adds_up = settings.stage == 1 and settings.gradient_accumulation_steps > 1
+    return torch.promote_types(own, policy.accumulate_dtype) if adds_up else own
+
+
+def piece_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of the largest flat that is exchanged, of flats of these sizes: of twice the size of most bytes, at most.
 
     Memory for an embedding of three times a block would stay unused for all of the blocks.
     """
-    return max((size for size in sizes if size <= 2 * median_low(sizes)), default=0)
+    most, sizes = sum(sizes) / 2, sorted(sizes)
+    middle = next(size for size, seen in zip(sizes, accumulate(sizes), strict=True) if seen >= most)
+    return max(size for size in sizes if size <= 2 * middle)
