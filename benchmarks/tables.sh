@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables of benchmarks/README.md and tests/gpu, on a host with four GPUs, in four calls of ten minutes.
+# The tables of benchmarks/README.md and tests/gpu, on a host with four GPUs, in five calls of ten minutes.
 #
 #   benchmarks/tables.sh 1     tests/gpu on GPUs 2 and 3; beside it Qwen3-8B, 4,096 tokens, on 0 and 1
 #   benchmarks/tables.sh 2     nothing beside it: what depends on the host, on 0 and 1; then stages 3 and 2 on four
@@ -7,13 +7,14 @@
 #                              windows, Llama-1B with 512 tokens and what the C++ wrapper gives
 #   benchmarks/tables.sh 4     in pairs 4,096 tokens with nothing kept beside transformers' model, and Llama-1B with
 #                              2,048; then kept buckets and 8 micro-steps on four
+#   benchmarks/tables.sh 5     4,096 tokens on four: reductions by copy engine beside those by kernel, and FSDP2
 #
 # OUT names the folder for logs (default: ./out), END the seconds after which nothing goes on (default: 560), CACHE the
 # folder of compiler caches that calls share (default: OUT/cache). What matters is printed. Where only some files of OUT
 # are kept, or OUT is emptied between the calls, name others for both, and pack OUT behind each call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-part=${1:?1, 2, 3 or 4}
+part=${1:?1, 2, 3, 4 or 5}
 out=${OUT:-$PWD/out} END=${END:-560} CACHE=${CACHE:-$out/cache}
 mkdir -p "$out"
 
@@ -89,6 +90,14 @@ case $part in
     bench kept 160 --case qwen3-8b-1024-kept --steps 24 --warm 14 --timeout 100 --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
     bench gas-8 240 --case qwen3-8b-1024-gas-8 --steps 16 --warm 11 --timeout 118 \
         --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3
+    ;;
+5)
+    exchange="--variant exchange transport.reductions=copy_engine compile.memory_budget=auto"
+    for stage in z3 z2; do
+        bench exchange-$stage 280 --case qwen3-8b-4096-$stage $rows --timeout 150 $exchange \
+            --impl zeroweave-graphs-exchange-$stage,zeroweave-graphs-keeps-$stage,fsdp2-ce-$stage \
+            --trace zeroweave-graphs-exchange-$stage --profile zeroweave-graphs-exchange-$stage
+    done
     ;;
 *) echo "unknown: $part" >&2; exit 2 ;;
 esac
