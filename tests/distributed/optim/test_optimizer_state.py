@@ -13,6 +13,7 @@ from torch import nn
 import zeroweave as zw
 from tests.distributed import experts
 from tests.support.harness import Pools
+from tests.support.marks import slow
 
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1}),
@@ -107,6 +108,7 @@ def rows() -> list[Any]:
     return [pytest.param(k, (a, b), marks=[] if (k, a, b) in TELLING else pytest.mark.matrix) for k, a, b in EVERY]
 
 
+@slow("adamw-stages7")
 @pytest.mark.parametrize(("kind", "stages"), rows())
 def test_training_goes_on_after_destroy(pools: Pools, kind: str, stages: tuple[int, int]) -> None:
     assert pools(2).run(stopped_and_not, kind, stages, {}) == [[], []]

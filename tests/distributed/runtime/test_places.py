@@ -13,7 +13,7 @@ from tests.distributed.runtime.test_uneven_random import several
 from tests.distributed.runtime.test_views import kept_views
 from tests.distributed.schedule.test_kinds import MIXED, alternating, at_random, training, window
 from tests.support.harness import Pools
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from tests.support.placed import placed
 from tests.support.zoo import rows
 
@@ -50,6 +50,7 @@ def both_ways(stage: int, mode: str, stray: bool) -> tuple[bool, int, int, int]:
     return found == plain, slabs.made, slabs.gathers, slabs.evicted
 
 
+@slow("3-aot_eager-True")
 @daily(
     ("stage", "mode", "stray"),
     [(3, "aot_eager", True), (2, "eager", False)],
