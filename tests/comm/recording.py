@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -72,3 +73,25 @@ class RecordingTransport:
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> None:
         self._issue("all_reduce_sum")
+
+
+class Noting(RecordingTransport):
+    """Notes its name, and what it is asked for, in a list that it shares with others."""
+
+    def __init__(self, name: str, noted: list[str]) -> None:
+        super().__init__(rank=0, world=2)
+        self._name, self._noted = name, noted
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        self._noted.append("(")
+        yield
+        self._noted.append(")")
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> RecordedPending:
+        self._noted.append(self._name)
+        return super().all_gather(flat, shard, layout)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
+        self._noted.append(f"{self._name} reduces")
+        return super().reduce_scatter(out, parts, layout, op)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.comm.recording import RecordedPending, RecordingTransport, layout
+from tests.comm.recording import Noting, layout
 from zeroweave.comm.exchange import Exchange, Outboxes
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.transport import Parts, ReduceOp, Spread
+from zeroweave.comm.transport import Parts, ReduceOp
 from zeroweave.engine.ways import piece_bytes
-from zeroweave.layout import BucketLayout
 
 WORLD, NUMEL, NBYTES = 2, 64, 256
 
@@ -49,28 +46,6 @@ def test_only_captures_get_outboxes_where_there_are_graphs() -> None:
 
 
 # ---------------------------------------------------------------------- what is exchanged
-class Noting(RecordingTransport):
-    """Notes launches, and what it reduces."""
-
-    def __init__(self) -> None:
-        super().__init__(rank=0, world=WORLD)
-        self.noted: list[str] = []
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        self.noted.append("(")
-        yield
-        self.noted.append(")")
-
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> RecordedPending:
-        self.noted.append("gather")
-        return super().all_gather(flat, shard, layout)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
-        self.noted.append("kernel")
-        return super().reduce_scatter(out, parts, layout, op)
-
-
 class Done:
     def wait(self) -> None:
         pass
@@ -79,25 +54,26 @@ class Done:
 class Other:
     """Another rank that sends the same, times three; the swap of two of them."""
 
-    def __init__(self, inner: Noting) -> None:
-        self._inner = inner
+    def __init__(self, noted: list[str]) -> None:
+        self._noted = noted
         self.sent: list[int] = []
         """addresses"""
 
     def __call__(self, received: torch.Tensor, sent: torch.Tensor) -> Any:
-        self._inner.noted.append("swap")
+        self._noted.append("swap")
         self.sent.append(sent.data_ptr())
         received.view(2, -1)[0].copy_(sent.view(2, -1)[0])
         received.view(2, -1)[1].copy_(sent.view(2, -1)[0]).mul_(3)
         return Done()
 
 
-def exchange(outboxes: Outboxes) -> tuple[Exchange, Noting, Other, torch.Tensor]:
-    """And the memory of copies."""
-    inner = Noting()
-    other = Other(inner)
+def exchange(outboxes: Outboxes) -> tuple[Exchange, list[str], Other, torch.Tensor]:
+    """And what is noted of what others do, and the memory of copies."""
+    noted: list[str] = []
+    other = Other(noted)
     inbox, copies = (torch.empty(NBYTES, dtype=torch.uint8) for _ in range(2))
-    return Exchange(inner, other, inbox, copies, outboxes, Ledger(WORLD, 0)), inner, other, copies
+    inner = Noting("kernel", noted)
+    return Exchange(inner, other, inbox, copies, outboxes, Ledger(WORLD, 0)), noted, other, copies
 
 
 def reduced(transport: Exchange, parts: Parts, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -127,24 +103,24 @@ def test_single_parts_are_laid_out_with_zeros_beside_them() -> None:
     [
         (64, torch.float32, "swap"),
         (128, torch.bfloat16, "swap"),
-        (66, torch.float32, "kernel"),
-        (130, torch.float16, "kernel"),
-        (8, torch.float64, "kernel"),
+        (66, torch.float32, "kernel reduces"),
+        (130, torch.float16, "kernel reduces"),
+        (8, torch.float64, "kernel reduces"),
     ],
 )
 def test_what_is_larger_than_the_inbox_and_of_other_dtypes_is_reduced_as_ever(
     numel: int, dtype: torch.dtype, by: str
 ) -> None:
     outboxes = boxes(1)
-    transport, inner, *_ = exchange(outboxes)
+    transport, noted, *_ = exchange(outboxes)
     flat = transport.gradient_flat(layout(WORLD, numel), dtype)
     assert outboxes.has(flat) == (by == "swap")
     reduced(transport, flat, numel, dtype)
-    assert inner.noted == [by]
+    assert noted == [by]
 
 
 def test_swaps_lie_outside_of_launches() -> None:
-    transport, inner, *_ = exchange(boxes(0))
+    transport, noted, *_ = exchange(boxes(0))
     with transport.together():
         for numel in (66, 66, 64, 66):
             reduced(transport, {}, numel)
@@ -154,7 +130,9 @@ def test_swaps_lie_outside_of_launches() -> None:
     with transport.together():
         for _ in range(2):
             transport.all_gather(torch.empty(NUMEL), torch.empty(NUMEL // WORLD), layout(WORLD, NUMEL))
-    assert inner.noted == [*"( kernel kernel ) swap ( kernel ) swap kernel ( gather gather )".split()]
+    reduces = "kernel reduces"
+    expected = ["(", reduces, reduces, ")", "swap", "(", reduces, ")", "swap", reduces, "(", "kernel", "kernel", ")"]
+    assert noted == expected
 
 
 def test_what_is_divided_first_cannot_be_too_large() -> None:
@@ -169,13 +147,13 @@ def test_what_is_divided_first_cannot_be_too_large() -> None:
 
 def test_an_exchange_that_is_closed_keeps_no_memory() -> None:
     outboxes = boxes(1)
-    transport, inner, _, copies = exchange(outboxes)
+    transport, noted, _, copies = exchange(outboxes)
     left = weakref.ref(copies)
     del copies
     transport.close()
     assert left() is None and outboxes.take(8, torch.float32) is None
     reduced(transport, {})
-    assert inner.noted == ["kernel"]
+    assert noted == ["kernel reduces"]
 
 
 def test_the_ledger_has_a_swap_as_the_reduction_that_it_is() -> None:

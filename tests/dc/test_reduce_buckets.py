@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.process_group import lay_out
+from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts, ReduceOp, Spread
 from zeroweave.dc.reduce_buckets import ReduceBuckets
 from zeroweave.dc.targets import SharesLayout

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.process_group import lay_out
+from zeroweave.comm.parts import lay_out
 from zeroweave.dc.targets import GradientPartition, Share, SharesLayout, agree_on_shares, even_shares
 from zeroweave.errors import ParameterError
 

@@ -47,40 +47,39 @@ class Around:
 
 
 class Apart(Around):
-    """A wrapper that does some collectives itself, which have no launch to share; `inner` does the others.
+    """A wrapper whose collectives go several ways, of which some have launches to share.
 
-    In the scope of `together` there is one launch for each run of neighbours that are `inner`'s. What a wrapper does
-    itself begins with `_launch(False)`.
+    In the scope of `together` there is one launch for each run of neighbours that go one way, since a launch belongs to
+    one communicator. What a wrapper does not send to `inner` begins with `_launch`.
     """
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
         self._scope: ExitStack | None = None
-        self._launching = False
+        self._launching: Transport | None = None
 
     @contextmanager
     def together(self) -> Iterator[None]:
         with ExitStack() as scope:
-            self._scope, self._launching = scope, False
+            self._scope, self._launching = scope, None
             try:
                 yield
             finally:
                 self._scope = None
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        self._launch(True)
+        self._launch(self._inner)
         return super().all_gather(flat, shard, layout)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        self._launch(True)
+        self._launch(self._inner)
         return super().reduce_scatter(out, parts, layout, op)
 
-    def _launch(self, on: bool) -> None:
-        """What comes next belongs into a launch of `inner`, or not."""
-        if self._scope is None or on == self._launching:
+    def _launch(self, transport: Transport | None) -> None:
+        """What comes next belongs into a launch of this transport; None: into none."""
+        if self._scope is None or transport is self._launching:
             return
-        self._launching = on
-        if on:
-            self._scope.enter_context(self._inner.together())
-        else:
-            self._scope.close()
+        self._scope.close()
+        self._launching = transport
+        if transport is not None:
+            self._scope.enter_context(transport.together())

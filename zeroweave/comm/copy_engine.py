@@ -89,7 +89,7 @@ class CopyEngineGathers(Apart):
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         if not self._placed(flat):
             return super().all_gather(flat, shard, layout)
-        self._launch(False)
+        self._launch(None)
         return self._engine.all_gather(flat, shard, layout)
 
 

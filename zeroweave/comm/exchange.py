@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from zeroweave._torch.storages import lent, storage_use_count
 from zeroweave.comm.around import Apart
-from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.ledger import Ledger, dtype_name
+from zeroweave.comm.parts import lay_out, tensors_of
 from zeroweave.comm.pending import Beside, beside, side_of
-from zeroweave.comm.process_group import await_, lay_out
+from zeroweave.comm.process_group import await_
 from zeroweave.comm.sums import mean_
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD
@@ -99,17 +100,16 @@ class Exchange(Apart):
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         if not self._exchanges(layout, out.dtype):
             return super().reduce_scatter(out, parts, layout, op)
-        self._launch(False)
+        self._launch(None)
         ledger = self._ledger
         with torch.no_grad(), beside(self._side):
             sent = self._sent(parts, layout, out.dtype)
             received = self._inbox[: sent.nbytes].view(out.dtype)
-            name = str(out.dtype).removeprefix("torch.")
+            name = dtype_name(out.dtype)
             ledger.record("reduce_scatter", layout.id, name, sent.nbytes, layout.group, layout.world)
             await_(self._swap(lent(received), lent(sent)).wait, ledger, ledger.count, self._on_host)
             mean_(out, received.view(layout.world, -1), self.world, op == "predivide")
-        alive = (parts,) if isinstance(parts, torch.Tensor) else tuple(parts.values())
-        return Beside() if self._side is None else self._side.pending(out, *alive)
+        return Beside() if self._side is None else self._side.pending(out, *tensors_of(parts))
 
     def _sent(self, parts: Parts, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
         """The flat, where it can be sent from."""

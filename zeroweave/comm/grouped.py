@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 
 import torch
 
-from zeroweave.comm.around import Around
+from zeroweave.comm.around import Apart
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
 
-class Grouped(Around):
+class Grouped(Apart):
     """Hands each collective to the transport of its layout's sharding group, in the order in which they are asked for.
 
     `transports`: by the group's name; that of "world" has all ranks, and whatever belongs to no group.
@@ -21,26 +20,11 @@ class Grouped(Around):
     def __init__(self, transports: Mapping[str, Transport]) -> None:
         super().__init__(transports[WORLD])
         self._transports = transports
-        self._scope: ExitStack | None = None
-        self._launching: str | None = None
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """One launch for each run of neighbours of one group: a launch belongs to one communicator."""
-        with ExitStack() as scope:
-            self._scope, self._launching = scope, None
-            try:
-                yield
-            finally:
-                self._scope = None
 
     def _of(self, group: str) -> Transport:
         """The transport of a group; in a scope, in a launch of its own behind that of another group."""
         transport = self._transports[group]
-        if self._scope is not None and self._launching != group:
-            self._scope.close()
-            self._scope.enter_context(transport.together())
-            self._launching = group
+        self._launch(transport)
         return transport
 
     def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:

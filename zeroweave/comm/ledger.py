@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import xxhash
@@ -25,6 +26,12 @@ _REMEMBERED = 4096
 """Collectives whose hashes are kept, for comparison with ranks that are a little behind."""
 _TRIPS: dict[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
 """How often a kind sends the flat around; an all-reduce is a reduce-scatter and an all-gather."""
+
+
+@cache
+def dtype_name(dtype: object) -> str:
+    """What the ledger calls one of torch's dtypes."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _wire(kind: str, payload: int, world: int) -> int:

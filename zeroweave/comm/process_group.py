@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -20,10 +20,10 @@ from zeroweave._torch.distributed import (
     reduce_scatter,
     reduce_scatter_together,
 )
-from zeroweave._torch.foreach import foreach_copy_
 from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
-from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.ledger import Ledger, dtype_name
+from zeroweave.comm.parts import lay_out, tensors_of
 from zeroweave.comm.pending import Beside, beside, side_of
 from zeroweave.comm.rounding import cast_
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
@@ -73,12 +73,6 @@ class _Work:
             self._work.get_future().add_done_callback(lambda _: stamp())
         except RuntimeError:  # gloo's reduce-scatter does its last part in `wait`, and tells nobody before
             self._waited = stamp
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    """As the ledger has it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _recording_nothing() -> AbstractContextManager[None]:
@@ -143,36 +137,6 @@ class _Launch:
         return self._over
 
 
-def lay_out(flat: torch.Tensor, parts: Parts, layout: Spread, there: Set[int] = frozenset()) -> None:
-    """Copies `parts` into their places in `flat` [numel], with zeros wherever no part lies.
-
-    The slots of `there` are in their places already.
-    """
-    if isinstance(parts, torch.Tensor):
-        flat.copy_(parts)
-        return
-    views: list[torch.Tensor] = []
-    tensors: list[torch.Tensor] = []
-    pieces = layout.pieces
-    for piece, view in zip(pieces, flat.split_with_sizes([piece.numel for piece in pieces]), strict=True):
-        if piece.slot in there:
-            continue
-        if (part := parts.get(piece.slot)) is None:
-            view.zero_()
-        elif part.numel() == piece.numel:
-            views.append(view if part.dim() == 1 else view.view_as(part))
-            tensors.append(part)
-        else:
-            views.append(view)
-            tensors.append(part.reshape(-1).narrow(0, piece.start, piece.numel))
-    if views:
-        foreach_copy_(views, tensors)
-
-
-def _tensors(parts: Parts) -> Iterable[torch.Tensor]:
-    return (parts,) if isinstance(parts, torch.Tensor) else parts.values()
-
-
 class ProcessGroupTransport:
     """Collectives of one process group, that of the sharding group `name`, counted in a ledger.
 
@@ -229,7 +193,7 @@ class ProcessGroupTransport:
             launch.issue(self.group)
 
     def _count(self, kind: str, tensor: torch.Tensor, bucket: int) -> None:
-        self.ledger.record(kind, bucket, _name(tensor.dtype), tensor.nbytes, self._name, self.world)
+        self.ledger.record(kind, bucket, dtype_name(tensor.dtype), tensor.nbytes, self._name, self.world)
 
     def _lend(self, flat: torch.Tensor, layout: BucketLayout) -> _Loan:
         key = flat.data_ptr(), flat.numel(), flat.dtype
@@ -285,7 +249,7 @@ class ProcessGroupTransport:
                 work.reduce(lent(out), lent(flat), kind)
             else:
                 work = reduce_scatter(lent(out), lent(flat), kind, self.group)
-        return _Work(work, self.ledger, self._on_host, flat, out, *_tensors(parts))
+        return _Work(work, self.ledger, self._on_host, flat, out, *tensors_of(parts))
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         with _recording_nothing(), beside(self._side):
@@ -293,11 +257,11 @@ class ProcessGroupTransport:
             kind = self._prepare(out, op)
             self._count("all_reduce", out, layout.id)
             work = dist.all_reduce(lent(out), op=kind, group=self.group, async_op=True)
-        return _Work(work, self.ledger, self._on_host, out, *_tensors(parts))
+        return _Work(work, self.ledger, self._on_host, out, *tensors_of(parts))
 
     def all_to_all(self, out: torch.Tensor, mine: torch.Tensor, messages: Messages) -> Pending:
         bucket, payload, sent, received = messages
-        self.ledger.record("all_to_all", bucket, _name(mine.dtype), payload, self._name, self.world)
+        self.ledger.record("all_to_all", bucket, dtype_name(mine.dtype), payload, self._name, self.world)
         work = dist.all_to_all_single(lent(out), lent(mine), list(received), list(sent), self.group, async_op=True)
         assert work is not None
         return _Work(work, self.ledger, self._on_host, out, mine)

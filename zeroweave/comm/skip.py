@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from zeroweave.comm.around import Around
-from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.ledger import Ledger, dtype_name
 from zeroweave.comm.pending import Beside, beside, side_of
 from zeroweave.comm.rounding import cast
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
@@ -68,7 +68,7 @@ class Skipping(Around):
 
     def _plan(self, kind: str, dtype: torch.dtype, numel: int, layout: Spread | None = None) -> None:
         """`layout`: of a bucket; None: the tensor belongs to all ranks."""
-        name, nbytes = str(dtype).removeprefix("torch."), numel * dtype.itemsize
+        name, nbytes = dtype_name(dtype), numel * dtype.itemsize
         if layout is None and self.world > 1:
             self._planned.record(kind, -1, name, nbytes)
         elif layout is not None and layout.world > 1:

@@ -9,7 +9,7 @@ import torch
 
 from zeroweave._torch.foreach import foreach_add_
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.process_group import lay_out
+from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts, Transport
 from zeroweave.errors import EngineError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket

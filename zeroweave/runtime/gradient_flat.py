@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
-from zeroweave.comm.process_group import lay_out
+from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts, Transport
 from zeroweave.runtime.bucket import Bucket
 
