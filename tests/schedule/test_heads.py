@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from zeroweave.schedule import (
 )
 from zeroweave.schedule import costs_of as costs_of_steps
 from zeroweave.schedule.cost import collective_seconds
+from zeroweave.schedule.passes.heads import early
 from zeroweave.schedule.passes.room import price
 
 
@@ -168,16 +169,46 @@ def test_what_was_waited_for_at_the_start_is_no_computation() -> None:
     assert told[0] == late and not any(exposed for bucket, exposed in told.items() if bucket)
 
 
-def test_what_stays_has_no_place_and_is_sent_by_kernel() -> None:
+def test_they_have_places_of_their_own_and_are_sent_by_copy_engine() -> None:
     schedule = made(placed=frozenset(range(BLOCKS)))
-    assert schedule.regathers and schedule.places.keys() == set(range(BLOCKS)) - schedule.stays
-    assert f"Regather layers.{schedule.regathers[0]}" in schedule.text()
-    assert "Unshard layers.0 (stays)" in schedule.text()
-    by_kernel = [index for index, i in enumerate(schedule.instructions) if isinstance(i, Regather | Reduce)]
+    anew = sorted(schedule.regathers)
+    assert anew and schedule.places.keys() == set(range(BLOCKS))
+    assert [schedule.places[bucket] for bucket in anew] == list(range(len(anew)))
+    assert all(place >= len(anew) for bucket, place in schedule.places.items() if bucket not in anew)
+    assert f"Regather layers.{anew[0]} at 0" in schedule.text() and "Unshard layers.0 (stays)" in schedule.text()
+    copies = [index for index in schedule.sends if not isinstance(schedule.instructions[index], Reduce)]
     lane = {(start, stop) for start, stop, reason in dependencies(schedule).edges if reason == "lane"}
-    assert set(pairwise(by_kernel)) <= lane
-    beside = [schedule.by_copy_engine("all_gather", bucket) for bucket in range(BLOCKS)]
-    assert beside == [bucket not in schedule.stays for bucket in range(BLOCKS)]
+    assert set(pairwise(copies)) <= lane and isinstance(schedule.instructions[copies[-1]], Regather)
+    assert all(schedule.by_copy_engine("all_gather", bucket) for bucket in range(BLOCKS))
+
+
+def test_schedules_that_gather_the_same_ones_anew_have_them_in_the_same_places() -> None:
+    """Their graphs read them there, and find them whatever else comes in turn."""
+    costs, every = costs_of(reduction=0.01), frozenset(range(BLOCKS))
+    found = [
+        early(made(costs=costs, passes=WITHOUT, placed=every, prefetch=ahead, sizes=sizes), buckets, costs)
+        for ahead, sizes in ((0, {}), (1, {3: 5 * SIZE}), (2, {0: SIZE // 4, 5: 9 * SIZE}))
+        for buckets in ([0, 1], [1, 0])
+    ]
+    assert all((each.places[0], each.places[1]) == (0, 1) for each in found)
+
+
+@dataclass(frozen=True)
+class Crowded(Schedule):
+    """Another bucket lies where one is that is gathered anew."""
+
+    @property
+    def places(self) -> dict[int, int]:  # type: ignore[override]
+        return {**super().places, 3: super().places[0]}
+
+
+def test_nobody_else_ever_lies_in_such_a_place() -> None:
+    """Not in front of its first use either, nor behind its last one: it is there from the step before."""
+    schedule = made(placed=frozenset(range(BLOCKS)))
+    assert 0 in schedule.regathers and 3 not in schedule.regathers
+    verify(schedule)
+    with pytest.raises(ScheduleError, match=r"Unshard layers\.3 at 0: layers\.0 lies in place 0"):
+        verify(Crowded(schedule.instructions, schedule.record, schedule.facts))
 
 
 def test_it_comes_back_from_a_file(tmp_path: Path) -> None:
@@ -226,23 +257,22 @@ def test_updates_keep_their_order_otherwise() -> None:
     assert order == before and all(a != b for a, b in pairwise(order))
 
 
-def test_what_copy_engines_gathered_takes_longer_by_kernel() -> None:
-    """As long as its reduction; where kernels gathered it before, its time is known."""
+def test_where_copy_engines_gather_they_do_not_wait_for_reductions() -> None:
     costs = costs_of(gather=0.5, reduction=0.9)
-    for placed, seconds in ((frozenset(range(BLOCKS)), 0.9), (frozenset[int](), 0.5)):
+    costs = replace(costs, reductions={**costs.reductions, 0: 100.0})
+    for placed in (frozenset(range(BLOCKS)), frozenset[int]()):
+        schedule = early(made(costs=costs, passes=WITHOUT, placed=placed), [5], costs)
+        index, prediction = schedule.instructions.index(Regather(5)), simulate(schedule, costs)
+        assert collective_seconds(schedule, index, costs) == 0.5
+        (span,) = (span for span in prediction.spans if span.index == index)
+        last = max(over for each, over in prediction.over.items() if isinstance(schedule.instructions[each], Reduce))
+        assert (span.start < last) == bool(placed)
+
+
+def test_what_it_takes_is_measured_as_of_other_gathers() -> None:
+    costs = costs_of(gather=0.5, reduction=0.9)
+    for placed in (frozenset(range(BLOCKS)), frozenset[int]()):
         schedule = made(costs=costs, placed=placed)
-        index = schedule.instructions.index(Regather(0))
-        (span,) = (span for span in simulate(schedule, costs).spans if span.index == index)
-        assert span.stop - span.start == pytest.approx(seconds)
-        longest, _ = dependencies(schedule).critical_path(replace(costs, reductions={**costs.reductions, 0: 100.0}))
-        assert (longest > 300) == bool(placed)  # two reductions, and then the gather
-        assert collective_seconds(schedule, schedule.instructions.index(Unshard(1)), costs) == 0.5
-
-
-def test_what_a_kernel_took_is_not_taken_for_a_copy_engines_time() -> None:
-    """In a schedule that gathers nothing anew, the bucket is gathered by copy engine again."""
-    costs = costs_of(gather=0.5, reduction=0.9)
-    schedule = made(costs=costs, placed=frozenset(range(BLOCKS)))
-    found = costs_of_steps([as_predicted(schedule).step])
-    assert schedule.regathers and not found.gathers.keys() & set(schedule.regathers)
-    assert found.gathers == {bucket: pytest.approx(0.5) for bucket in range(BLOCKS) if bucket not in schedule.stays}
+        found = costs_of_steps([as_predicted(schedule).step])
+        assert schedule.regathers
+        assert found.gathers == {bucket: pytest.approx(0.5) for bucket in range(BLOCKS)}

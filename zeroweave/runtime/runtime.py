@@ -385,10 +385,12 @@ class Runtime:
     def unseat(self) -> None:
         """Until the next window nothing is gathered in places: graphs may have left there what they go on with.
 
-        Equally on all ranks.
+        What stays has its place to itself. Equally on all ranks.
         """
         self._seated = False
-        seat(self.buckets, self.places, None)
+        for bucket in self.buckets.values():
+            if not bucket.stays:
+                bucket.assign(None)
 
     def restart_peaks(self) -> None:
         """The peaks of memory are measured anew: the schedule has changed."""

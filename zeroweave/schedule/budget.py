@@ -69,13 +69,13 @@ def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule, g
 def taken(schedule: Schedule, costs: Costs, graphs: bool) -> int:
     """Bytes that the device is to have for all that schedules decide about.
 
-    Places and flats that stay are there once, and graphs and other steps share them. All else a graph has of its own.
-    A step without a schedule gathers in no place, and takes what steps took that were measured.
+    Places, and flats that stay elsewhere, are there once: graphs and other steps share them. A graph has all else of
+    its own. A step without a schedule gathers in no place, and takes what steps took that were measured.
     """
     shared = gathered_of(schedule, schedule.places.keys() | schedule.stays)
     memory = simulate(schedule, costs).memory
     rest = max((used - flats for used, flats in zip(memory, shared, strict=True)), default=0)
-    stays = sum(schedule.facts.sizes[bucket] for bucket in schedule.stays)
+    stays = sum(schedule.facts.sizes[bucket] for bucket in schedule.stays - schedule.places.keys())
     return sum(schedule.place_sizes) + stays + rest * graphs + max(rest, costs.filled)
 
 

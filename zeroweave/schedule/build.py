@@ -112,12 +112,8 @@ class Schedule:
         return tuple(i.bucket for i in self.instructions if isinstance(i, Regather))
 
     def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
-        """Does a collective run beside those by kernel? Not of what stays, which lies in ordinary memory."""
-        return self.facts.by_copy_engine(kind, bucket) and bucket not in self.stays
-
-    def by_kernel_instead(self, kind: Kind, bucket: int) -> bool:
-        """Does it go by kernel here, while other schedules have copy engines for it?"""
-        return self.facts.by_copy_engine(kind, bucket) and not self.by_copy_engine(kind, bucket)
+        """Does a collective run beside those by kernel, in a queue of its own?"""
+        return kind == "all_gather" and bucket in self.places
 
     @cached_property
     def _first_and_last_holds(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -188,8 +184,8 @@ class Schedule:
                 return f"Fuse {count}"
             case Unshard(bucket) if bucket in self.stays:
                 return f"Unshard {name(bucket)} (stays)"
-            case Unshard(bucket) if bucket in self.places:
-                return f"Unshard {name(bucket)} at {self.places[bucket]}"
+            case Unshard(bucket) | Regather(bucket) if bucket in self.places:
+                return f"{type(instruction).__name__} {name(bucket)} at {self.places[bucket]}"
             case _:
                 return f"{type(instruction).__name__} {name(instruction.bucket)}"
 

@@ -171,14 +171,10 @@ def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
 
 
 def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
-    """How long the collective takes that an ``Unshard``, a ``Reduce`` or a ``Regather`` starts, once it runs.
-
-    A Regather goes by kernel. Where copy engines gather its bucket else, their time says nothing of that. Then it is
-    expected to take as long as the reduction, which goes by kernel and moves as many bytes, or more.
-    """
+    """How long the collective takes that an ``Unshard``, a ``Reduce`` or a ``Regather`` starts, once it runs."""
     bucket = _bucket(schedule, index)
-    as_reduction = isinstance(schedule.instructions[index], Reduce) or schedule.by_kernel_instead("all_gather", bucket)
-    return costs.seconds("reduce_scatter" if as_reduction else "all_gather", bucket, schedule.facts.sizes[bucket])
+    kind: Kind = "reduce_scatter" if isinstance(schedule.instructions[index], Reduce) else "all_gather"
+    return costs.seconds(kind, bucket, schedule.facts.sizes[bucket])
 
 
 def _bucket(schedule: Schedule, index: int) -> int:

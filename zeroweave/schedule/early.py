@@ -42,7 +42,7 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
     end = 1 + max((index for index, i in enumerate(instructions) if is_event(i)), default=-1)
     now = max((span.stop for span in prediction.spans if span.lane == "compute" and span.index < end), default=0.0)
     settled = {i.bucket for i in instructions[:end] if isinstance(i, Settle)}
-    gathered = max(over.values(), default=0.0)  # the lane of collectives
+    free = {False: max(over.values(), default=0.0), True: 0.0}  # the lanes of collectives: by kernel, by copy engine
     behind = 0  # so many of `before` are in front of the last Regather
     left, before = set[int](), list[int]()
 
@@ -67,9 +67,10 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
                 settled.discard(bucket)
                 now = max(leave(over[bucket]), over[bucket])
                 behind = min(behind, len(before))
-            case Regather():
-                gathered = max(now, gathered) + collective_seconds(schedule, index, costs)
+            case Regather(bucket):
+                copies = schedule.by_copy_engine("all_gather", bucket)
+                free[copies] = max(now, free[copies]) + collective_seconds(schedule, index, costs)
                 behind = len(before)
     if schedule.regathers:
-        leave(gathered, behind)
+        leave(max(free.values()), behind)
     return left

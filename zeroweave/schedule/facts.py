@@ -234,9 +234,5 @@ class Facts:
                 count += 1
         return count + together // max(1, self._largest)
 
-    def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
-        """Does a collective run beside those by kernel, in a queue of its own?"""
-        return kind == "all_gather" and bucket in self.placed
-
     def name(self, bucket: int) -> str:
         return self.by_id[bucket].name if bucket in self.by_id else f"<unknown bucket {bucket}>"

@@ -126,8 +126,9 @@ def dependencies(schedule: Schedule) -> Graph:
                 updated[bucket] = index
             case Regather(bucket):
                 edge(updated.get(bucket), index, "compute")
-                edge(collective.get(False), index, "lane")
-                collective[False] = index
+                copies = schedule.by_copy_engine("all_gather", bucket)
+                edge(collective.get(copies), index, "lane")
+                collective[copies] = index
             case _ if is_event(instruction):
                 edge(event, index, "compute")
                 event = index

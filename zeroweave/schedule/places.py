@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import count
 
 from zeroweave.schedule.facts import Facts
-from zeroweave.schedule.instructions import Instruction, Reshard, Unshard
+from zeroweave.schedule.instructions import Instruction, Regather, Reshard, Unshard
 
 
 def assign(
@@ -14,7 +14,8 @@ def assign(
 ) -> dict[int, int]:
     """For each bucket of ``facts.placed`` that is gathered, its place, from 0. Two that are gathered at once differ.
 
-    One that stays from step to step is not gathered, and has none.
+    One that stays from step to step has one to itself where it is gathered anew, and else none. Those come first, by
+    id: so schedules that gather the same ones anew have them in the same places.
 
     ``gathers``, ``drops``: indices of the Unshards that gather, and of the Reshards with which the storage goes.
 
@@ -22,6 +23,7 @@ def assign(
     buckets choose first, each the lowest place that it can have: they share what is large. Those of equal size choose
     in the order of their first gathers.
     """
+    anew = sorted({i.bucket for i in instructions if isinstance(i, Regather) and i.bucket in facts.placed})
     beside: dict[int, set[int]] = {}  # with which others a bucket is gathered at some time
     live: set[int] = set()
     for index, instruction in enumerate(instructions):
@@ -33,8 +35,8 @@ def assign(
                 live.add(bucket)
             case Reshard(bucket) if index in drops:
                 live.discard(bucket)
-    places: dict[int, int] = {}
+    places = {bucket: place for place, bucket in enumerate(anew)}
     for bucket in sorted(beside, key=lambda each: -facts.sizes[each]):
         taken = {places[other] for other in beside[bucket] if other in places}
-        places[bucket] = next(place for place in count() if place not in taken)
+        places[bucket] = next(place for place in count(len(anew)) if place not in taken)
     return places

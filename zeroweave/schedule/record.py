@@ -315,11 +315,9 @@ def _times(steps: Sequence[Step], kind: Kind) -> tuple[Line, dict[int, float]]:
     """The line of all launches by their bytes, and what each bucket's collective takes by itself.
 
     Of a launch that several share only the whole is known. The start-up of the line is paid once in it, and the rest is
-    divided by bytes. What goes by kernel here and by copy engine elsewhere tells nothing of itself.
+    divided by bytes.
     """
-    schedule = steps[0].schedule
-    sizes = schedule.facts.sizes
-    instead = frozenset(bucket for bucket in sizes if schedule.by_kernel_instead(kind, bucket))
+    sizes = steps[0].schedule.facts.sizes
     times: dict[tuple[int, ...], float] = {}  # the shortest of each launch, by its buckets
     for step in steps:
         launches: dict[int, list[Operation]] = {}
@@ -329,13 +327,12 @@ def _times(steps: Sequence[Step], kind: Kind) -> tuple[Line, dict[int, float]]:
         for launch in launches.values():
             buckets = tuple(each.bucket for each in launch)
             seconds = launch[-1].over - launch[0].started
-            if not instead.issuperset(buckets):
-                times[buckets] = min(seconds, times.get(buckets, seconds))
+            times[buckets] = min(seconds, times.get(buckets, seconds))
     line = Line.fit((sum(sizes[bucket] for bucket in buckets), seconds) for buckets, seconds in times.items())
     alone: dict[int, float] = {}
     for buckets, seconds in times.items():
         nbytes, start_up = sum(sizes[bucket] for bucket in buckets), min(line.alpha, seconds)
-        for bucket in set(buckets) - instead:
+        for bucket in set(buckets):
             own = seconds if len(buckets) == 1 else start_up + (seconds - start_up) * sizes[bucket] / nbytes
             alone[bucket] = min(own, alone.get(bucket, own))
     return line, dict(sorted(alone.items()))

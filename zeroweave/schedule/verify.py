@@ -59,6 +59,9 @@ class Listing(Protocol):
     @property
     def stays(self) -> frozenset[int]: ...
 
+    @property
+    def regathers(self) -> tuple[int, ...]: ...
+
     def describe(self, instruction: Instruction) -> str: ...
 
 
@@ -69,17 +72,17 @@ def verify(schedule: Listing) -> None:
     not taken, none while a call or a gather still needs the storage, and none is left at the end but on a bucket that
     stays and was waited for: one that no update changes, or that is gathered anew, once, behind its update. A kept
     bucket is gathered exactly once beside that. All of that holds whether what stays is there at the start or not.
-    Places: a bucket that copy engines gather, and that does not stay, has one, and nobody else is there while it is
-    gathered. Gradients: only trainable buckets are reduced, each at least once; every reduction is settled before the
-    bucket's next and before its update; at most ``depth`` are in flight, as `Facts.load` counts them, and none at an
-    update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after the first update
-    nothing is run or reduced, or gathered but what stays. Activations: freed once at most, where ``free`` asks for
-    it, after the last call, and the same holds after that. Moved, where ``offload`` asks for it, after the call and
-    once: out, gone, and on the way back before the last event in front of their need. A ``Fuse`` is followed by as
-    many gathers as it says, or as many reductions of one backward; a bucket is reduced together with the same ones
-    each time, so that a rank that departs knows which. Checkpoints: where ``stage`` asks for it, every bucket is
-    staged once, before the first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its order.
-    Buckets are known.
+    Places: a bucket that copy engines gather has one, and nobody else is there while it is gathered; nobody else ever,
+    where it is gathered anew. Gradients: only trainable buckets are reduced, each at least once; every reduction is
+    settled before the bucket's next and before its update; at most ``depth`` are in flight, as `Facts.load` counts
+    them, and none at an update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after
+    the first update nothing is run or reduced, or gathered but what stays. Activations: freed once at most, where
+    ``free`` asks for it, after the last call, and the same holds after that. Moved, where ``offload`` asks for it,
+    after the call and once: out, gone, and on the way back before the last event in front of their need. A ``Fuse`` is
+    followed by as many gathers as it says, or as many reductions of one backward; a bucket is reduced together with
+    the same ones each time, so that a rank that departs knows which. Checkpoints: where ``stage`` asks for it, every
+    bucket is staged once, before the first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its
+    order. Buckets are known.
     """
     state = _State(schedule)
     for index, instruction in enumerate(schedule.instructions):
@@ -114,6 +117,8 @@ class _State:
         self.facts = schedule.facts
         self.lasting = schedule.lasting
         self.places, self.stays = schedule.places, schedule.stays
+        once = self.stays.difference(schedule.regathers)  # and never again
+        self.placed = self.facts.placed - once
         self.lying: dict[int, int] = {}  # place -> the bucket that is there
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.holds = dict.fromkeys(self.facts.by_id, 0)
@@ -131,6 +136,8 @@ class _State:
         self.fused = 0  # collectives that the last Fuse still asks for
         self.launch: list[Unshard | Reduce] = []  # those of the last Fuse
         self.together: dict[int, tuple[int, ...]] = {}  # bucket -> what it was reduced with
+        for bucket in self.placed & self.stays:
+            self._lie(bucket)
 
     def step(self, index: int, instruction: Instruction) -> None:
         """Apply one instruction; ScheduleError, which says why, where it is wrong."""
@@ -233,7 +240,7 @@ class _State:
     def _lie(self, bucket: int) -> None:
         """The bucket begins to lie in its place, if it has one."""
         place = self.places.get(bucket)
-        if (place is not None) != (bucket in self.facts.placed - self.stays):
+        if (place is not None) != (bucket in self.placed):
             raise ScheduleError("whether a bucket has a place is for the facts to say")
         if place is not None and self.lying.setdefault(place, bucket) != bucket:
             raise ScheduleError(f"{self.facts.name(self.lying[place])} lies in place {place}")
@@ -257,7 +264,7 @@ class _State:
                 raise ScheduleError("the last hold is dropped while the bucket is in use")
             if bucket not in self.waited:
                 raise ScheduleError("the last hold is dropped while the bucket is being gathered")
-            if bucket in self.places:
+            if bucket in self.places and bucket not in self.stays:
                 del self.lying[self.places[bucket]]
         self.holds[bucket] -= 1
 

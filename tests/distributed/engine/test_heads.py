@@ -12,6 +12,7 @@ import torch
 from tests.engine.test_heads_lost import CAUSES, Cause, least, trained
 from tests.support.harness import Pools
 from tests.support.marks import daily
+from tests.support.placed import placed
 from tests.support.replays import SAME, Case, batch_of, compared, micro_step, start, train
 
 GRAPHED = [
@@ -79,6 +80,43 @@ def lost(case: Case, cause: Cause, folder: Path) -> tuple[bool, Any]:
 def test_graphs_go_on_behind_one_window_without(pools: Pools, stage: int, cause: Cause, tmp_path: Path) -> None:
     for same, stats in pools(2).run(lost, Case(stage, dropout=0.1), cause, tmp_path):
         assert same and stats.replayed_steps >= least(cause), stats.uncaptured_steps
+
+
+def in_places(case: Case, graphs: bool) -> tuple[list[str], dict[str, Any], int]:
+    """As `with_heads`, or `compared`, where copy engines gather; and the gathers in places."""
+    (differs, found), slabs = placed(compared if graphs else with_heads, replace(case, heads=True))
+    return differs, found, slabs.gathers
+
+
+@daily(("case", "graphs"), [(GRAPHED[0], True)], [(case, graphs) for case in GRAPHED[1:] for graphs in (False, True)])
+def test_in_places_they_are_exact(pools: Pools, case: Case, graphs: bool) -> None:
+    least = 1 if case.loop == "coalesced" else case.gas
+    for differs, found, gathers in pools(2).run(in_places, case, graphs):
+        assert not differs and found["regathers"] == 2 and gathers, (differs, found)
+        assert not graphs or (found["captured"] and found["replayed"] >= 8 * least), found
+
+
+def lying(stage: int) -> tuple[list[tuple[bool, ...]], dict[str, tuple[int, int]]]:
+    """In steps with evaluations between them: is what is gathered anew in its place? And traffic of the last step."""
+    case = Case(stage, heads=True)
+    engine = start(case, graphs=False)
+    found = []
+    for step in range(12):
+        micro_step(engine, case, batch_of(case, step, 0, engine.rank))
+        sent = {way: total.calls for way, total in engine.stats.last_step.items()}
+        anew = [] if engine.schedule is None else engine.schedule.regathers
+        found.append(tuple(engine._runtime.buckets[bucket].storage.nbytes() % 2 == 1 for bucket in anew))
+        if step % 2:
+            with torch.no_grad():
+                engine(*batch_of(case, step, 0))
+    engine.destroy()
+    return found[-4:], sent
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_they_are_gathered_into_their_places_and_stay_there(pools: Pools, stage: int) -> None:
+    for (found, sent), _ in pools(2).run(placed, lying, stage):
+        assert found == [(True, True)] * 4, (found, sent)
 
 
 def heard(heads: bool, stage: int) -> tuple[list[float], dict[str, Any], int, tuple[int, int]]:
