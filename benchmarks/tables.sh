@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tables of benchmarks/README.md and tests/gpu, on a host with four GPUs, in five calls of ten minutes.
+# The tables of benchmarks/README.md and tests/gpu, in calls of ten minutes: 1 to 5 on four GPUs of a host, 6 and 7 on two.
 #
 #   benchmarks/tables.sh 1     tests/gpu on GPUs 2 and 3; beside it Qwen3-8B, 4,096 tokens, on 0 and 1
 #   benchmarks/tables.sh 2     nothing beside it: what depends on the host, on 0 and 1; then stages 3 and 2 on four
@@ -8,13 +8,16 @@
 #   benchmarks/tables.sh 4     in pairs 4,096 tokens with nothing kept beside transformers' model, and Llama-1B with
 #                              2,048; then kept buckets and 8 micro-steps on four
 #   benchmarks/tables.sh 5     4,096 tokens on four: reductions by copy engine beside those by kernel, and FSDP2
+#   benchmarks/tables.sh 6     the first gathers of a step under the last updates, at 4,096 tokens and stage 2, beside the
+#                              floor; then memory with nothing kept and with compact states; the optimizer's step alone
+#   benchmarks/tables.sh 7     tests/gpu; then 1,024 tokens as graphs
 #
 # OUT names the folder for logs (default: ./out), END the seconds after which nothing goes on (default: 560), CACHE the
 # folder of compiler caches that calls share (default: OUT/cache). What matters is printed. Where only some files of OUT
 # are kept, or OUT is emptied between the calls, name others for both, and pack OUT behind each call.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-part=${1:?1, 2, 3, 4 or 5}
+part=${1:?a number from 1 to 7}
 out=${OUT:-$PWD/out} END=${END:-560} CACHE=${CACHE:-$out/cache}
 mkdir -p "$out"
 
@@ -98,6 +101,21 @@ case $part in
             --impl zeroweave-graphs-exchange-$stage,zeroweave-graphs-keeps-$stage,fsdp2-ce-$stage \
             --trace zeroweave-graphs-exchange-$stage --profile zeroweave-graphs-exchange-$stage
     done
+    ;;
+6)
+    bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 \
+        --variant regather compile.memory_budget=auto compile.regather=true \
+        --impl zeroweave-graphs-regather-z2,compute-graphs,fsdp2-ce-z2
+    small="--steps 10 --warm 6 --timeout 60 --variant compact precision.optimizer=compact"
+    bench small-z3 130 --case qwen3-8b-4096-z3 $small --impl zeroweave-z3,zeroweave-compact-z3
+    bench small-z2 70 --case qwen3-8b-4096-z2 $small --impl zeroweave-compact-z2
+    run update 60 update
+    ;;
+7)
+    run quiet 60 tests tests/gpu/test_memory.py tests/gpu/test_budget.py --tb=short
+    mapfile -t rest < <(ls tests/gpu/test_*.py | grep -vE "memory|budget|plan")
+    run tests 480 tests "${rest[@]}" -n 7 --dist worksteal --tb=short
+    bench q1024 160 $host --impl zeroweave-graphs-z3,fsdp2-ce-z3
     ;;
 *) echo "unknown: $part" >&2; exit 2 ;;
 esac
