@@ -46,37 +46,36 @@ def is_in(flat: ShardedFlat, place: Place) -> bool:
 def test_places_are_made_once_and_grow() -> None:
     make, ledger = Maker(), Ledger(1, 0)
     places = Places(make, ledger.gauge("symmetric memory"))
-    first = places.fit((100, 50))
+    first = places.fit({0: 100, 1: 50})
     assert make.sizes == [100, 50] and places.nbytes >= 150
     assert places.addresses == (1, 2)
-    assert places.fit((90,)) == first[:1] and places.fit(()) == [] and places.fit((10, 20)) == first
-    again = places.fit((100, 200, 10))
-    assert make.sizes == [100, 50, 200, 10] and make.closed == 1
-    assert again[0] is first[0] and again[1] is not first[1]
+    assert places.fit({0: 90}) == {0: first[0]} and places.fit({}) == {} and places.fit({0: 10, 1: 20}) == first
+    again = places.fit({0: 100, 1: 200, 2: 10, ~7: 30})
+    assert make.sizes == [100, 50, 30, 200, 10] and make.closed == 1
+    assert again[0] is first[0] and again[1] is not first[1] and again.keys() == {0, 1, 2, ~7}
+    assert places.addresses == (3, 1, 4, 5), "by number"
     places.close()
-    assert make.closed == 4 and places.nbytes == 0
+    assert make.closed == 5 and places.nbytes == 0
 
 
 def test_what_cannot_be_had_is_not_asked_for_again() -> None:
     make, told = Maker(most=100), list[int]()
     places = Places(make, tell=told.append)
     assert places.refused is None
-    one, other = places.fit((50, 500))
-    assert one is not None and other is None
-    assert places.fit((50, 600)) == [one, None] and places.fit((500,)) == [None]
+    (one,) = places.fit({0: 50, 1: 500}).values()
+    assert places.fit({0: 50, 1: 600}) == {0: one} and places.fit({0: 500}) == {}
     assert make.sizes == [50, 500] and told == [500] == [places.refused]
-    assert places.fit((50, 200)) == [one, None] and told == [500] and places.refused == 200
-    assert places.fit((50, 80))[1] is not None, "less may be there"
+    assert places.fit({0: 50, 1: 200}) == {0: one} and told == [500] and places.refused == 200
+    assert places.fit({0: 50, 1: 80}).keys() == {0, 1}, "less may be there"
 
 
 def test_without_memory_nothing_has_a_place() -> None:
-    assert Places().fit((1, 2)) == [None, None]
+    assert Places().fit({0: 1, 1: 2}) == {}
 
 
 def test_who_lies_there_leaves_with_what_others_see() -> None:
     gauge = Gauge()
-    (place,) = Places(Maker()).fit((256,))
-    assert place is not None
+    (place,) = Places(Maker()).fit({0: 256}).values()
     one, other = flats(2, gauge)
     for flat in (one, other):
         flat.assign(place)
@@ -100,8 +99,7 @@ def test_who_lies_there_leaves_with_what_others_see() -> None:
 
 
 def test_one_that_has_another_place_moves_or_has_none() -> None:
-    here, there = Places(Maker()).fit((256, 256))
-    assert here is not None and there is not None
+    here, there = Places(Maker()).fit({0: 256, 1: 256}).values()
     (flat,) = flats(1, Gauge())
     views = []
     for place in (here, there, None, here):
@@ -116,8 +114,7 @@ def test_one_that_has_another_place_moves_or_has_none() -> None:
 
 def test_who_lies_there_can_be_asked_to_leave() -> None:
     places = Places(Maker())
-    (place,) = places.fit((256,))
-    assert place is not None
+    (place,) = places.fit({0: 256}).values()
     (flat,) = flats(1, Gauge())
     flat.assign(place)
     flat.unshard()
@@ -128,19 +125,21 @@ def test_who_lies_there_can_be_asked_to_leave() -> None:
     assert not flat.resident
 
 
-def test_places_that_are_too_many_go_with_whoever_lies_there() -> None:
+def test_what_is_not_asked_for_is_given_back_where_somebody_wants_that() -> None:
     make, gauge = Maker(), Gauge()
     places = Places(make, gauge)
-    first, second, third = places.fit((256, 256, 256))
-    assert first is not None and second is not None and third is not None
+    there = places.fit({0: 256, 1: 256, 2: 256, ~3: 256})
     one, other = flats(2, Gauge())
-    for flat, place in ((one, first), (other, third)):
-        flat.assign(place)
+    for flat, number in ((one, 0), (other, 2)):
+        flat.assign(there[number])
         flat.unshard()
         flat.wait()
-    places.trim(1)
-    assert make.closed == 2 and gauge.now == first.memory.nbytes
-    assert is_in(one, first) and not is_in(other, third) and other.storage.nbytes()
-    assert places.fit((256, 256))[0] is first and len(make.sizes) == 4
-    places.trim(5)
-    assert make.closed == 2
+    assert places.fit({0: 256}).keys() == {0} and make.closed == 0, "windows of several kinds take turns"
+    places.spare()
+    make.sizes.clear()
+    again = places.fit({0: 256, 4: 300})
+    assert make.closed == 3 and make.sizes == [300] and again[0] is there[0]
+    assert gauge.now == again[0].memory.nbytes + again[4].memory.nbytes
+    assert is_in(one, there[0]) and not is_in(other, there[2]) and other.storage.nbytes() and other.flat.eq(1.0).all()
+    places.fit({})
+    assert make.closed == 3, "it is asked for each time"

@@ -295,8 +295,7 @@ def captured(megabytes: int = 8) -> tuple[bool, bool, bool]:
     device = join()
     ledger = Ledger(dist.get_world_size(), dist.get_rank())
     with copying(device, ledger) as (plain, transport, places):
-        (place,) = places.fit([megabytes << 20])
-        assert place is not None
+        (place,) = places.fit({0: megabytes << 20}).values()
         shapes = [layout(0, megabytes << 19), layout(1, megabytes << 18)]
         shards = [torch.empty(each.shard_numel, dtype=torch.bfloat16, device=device) for each in shapes]
         gauge = ledger.gauge("flats")

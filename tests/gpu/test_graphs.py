@@ -14,6 +14,7 @@ from zeroweave.engine.graphs.away import Away, put_back
 
 Ranks = Callable[..., list[Any]]
 
+BY_COPY_ENGINE: dict[str, Any] = {"transport": {"gathers": "copy_engine"}}
 EXACT = [
     *(Case(stage, gas, delays=True) for stage in (1, 2, 3) for gas in (1, 4)),
     *(Case(stage, mode="inductor", clipping=0.5, schedule=True) for stage in (2, 3)),
@@ -33,6 +34,7 @@ EXACT = [
         for gas in (1, 2)
     ),
     Case(3, mode="inductor", loop="plain", heads=True),
+    *(Case(stage, heads=True, delays=True, more=BY_COPY_ENGINE) for stage in (2, 3)),
     Case(3, dtype="float16", overflow=30, heads=True, schedule=True),
     *(Case(stage, gas, loop="plain", delays=True) for stage in (1, 2, 3) for gas in (1, 4)),
     *(Case(stage, 2, loop="clipped", model="Rich", schedule=True) for stage in (2, 3)),
@@ -77,9 +79,11 @@ def test_updates_beside_the_backward_are_exact(ranks: Ranks, case: Case) -> None
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("heads", [False, True])
-def test_whatever_else_a_program_does_between_captured_steps_is_exact(ranks: Ranks, stage: int, heads: bool) -> None:
-    for differs, run in ranks(graph_jobs.compared, Case(stage, loop="busy", steps=70, heads=heads)):
+@pytest.mark.parametrize(("heads", "more"), [(False, {}), (True, {}), (True, BY_COPY_ENGINE)])
+def test_whatever_else_a_program_does_between_captured_steps_is_exact(
+    ranks: Ranks, stage: int, heads: bool, more: dict[str, Any]
+) -> None:
+    for differs, run in ranks(graph_jobs.compared, Case(stage, loop="busy", steps=70, heads=heads, more=more)):
         assert not differs
         assert run.captured >= 2 and run.replayed >= 25, run.uncaptured
 

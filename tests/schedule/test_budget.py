@@ -117,7 +117,7 @@ def test_the_device_has_room_for_whatever_it_fills(graphs: bool) -> None:
         rest = most_beside_places(schedule, costs)
         stands = schedule.stays - schedule.places.keys()
         rest -= sum(schedule.facts.sizes[bucket] for bucket in stands)
-        takes = sum(schedule.place_sizes) + sum(schedule.facts.sizes[b] for b in stands)
+        takes = sum(schedule.place_sizes.values()) + sum(schedule.facts.sizes[b] for b in stands)
         takes += rest * graphs + max(rest, costs.filled)
         assert takes + REST + reserve(costs) + margin(costs) <= costs.room
     assert filled > 20 and smaller > 2 and anew > 5, (filled, smaller, anew)

@@ -36,7 +36,7 @@ def test_as_many_places_as_are_gathered_at_once() -> None:
 def test_only_what_is_to_be_placed_is() -> None:
     schedule = of(6, frozenset({1, 4}), prefetch=1)
     assert schedule.places == {1: 0, 4: 0}
-    assert of(6, frozenset()).places == {} and of(6, frozenset()).place_sizes == ()
+    assert of(6, frozenset()).places == {} and of(6, frozenset()).place_sizes == {}
 
 
 def test_the_large_ones_share_what_is_large() -> None:
@@ -44,7 +44,7 @@ def test_the_large_ones_share_what_is_large() -> None:
     facts = replace(sized(plain, 900, 10, 10, 900), placed=frozenset(range(4)))
     schedule = compile_schedule(plain.record, facts)
     assert schedule.places[0] == schedule.places[3] == 0
-    assert schedule.place_sizes == (900, 10, 10), "two would have done, of 900 each"
+    assert schedule.place_sizes == {0: 900, 1: 10, 2: 10}, "two would have done, of 900 each"
 
 
 def test_it_is_part_of_what_ranks_compare_and_of_what_is_shown(tmp_path: Path) -> None:

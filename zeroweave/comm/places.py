@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -72,25 +72,34 @@ class Places:
         tell: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._make, self._gauge, self._tell = make, gauge or Gauge(), tell
-        self._places: list[Place | None] = []
+        self._places: dict[int, Place] = {}
+        self._spares = False
         self.refused: int | None = None
         """as many bytes could not be had on some rank, and are not asked for again; None: all could"""
 
-    def fit(self, sizes: Sequence[int]) -> list[Place | None]:
-        """Places of at least these bytes each; None where there is no memory for one. Equally on all ranks."""
-        self._places += [None] * (len(sizes) - len(self._places))
-        return [self._fit(number, nbytes) for number, nbytes in enumerate(sizes)]
+    def spare(self) -> None:
+        """The next `fit` gives back what it does not ask for, before it makes anything. Equally on all ranks."""
+        self._spares = True
+
+    def fit(self, sizes: Mapping[int, int]) -> dict[int, Place]:
+        """The places of these numbers, of at least so many bytes each. Equally on all ranks.
+
+        One for which there is no memory is missing.
+        """
+        if self._spares:
+            self._spares = False
+            for number in sorted(self._places.keys() - sizes.keys()):
+                self._give_back(number)
+        return {number: place for number in sorted(sizes) if (place := self._fit(number, sizes[number])) is not None}
 
     def _fit(self, number: int, nbytes: int) -> Place | None:
-        place = self._places[number]
+        place = self._places.get(number)
         if place is not None and place.memory.nbytes >= nbytes:
             return place
         if self.refused is not None and nbytes >= self.refused:
             return None
         if place is not None:  # what is too small makes room for what is not
-            place.vacate()
-            self._close(place)
-            place = self._places[number] = None
+            self._give_back(number)
         memory = self._make(nbytes)
         if memory is None:
             if self.refused is None:
@@ -101,13 +110,11 @@ class Places:
         place = self._places[number] = Place(memory)
         return place
 
-    def trim(self, count: int) -> None:
-        """The places from number `count` on go, and whoever lies there leaves. Equally on all ranks."""
-        for place in self._places[count:]:
-            if place is not None:
-                place.vacate()
-                self._close(place)
-        del self._places[count:]
+    def _give_back(self, number: int) -> None:
+        """The memory goes; whoever lies there leaves."""
+        place = self._places.pop(number)
+        place.vacate()
+        self._close(place)
 
     def _close(self, place: Place) -> None:
         self._gauge.add(-place.memory.nbytes)
@@ -121,11 +128,10 @@ class Places:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where they begin: what a graph of a step knows of them."""
-        return tuple(place.memory.address for place in self._places if place is not None)
+        return tuple(place.memory.address for _, place in sorted(self._places.items()))
 
     def close(self) -> None:
         """Gives all memory back, for good. Collective."""
-        for place in self._places:
-            if place is not None:
-                self._close(place)
+        for _, place in sorted(self._places.items()):
+            self._close(place)
         self._places.clear()

@@ -199,7 +199,8 @@ def buckets(schedule: Schedule, about: About | None) -> list[Bucket]:
         elif facts.id in schedule.facts.kept_by_stage:
             traits.append("stays gathered until the optimizer step")
         if facts.id in schedule.places:
-            traits.append(f"gathered by copy engine, in place {schedule.places[facts.id]}")
+            place = schedule.places[facts.id]
+            traits.append(f"gathered by copy engine, in {f'place {place}' if place >= 0 else 'a place of its own'}")
         issued = calls["all_gather", facts.id], calls["reduce_scatter", facts.id]
         found.append(
             Bucket(

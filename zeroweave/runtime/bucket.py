@@ -239,11 +239,10 @@ def seat(buckets: Mapping[int, Bucket], places: Places, schedule: Schedule | Non
     The schedule is one that all ranks have agreed on, and without one no bucket has a place. So the way of a gather
     follows from what all ranks know: not from the order of calls, nor from who still views a flat on some rank.
     """
-    numbers, sizes = ({}, ()) if schedule is None else (schedule.places, schedule.place_sizes)
+    numbers, sizes = ({}, {}) if schedule is None else (schedule.places, schedule.place_sizes)
     there = places.fit(sizes)
     for bucket_id, bucket in buckets.items():
-        number = numbers.get(bucket_id)
-        bucket.assign(None if number is None else there[number])
+        bucket.assign(there.get(numbers[bucket_id]) if bucket_id in numbers else None)
 
 
 class Lingering:

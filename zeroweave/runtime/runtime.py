@@ -377,10 +377,10 @@ class Runtime:
         self.gradients.set_order(None if schedule is None else schedule.reduce_order())
         changes = schedule is not self.replay.schedule or not self._seated
         self.replay.next_window(schedule)
-        if changes:  # once nobody holds a bucket, which would have to move
+        if changes:  # once nobody holds a bucket, which would have to move; what does not stay goes before that
             self._seated = True
-            seat(self.buckets, self.places, schedule)
             self.replay.lingering.stay(self.policy.stays if schedule is None else schedule.stays)
+            seat(self.buckets, self.places, schedule)
 
     def unseat(self) -> None:
         """Until the next window nothing is gathered in places: graphs may have left there what they go on with.

@@ -76,7 +76,7 @@ def taken(schedule: Schedule, costs: Costs, graphs: bool) -> int:
     memory = simulate(schedule, costs).memory
     rest = max((used - flats for used, flats in zip(memory, shared, strict=True)), default=0)
     stays = sum(schedule.facts.sizes[bucket] for bucket in schedule.stays - schedule.places.keys())
-    return sum(schedule.place_sizes) + stays + rest * graphs + max(rest, costs.filled)
+    return sum(schedule.place_sizes.values()) + stays + rest * graphs + max(rest, costs.filled)
 
 
 def _free(costs: Costs) -> int:

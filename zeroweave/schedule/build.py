@@ -136,12 +136,12 @@ class Schedule:
         return assign(self.instructions, self.gathers, self.drops, self.facts)
 
     @cached_property
-    def place_sizes(self) -> tuple[int, ...]:
-        """Bytes of each place: those of the largest bucket in it."""
-        sizes = [0] * (max(self.places.values(), default=-1) + 1)
+    def place_sizes(self) -> dict[int, int]:
+        """Bytes of each place, by number: those of the largest bucket in it."""
+        sizes: dict[int, int] = {}
         for bucket, place in self.places.items():
-            sizes[place] = max(sizes[place], self.facts.sizes[bucket])
-        return tuple(sizes)
+            sizes[place] = max(sizes.get(place, 0), self.facts.sizes[bucket])
+        return sizes
 
     @cached_property
     def moves(self) -> dict[tuple[Call, int], Move]:
@@ -184,8 +184,10 @@ class Schedule:
                 return f"Fuse {count}"
             case Unshard(bucket) if bucket in self.stays:
                 return f"Unshard {name(bucket)} (stays)"
-            case Unshard(bucket) | Regather(bucket) if bucket in self.places:
-                return f"{type(instruction).__name__} {name(bucket)} at {self.places[bucket]}"
+            case Unshard(bucket) if bucket in self.places:
+                return f"Unshard {name(bucket)} at {self.places[bucket]}"
+            case Regather(bucket) if bucket in self.places:
+                return f"Regather {name(bucket)} at its own"
             case _:
                 return f"{type(instruction).__name__} {name(instruction.bucket)}"
 

@@ -42,7 +42,7 @@ def _beside_collectives(schedule: Schedule, may: frozenset[int]) -> set[int]:
     end = 1 + max((index for index, i in enumerate(instructions) if is_event(i)), default=-1)
     now = max((span.stop for span in prediction.spans if span.lane == "compute" and span.index < end), default=0.0)
     settled = {i.bucket for i in instructions[:end] if isinstance(i, Settle)}
-    free = {False: max(over.values(), default=0.0), True: 0.0}  # the lanes of collectives: by kernel, by copy engine
+    free = {False: max(over.values(), default=0.0), True: 0.0}  # lanes: by kernel; by copy engine, idle by now
     behind = 0  # so many of `before` are in front of the last Regather
     left, before = set[int](), list[int]()
 

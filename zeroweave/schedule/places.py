@@ -14,8 +14,8 @@ def assign(
 ) -> dict[int, int]:
     """For each bucket of ``facts.placed`` that is gathered, its place, from 0. Two that are gathered at once differ.
 
-    One that stays from step to step has one to itself where it is gathered anew, and else none. Those come first, by
-    id: so schedules that gather the same ones anew have them in the same places.
+    One that stays from step to step, and is gathered anew behind its update, has a place to itself: ``~bucket``, a
+    number below 0, the same in each schedule. One that stays because nothing changes it has none.
 
     ``gathers``, ``drops``: indices of the Unshards that gather, and of the Reshards with which the storage goes.
 
@@ -23,7 +23,6 @@ def assign(
     buckets choose first, each the lowest place that it can have: they share what is large. Those of equal size choose
     in the order of their first gathers.
     """
-    anew = sorted({i.bucket for i in instructions if isinstance(i, Regather) and i.bucket in facts.placed})
     beside: dict[int, set[int]] = {}  # with which others a bucket is gathered at some time
     live: set[int] = set()
     for index, instruction in enumerate(instructions):
@@ -35,8 +34,9 @@ def assign(
                 live.add(bucket)
             case Reshard(bucket) if index in drops:
                 live.discard(bucket)
-    places = {bucket: place for place, bucket in enumerate(anew)}
+    places: dict[int, int] = {}
     for bucket in sorted(beside, key=lambda each: -facts.sizes[each]):
         taken = {places[other] for other in beside[bucket] if other in places}
-        places[bucket] = next(place for place in count(len(anew)) if place not in taken)
-    return places
+        places[bucket] = next(place for place in count() if place not in taken)
+    anew = {i.bucket for i in instructions if isinstance(i, Regather)} & facts.placed
+    return places | {bucket: ~bucket for bucket in anew}

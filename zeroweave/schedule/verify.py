@@ -72,19 +72,23 @@ def verify(schedule: Listing) -> None:
     not taken, none while a call or a gather still needs the storage, and none is left at the end but on a bucket that
     stays and was waited for: one that no update changes, or that is gathered anew, once, behind its update. A kept
     bucket is gathered exactly once beside that. All of that holds whether what stays is there at the start or not.
-    Places: a bucket that copy engines gather has one, and nobody else is there while it is gathered; nobody else ever,
-    where it is gathered anew. Gradients: only trainable buckets are reduced, each at least once; every reduction is
-    settled before the bucket's next and before its update; at most ``depth`` are in flight, as `Facts.load` counts
-    them, and none at an update unless ``update_by_bucket``; every trainable bucket is updated exactly once, and after
-    the first update nothing is run or reduced, or gathered but what stays. Activations: freed once at most, where
-    ``free`` asks for it, after the last call, and the same holds after that. Moved, where ``offload`` asks for it,
-    after the call and once: out, gone, and on the way back before the last event in front of their need. A ``Fuse`` is
-    followed by as many gathers as it says, or as many reductions of one backward; a bucket is reduced together with
-    the same ones each time, so that a rank that departs knows which. Checkpoints: where ``stage`` asks for it, every
-    bucket is staged once, before the first update. Calls: ``Run``, ``End`` and ``Reduce`` are the record's, in its
-    order. Buckets are known.
+    Places: a bucket that copy engines gather has one, and nobody else is there while it is gathered. One that is
+    gathered anew has its place to itself for the whole step. Gradients: only trainable buckets are reduced, each at
+    least once; every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
+    flight, as `Facts.load` counts them, and none at an update unless ``update_by_bucket``; every trainable bucket is
+    updated exactly once, and after the first update nothing is run or reduced, or gathered but what stays.
+    Activations: freed once at most, where ``free`` asks for it, after the last call, and the same holds after that.
+    Moved, where ``offload`` asks for it, after the call and once: out, gone, and on the way back before the last event
+    in front of their need. A ``Fuse`` is followed by as many gathers as it says, or as many reductions of one backward;
+    a bucket is reduced together with the same ones each time, so that a rank that departs knows which. Checkpoints:
+    where ``stage`` asks for it, every bucket is staged once, before the first update. Calls: ``Run``, ``End`` and
+    ``Reduce`` are the record's, in its order. Buckets are known.
     """
     state = _State(schedule)
+    try:
+        state.begin()
+    except ScheduleError as error:
+        raise ScheduleError(f"start of the schedule: {error}") from None
     for index, instruction in enumerate(schedule.instructions):
         try:
             state.step(index, instruction)
@@ -117,8 +121,8 @@ class _State:
         self.facts = schedule.facts
         self.lasting = schedule.lasting
         self.places, self.stays = schedule.places, schedule.stays
-        once = self.stays.difference(schedule.regathers)  # and never again
-        self.placed = self.facts.placed - once
+        self.placed = self.facts.placed - self.stays.difference(schedule.regathers)
+        """buckets that have a place where they are gathered"""
         self.lying: dict[int, int] = {}  # place -> the bucket that is there
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
         self.holds = dict.fromkeys(self.facts.by_id, 0)
@@ -136,7 +140,10 @@ class _State:
         self.fused = 0  # collectives that the last Fuse still asks for
         self.launch: list[Unshard | Reduce] = []  # those of the last Fuse
         self.together: dict[int, tuple[int, ...]] = {}  # bucket -> what it was reduced with
-        for bucket in self.placed & self.stays:
+
+    def begin(self) -> None:
+        """What is gathered anew lies in its place from the step before."""
+        for bucket in sorted(self.placed & self.stays):
             self._lie(bucket)
 
     def step(self, index: int, instruction: Instruction) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.engine.test_heads_lost import CAUSES, Cause, least, trained
 from tests.support.harness import Pools
 from tests.support.marks import daily
 from tests.support.placed import placed
-from tests.support.replays import SAME, Case, batch_of, compared, micro_step, start, train
+from tests.support.replays import SAME, Case, batch_of, compared, micro_step, start, started, train
 
 GRAPHED = [
     *(
@@ -73,12 +74,16 @@ def lost(case: Case, cause: Cause, folder: Path) -> tuple[bool, Any]:
 
 
 @daily(
-    ("stage", "cause"),
+    ("stage", "cause", "places"),
     [],
-    [(stage, cause) for stage in (2, 3) for cause in CAUSES],
+    [(stage, cause, places) for stage in (2, 3) for cause in CAUSES for places in (False, True)],
 )
-def test_graphs_go_on_behind_one_window_without(pools: Pools, stage: int, cause: Cause, tmp_path: Path) -> None:
-    for same, stats in pools(2).run(lost, Case(stage, dropout=0.1), cause, tmp_path):
+def test_graphs_go_on_behind_one_window_without(
+    pools: Pools, stage: int, cause: Cause, places: bool, tmp_path: Path
+) -> None:
+    run = partial(placed, lost) if places else lost
+    for found in pools(2).run(run, Case(stage, dropout=0.1), cause, tmp_path):
+        same, stats = found[0] if places else found
         assert same and stats.replayed_steps >= least(cause), stats.uncaptured_steps
 
 
@@ -96,27 +101,56 @@ def test_in_places_they_are_exact(pools: Pools, case: Case, graphs: bool) -> Non
         assert not graphs or (found["captured"] and found["replayed"] >= 8 * least), found
 
 
-def lying(stage: int) -> tuple[list[tuple[bool, ...]], dict[str, tuple[int, int]]]:
-    """In steps with evaluations between them: is what is gathered anew in its place? And traffic of the last step."""
+def lying(stage: int) -> tuple[list[tuple[bool, ...]], tuple[int, int]]:
+    """In steps with evaluations between them: is what is gathered anew in its place? Bytes of places, then without."""
     case = Case(stage, heads=True)
     engine = start(case, graphs=False)
     found = []
     for step in range(12):
         micro_step(engine, case, batch_of(case, step, 0, engine.rank))
-        sent = {way: total.calls for way, total in engine.stats.last_step.items()}
         anew = [] if engine.schedule is None else engine.schedule.regathers
         found.append(tuple(engine._runtime.buckets[bucket].storage.nbytes() % 2 == 1 for bucket in anew))
         if step % 2:
             with torch.no_grad():
                 engine(*batch_of(case, step, 0))
+    before = engine.stats.memory.symmetric
+    engine.reschedule(regather=False)
+    after = engine.stats.memory.symmetric
+    micro_step(engine, case, batch_of(case, 12, 0, engine.rank))
     engine.destroy()
-    return found[-4:], sent
+    return found[-4:], (before, after)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_they_are_gathered_into_their_places_and_stay_there(pools: Pools, stage: int) -> None:
-    for (found, sent), _ in pools(2).run(placed, lying, stage):
-        assert found == [(True, True)] * 4, (found, sent)
+    """As long as the schedule has them: their memory goes with the last one."""
+    for (found, (before, after)), _ in pools(2).run(placed, lying, stage):
+        assert found == [(True, True)] * 4
+        assert stage == 2 or after < before, (before, after)
+
+
+def in_turn(stage: int, graphs: bool, heads: bool) -> tuple[list[float], dict[str, Any], tuple[int, int]]:
+    """Windows of one micro-step and of two, four of each in turn; of the latter one bucket less is gathered anew."""
+    passes = {"passes": ["tests.support.heads:by_length"]} if heads else {}
+    case, losses = Case(stage, heads=heads, dropout=0.1, config={"compile": passes}), []
+    with started(case, graphs) as engine:
+        torch.manual_seed(7 + engine.rank)
+        for step in range(64):
+            last = step // 4 % 2
+            for micro in range(last + 1):
+                engine.set_gradient_accumulation_boundary(micro == last)
+                losses.append(float(micro_step(engine, case, batch_of(case, step, micro, engine.rank))))
+        values = {name: value.tolist() for name, value in engine.state_dict().items()}
+        return losses, values, (engine.stats.captured_windows, engine.stats.replayed_steps)
+
+
+@daily("stage", [], [2, 3])
+def test_where_kinds_of_windows_have_other_heads_each_bucket_keeps_its_place(pools: Pools, stage: int) -> None:
+    """So their graphs are captured no more often than where buckets have none."""
+    plain, elsewhere = pools(2).run(in_turn, stage, False, False), pools(2).run(in_turn, stage, True, True)
+    there = pools(2).run(placed, in_turn, stage, True, True)
+    for one, other, (found, slabs) in zip(plain, elsewhere, there, strict=True):
+        assert found[:2] == one[:2] == other[:2] and found[2] == other[2] and slabs.gathers
 
 
 def heard(heads: bool, stage: int) -> tuple[list[float], dict[str, Any], int, tuple[int, int]]:
