@@ -198,9 +198,9 @@ def stepped(engine: Any, index: int) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, bool, bool, int, int, int]]:
+def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, bool, bool, int, int, int, int]]:
     """For each change: are gradients those of kernels, was the schedule followed and fused; buckets with a place and
-    without, bytes of places. Copy engines gather buckets of `least` bytes and more.
+    without; places, and their bytes. Copy engines gather buckets of `least` bytes and more.
     """
     device, found, index = join(), [], 0
     decided = patch("zeroweave.engine.ways.choose", lambda *arguments: Choice("a test wants it", least))
@@ -215,8 +215,8 @@ def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, boo
             fused = any(isinstance(i, Fuse) for i in engine.executed)
             followed = engine.executed == engine.schedule.instructions
             places = len(engine.schedule.places)
-            symmetric = engine.stats.memory.symmetric
-            found.append((all(same), followed, fused, places, len(engine.buckets) - places, symmetric))
+            memory = len(engine.schedule.place_sizes), engine.stats.memory.symmetric
+            found.append((all(same), followed, fused, places, len(engine.buckets) - places, *memory))
     return found
 
 

@@ -52,14 +52,18 @@ def test_departures_views_and_evaluation(ranks: Ranks, stage: int, prefetch: int
         assert kernel[2] > 0 and copies[3], copies
 
 
+LEAST = 20 << 20
+"""Bytes that a place has at least: none of these buckets is larger."""
+
+
 @pytest.mark.parametrize("least", [1, 1 << 20])
 def test_every_schedule_gives_the_same_gradients(ranks: Ranks, least: int) -> None:
     for found in ranks(jobs.schedules, CHANGES, least):
         assert all(same and followed for same, followed, *_ in found), found
         assert [fused for _, _, fused, *_ in found] == [False, True, True, True, False]
-        assert all(placed and (rest > 0) == (least > 1) for *_, placed, rest, _ in found), found
-        sizes = [symmetric for *_, symmetric in found]
-        assert sizes == sorted(sizes) and sizes[-1] > sizes[0], "places are made as they are needed, and stay"
+        assert all(placed and (rest > 0) == (least > 1) for *_, placed, rest, _, _ in found), found
+        assert len({count for *_, count, _ in found}) > 1
+        assert all(symmetric == count * LEAST for *_, count, symmetric in found), "there are those that are needed"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
