@@ -104,7 +104,7 @@ case $part in
     ;;
 6)
     bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 \
-        --variant regather compile.memory_budget=auto compile.regather=true \
+        --variant regather compile.memory_budget=$((96 << 30)) compile.regather=true \
         --impl zeroweave-graphs-regather-z2,compute-graphs,fsdp2-ce-z2
     small="--steps 10 --warm 6 --timeout 60 --variant compact precision.optimizer=compact"
     bench small-z3 130 --case qwen3-8b-4096-z3 $small --impl zeroweave-z3,zeroweave-compact-z3
