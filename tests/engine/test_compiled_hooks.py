@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroweave as zw
-from tests.support.marks import daily, slow
+from tests.support.marks import daily
 
 BLOCKS, STEPS = 3, 6
 
@@ -123,9 +123,8 @@ def train(change: Change, when: str, config: dict[str, Any] | None) -> tuple[lis
     return losses, seen.names, eager
 
 
-@slow("another_on_each-before-aot_eager")
 @daily("lower", ["aot_eager"], ["inductor"])
-@pytest.mark.parametrize("when", ["before", "under"])
+@daily("when", ["under"], ["before"])
 @pytest.mark.parametrize(
     "change", [on_one_block, another_on_each, in_the_middle, exchanged, of_the_backward, on_all_modules]
 )

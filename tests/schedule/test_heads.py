@@ -11,6 +11,7 @@ import pytest
 
 from tests.schedule.headed import BLOCKS, RECORD, SIZE, WITHOUT, costs_of, made
 from tests.schedule.measured import as_predicted
+from tests.support.marks import daily
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
     PASSES,
@@ -93,15 +94,15 @@ def compared(stage: int, costs: Costs, memory: int, **more: Any) -> Schedule:
     return schedule
 
 
-@pytest.mark.parametrize("memory", [300, 500, 800, 1000])
-@pytest.mark.parametrize("gather", [0.2, 1.0, 3.0])
+@daily("memory", [300, 800], [500, 1000])
+@daily("gather", [0.2, 3.0], [1.0])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_memory_is_kept_to_and_no_step_is_predicted_to_take_longer(memory: int, gather: float, stage: int) -> None:
     compared(stage, costs_of(gather), memory if stage == 3 else memory + SIZE * BLOCKS)
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("prefetch", [0, 1, 2, "auto"])
+@daily("fuse", [True], [False])
+@daily("prefetch", [0, "auto"], [1, 2])
 def test_so_it_is_with_all_that_other_passes_do(prefetch: int | str, fuse: bool) -> None:
     """Activations at one event leave room for less; heads are foreseen with what comes behind them."""
     found = [

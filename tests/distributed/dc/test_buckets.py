@@ -27,7 +27,7 @@ def bits(stage: int, double_buffer: bool, bucket: int) -> tuple[list[Tensor], in
         return world.gradients(), world.ledger.gauge("reduce buckets").peak, world.difference()
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=matrix), 2, pytest.param(3, marks=matrix)])
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=matrix) for stage in (1, 2, 3)])
 def test_double_buffering_and_bucket_sizes_change_no_bit(pools: Pools, stage: int) -> None:
     first: list[list[Tensor]] | None = None
     peaks = {}

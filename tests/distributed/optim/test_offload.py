@@ -261,7 +261,7 @@ def life(stage: int, params: str | None, offload: str) -> list[str]:
     return [label for label in here if not bits(here[label], there[label])]
 
 
-@slow("3-None-both", "3-bfloat16-both")
+@slow("3-None-both", "3-bfloat16-both", "2-bfloat16-optimizer")
 @pytest.mark.parametrize(
     ("stage", "params", "offload"),
     [(2, "bfloat16", "optimizer"), (3, "bfloat16", "both"), (3, None, "both")]
