@@ -18,12 +18,10 @@ GPU_PYTHON ?= python3
 ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Most of what is installed is never imported: what is compiles itself then, and the others cost twenty seconds of torch's.
-export PIP_NO_COMPILE := 1
 # Several ranks share the cores: more threads each would only get in each other's way.
 test matrix test-oldest: export OMP_NUM_THREADS := 1
 # Of the many processes of a run each would compile what it imports, where bytecode is not kept.
-demo test matrix test-oldest: export PYTHONDONTWRITEBYTECODE :=
+test matrix test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test matrix test-oldest gpu lint format site clean
 

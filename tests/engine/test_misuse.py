@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.marks import slow
+from tests.support.marks import daily, slow
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -105,7 +105,7 @@ def test_a_destroyed_engine(stage: int, lower: str) -> None:
 
 @STAGES
 @LOWERINGS
-@pytest.mark.parametrize("block", [Writing, Replacing, Unfreezing])
+@daily("block", [Writing, Unfreezing], [Replacing])
 def test_a_module_that_changes_its_parameters(stage: int, lower: str, block: type[Block]) -> None:
     engine = engine_of(block, stage, lower)
     with pytest.raises(ZeroweaveError, match=r"\d\.scale"):

@@ -21,8 +21,9 @@ at_end(ends, own, lambda: {failed})
 
 @daily(
     ("then", "failed", "told"),
-    [("", False, "closed\n")],
+    [],
     [
+        ("", False, "closed\n"),
         ("raise ValueError", False, ""),
         ("raise SystemExit(3)", False, "closed\n"),
         ("ends.close(); print('over')", False, "closed\nover\n"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.schedule.headed import BLOCKS, WITHOUT, costs_of, made
+from tests.support.marks import daily
 from tests.support.schedules import SEEDS, random_case, stack, stack_facts
 from zeroweave.schedule import (
     PASSES,
@@ -154,8 +155,8 @@ def test_a_gather_waits_for_the_lane() -> None:
     assert placed.instructions == schedule.instructions and early_updates(placed) == {0, 1, 5}
 
 
-@pytest.mark.parametrize("reduction", [0.5, 0.9, 2.5, 4.0])
-@pytest.mark.parametrize("update", [0.3, 1.0, 3.0])
+@daily("reduction", [0.9, 4.0], [0.5, 2.5])
+@daily("update", [0.3, 1.0], [3.0])
 @pytest.mark.parametrize("passes", [WITHOUT, PASSES])
 def test_what_is_left_is_updated_beside_a_collective_that_is_waited_for(
     reduction: float, update: float, passes: Any

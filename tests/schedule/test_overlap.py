@@ -113,7 +113,7 @@ def test_the_peak_stays_under_the_budget(keep: object, fuse: bool, memory: int) 
         assert exposed(schedule) <= gathering(schedule) / 8
 
 
-@daily("seed", range(30), range(30, 120))
+@daily("seed", range(12), range(12, 120))
 def test_no_random_record_goes_over_a_budget_that_the_plain_schedule_keeps(seed: int) -> None:
     rng = random.Random(seed)
     record, facts = random_case(seed)

@@ -65,7 +65,7 @@ def test_dropout_and_batch_norm(pools: Pools, tmp_path: Path, stage: int, mode: 
     assert pools(2).run(resume, tmp_path, kind, stage, mode, stage % 3 + 1) == [[], []]
 
 
-@slow("odd", "offloaded optimizer")
+@slow("odd", "compact", "offloaded optimizer")
 @daily("kind", DAILY, [kind for kind in KINDS if kind not in DAILY])
 def test_kinds(pools: Pools, tmp_path: Path, kind: str) -> None:
     stage, other = STAGES.get(kind, (3, 1))

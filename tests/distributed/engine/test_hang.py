@@ -56,7 +56,7 @@ def test_a_stopped_rank_is_missed(
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("phase", ["backward", *map(matrix, ("forward", "update", "write", "publish"))])
+@daily("phase", [], ["backward", "forward", "update", "write", "publish"])
 def test_the_stacks_of_all_ranks_show_where_one_hangs(phase: str, tmp_path: Path, disposable: Pools) -> None:
     rank = 0 if phase == "publish" else 1
     fault = f"hang:rank={rank},step=2,phase={phase}"

@@ -82,7 +82,7 @@ def uneven(setting: Setting, how: str) -> list[float]:
 
 ROWS = [
     (1, "plain", "eager"),
-    (2, "coalesced", "aot_eager"),
+    pytest.param(2, "coalesced", "aot_eager", marks=pytest.mark.matrix),
     pytest.param(2, "no_sync", "eager", marks=pytest.mark.matrix),
     pytest.param(1, "coalesced", "eager", marks=pytest.mark.matrix),
 ]

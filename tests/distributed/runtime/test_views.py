@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Pools
+from tests.support.marks import daily
 from zeroweave.comm import process_group
 
 
@@ -114,10 +115,7 @@ def held_references(stage: int, lower: str | None) -> tuple[bool, int]:
     return all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0]), most
 
 
-@pytest.mark.parametrize(
-    ("stage", "lower"),
-    [(3, None), *(pytest.param(*each, marks=pytest.mark.matrix) for each in ((1, None), (2, "aot_eager"), (3, "aot_eager")))],
-)
+@daily(("stage", "lower"), [(3, None)], [(1, None), (2, "aot_eager"), (3, "aot_eager")])
 def test_references_that_are_let_go_late_end_nothing(pools: Pools, stage: int, lower: str | None) -> None:
     for same, most in pools(2).run(held_references, stage, lower):
         assert same and most > 0
