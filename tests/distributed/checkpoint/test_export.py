@@ -121,6 +121,7 @@ def failing(folder: Path) -> None:
         engine.train_step(torch.ones(1, 3), lambda y, _: y.sum())
 
 
+@pytest.mark.matrix
 def test_a_failure_leaves_nothing(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     pools(2).run(failing, tmp_path)

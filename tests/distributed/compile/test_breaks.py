@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.support.harness import Pools
-from tests.support.marks import slow
 from tests.support.reference import Plain, judge
 from tests.support.zoo import MLP, WIDTH, rows
 from zeroweave.schedule import Instruction, Reshard, Run, Unshard
@@ -91,7 +90,7 @@ def training(stage: int, prefetch: int) -> dict[str, Any]:
     return found
 
 
-@slow("3")
+@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_break_in_each_of_eight_blocks(pools: Pools, stage: int) -> None:
     for found in pools(2).run(training, stage, 1):
