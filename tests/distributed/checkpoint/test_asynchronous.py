@@ -20,7 +20,7 @@ from tests.distributed.checkpoint.test_failing import files_end_at
 from tests.distributed.checkpoint.test_resume import AFTER, BEFORE, KINDS
 from tests.distributed.checkpoint.test_resume import STAGES as STAGES_OF
 from tests.support.harness import Pools
-from tests.support.marks import daily, slow
+from tests.support.marks import daily
 from zeroweave.ranks.faults import VARIABLE
 from zeroweave.schedule import Stage
 
@@ -49,16 +49,15 @@ def resume(folder: Path, kind: tuple[str, str, dict[str, Any]], stage: int, mode
     return differing(dict(zip("ab", run, strict=True)), dict(zip("ab", again, strict=True)))
 
 
-@slow("3-aot_eager-write")
 @daily(
     ("stage", "mode", "phase"),
-    [(3, "aot_eager", "write"), (1, "eager", "none")],
+    [(1, "eager", "none")],
     [
         (stage, mode, phase)
         for stage in (1, 2, 3)
         for mode in ("eager", "aot_eager")
         for phase in SLOW
-        if (stage, mode, phase) not in ((3, "aot_eager", "write"), (1, "eager", "none"))
+        if (stage, mode, phase) != (1, "eager", "none")
     ],
 )
 def test_what_is_saved_is_what_there_was(pools: Pools, tmp_path: Path, stage: int, mode: str, phase: str) -> None:
