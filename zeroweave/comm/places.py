@@ -112,9 +112,10 @@ class Places:
 
     def _give_back(self, number: int) -> None:
         """The memory goes; whoever lies there leaves."""
-        place = self._places.pop(number)
-        place.vacate()
+        place = self._places[number]
+        place.vacate()  # for which there may be no memory: it is a place still then
         self._close(place)
+        del self._places[number]
 
     def _close(self, place: Place) -> None:
         self._gauge.add(-place.memory.nbytes)
