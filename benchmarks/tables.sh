@@ -39,12 +39,14 @@ bench() { run "$1" "$2" bench --cache "$CACHE" "${@:3}"; }
 rows="--in-a-row 10 --steps 34 --warm 14"
 host="--case qwen3-8b-1024 --steps 36 --warm 20 --timeout 150"
 
+# All but what needs a quiet GPU, and plans.
+mapfile -t rest < <(ls tests/gpu/test_*.py | grep -vE "memory|budget|plan")
+
 case $part in
 1)
     (
         export CUDA_VISIBLE_DEVICES=2,3
         run quiet 200 tests tests/gpu/test_memory.py tests/gpu/test_budget.py --tb=short
-        mapfile -t rest < <(ls tests/gpu/test_*.py | grep -vE "memory|budget|plan")
         run tests 560 tests "${rest[@]}" -n 7 --dist worksteal --tb=short
     ) &
     (
@@ -113,7 +115,6 @@ case $part in
     ;;
 7)
     run quiet 60 tests tests/gpu/test_memory.py tests/gpu/test_budget.py --tb=short
-    mapfile -t rest < <(ls tests/gpu/test_*.py | grep -vE "memory|budget|plan")
     run tests 480 tests "${rest[@]}" -n 7 --dist worksteal --tb=short
     bench q1024 160 $host --impl zeroweave-graphs-z3,fsdp2-ce-z3
     ;;

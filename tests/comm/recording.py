@@ -78,8 +78,8 @@ class RecordingTransport:
 class Noting(RecordingTransport):
     """Notes its name, and what it is asked for, in a list that it shares with others."""
 
-    def __init__(self, name: str, noted: list[str]) -> None:
-        super().__init__(rank=0, world=2)
+    def __init__(self, name: str, noted: list[str], world: int = 2) -> None:
+        super().__init__(rank=0, world=world)
         self._name, self._noted = name, noted
 
     @contextmanager

@@ -8,22 +8,16 @@ from dataclasses import replace
 
 import torch
 
-from tests.comm.recording import RecordedPending, RecordingTransport, layout
+from tests.comm.recording import Noting, layout
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.process_group import LocalTransport
-from zeroweave.comm.transport import Parts, ReduceOp, Spread
-from zeroweave.layout import BucketLayout
 
 ALL = layout(world=4, numel=128)
 EXPERTS = replace(ALL, group="experts", world=2, groups=2)
 
 
-class Noting(RecordingTransport):
-    """Notes its name in a list that it shares with others."""
-
-    def __init__(self, name: str, noted: list[str]) -> None:
-        super().__init__(rank=0, world=4 if name == "world" else 2)
-        self._name, self._noted = name, noted
+class Named(Noting):
+    """Notes whose launches they are."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -31,18 +25,10 @@ class Noting(RecordingTransport):
         yield
         self._noted.append(f") {self._name}")
 
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> RecordedPending:
-        self._noted.append(self._name)
-        return super().all_gather(flat, shard, layout)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> RecordedPending:
-        self._noted.append(f"{self._name} reduces")
-        return super().reduce_scatter(out, parts, layout, op)
-
 
 def grouped() -> tuple[Grouped, list[str]]:
     noted: list[str] = []
-    return Grouped({name: Noting(name, noted) for name in ("world", "experts")}), noted
+    return Grouped({name: Named(name, noted, world) for name, world in (("world", 4), ("experts", 2))}), noted
 
 
 def test_the_layout_decides() -> None:

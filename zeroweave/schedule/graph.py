@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import collective_seconds, is_event, shared_launches
-from zeroweave.schedule.facts import Costs
+from zeroweave.schedule.facts import Costs, Kind
 from zeroweave.schedule.instructions import Call, End, Reduce, Regather, Reshard, Run, Settle, Unshard, Update, Wait
 
 Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]
@@ -104,13 +104,18 @@ def dependencies(schedule: Schedule) -> Graph:
         if start is not None:
             edges.append((start, stop, reason))
 
+    def queue(index: int, kind: Kind, bucket: int) -> None:
+        """What is sent runs behind what was sent before in its way."""
+        copies = schedule.by_copy_engine(kind, bucket)
+        edge(collective.get(copies), index, "lane")
+        collective[copies] = index
+
     for index, instruction in enumerate(schedule.instructions):
         match instruction:
             case Unshard(bucket) if index in schedule.gathers:
                 edge(dropped.get(bucket), index, "storage")
-                copies = schedule.by_copy_engine("all_gather", bucket)
-                edge(collective.get(copies), index, "lane")
-                gather[bucket] = collective[copies] = index
+                queue(index, "all_gather", bucket)
+                gather[bucket] = index
             case Wait(bucket):
                 edge(gather.get(bucket), index, "values")
                 waited[bucket] = index
@@ -126,9 +131,7 @@ def dependencies(schedule: Schedule) -> Graph:
                 updated[bucket] = index
             case Regather(bucket):
                 edge(updated.get(bucket), index, "compute")
-                copies = schedule.by_copy_engine("all_gather", bucket)
-                edge(collective.get(copies), index, "lane")
-                collective[copies] = index
+                queue(index, "all_gather", bucket)
             case _ if is_event(instruction):
                 edge(event, index, "compute")
                 event = index
@@ -140,7 +143,6 @@ def dependencies(schedule: Schedule) -> Graph:
                 elif isinstance(instruction, End):
                     read.update(dict.fromkeys(begun[instruction.call].pop(), index))
                 elif isinstance(instruction, Reduce):
-                    edge(collective.get(False), index, "lane")
+                    queue(index, "reduce_scatter", instruction.bucket)
                     reduced.setdefault(instruction.bucket, []).append(index)
-                    collective[False] = index
     return Graph(schedule, tuple(edges))
