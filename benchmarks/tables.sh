@@ -97,12 +97,16 @@ case $part in
         --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3
     ;;
 5)
-    exchange="--variant exchange transport.reductions=copy_engine compile.memory_budget=auto"
-    for stage in z3 z2; do
-        bench exchange-$stage 280 --case qwen3-8b-4096-$stage $rows --timeout 150 $exchange \
-            --impl zeroweave-graphs-exchange-$stage,zeroweave-graphs-keeps-$stage,fsdp2-ce-$stage \
-            --trace zeroweave-graphs-exchange-$stage --profile zeroweave-graphs-exchange-$stage
-    done
+    exchange="--variant exchange transport.reductions=copy_engine compile.memory_budget=auto compile.regather=true"
+    regather="--variant regather compile.memory_budget=auto compile.regather=true"
+    less="--variant less compile.memory_budget=$((54 << 30)) compile.regather=true"
+    bench z3 330 --case qwen3-8b-4096-z3 $rows --timeout 110 $exchange $regather $less \
+        --impl zeroweave-graphs-exchange-z3,zeroweave-graphs-regather-z3,fsdp2-ce-z3,zeroweave-graphs-less-z3 \
+        --trace zeroweave-graphs-exchange-z3 --profile zeroweave-graphs-exchange-z3
+    numbers="compile.memory_budget=$((100 << 30)) compile.regather=true"
+    bench z2 300 --case qwen3-8b-4096-z2 $rows --timeout 110 --variant regather $numbers \
+        --variant exchange transport.reductions=copy_engine $numbers \
+        --impl zeroweave-graphs-regather-z2,fsdp2-ce-z2,zeroweave-graphs-exchange-z2
     ;;
 6)
     bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 \
