@@ -7,7 +7,8 @@
 #                              windows, Llama-1B with 512 tokens and what the C++ wrapper gives
 #   benchmarks/tables.sh 4     in pairs 4,096 tokens with nothing kept beside transformers' model, and Llama-1B with
 #                              2,048; then kept buckets and 8 micro-steps on four
-#   benchmarks/tables.sh 5     4,096 tokens on four: reductions by copy engine beside those by kernel, and FSDP2
+#   benchmarks/tables.sh 5     4,096 tokens on four: the first gathers of a step under the last updates, with less memory
+#                              at stage 3, beside the floor and FSDP2
 #   benchmarks/tables.sh 6     the first gathers of a step under the last updates, at 4,096 tokens and stage 2, beside the
 #                              floor; then memory with nothing kept and with compact states; the optimizer's step alone
 #   benchmarks/tables.sh 7     tests/gpu; then 1,024 tokens as graphs
@@ -97,16 +98,14 @@ case $part in
         --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3
     ;;
 5)
-    exchange="--variant exchange transport.reductions=copy_engine compile.memory_budget=auto compile.regather=true"
     regather="--variant regather compile.memory_budget=auto compile.regather=true"
     less="--variant less compile.memory_budget=$((54 << 30)) compile.regather=true"
-    bench z3 330 --case qwen3-8b-4096-z3 $rows --timeout 110 $exchange $regather $less \
-        --impl zeroweave-graphs-exchange-z3,zeroweave-graphs-regather-z3,fsdp2-ce-z3,zeroweave-graphs-less-z3 \
-        --trace zeroweave-graphs-exchange-z3 --profile zeroweave-graphs-exchange-z3
-    numbers="compile.memory_budget=$((100 << 30)) compile.regather=true"
-    bench z2 300 --case qwen3-8b-4096-z2 $rows --timeout 110 --variant regather $numbers \
-        --variant exchange transport.reductions=copy_engine $numbers \
-        --impl zeroweave-graphs-regather-z2,fsdp2-ce-z2,zeroweave-graphs-exchange-z2
+    bench z3 330 --case qwen3-8b-4096-z3 $rows --timeout 110 $regather $less \
+        --impl zeroweave-graphs-regather-z3,compute-graphs,fsdp2-ce-z3,zeroweave-graphs-less-z3 \
+        --trace zeroweave-graphs-regather-z3 --profile zeroweave-graphs-regather-z3
+    bench z2 230 --case qwen3-8b-4096-z2 $rows --timeout 110 \
+        --variant regather compile.memory_budget=$((100 << 30)) compile.regather=true \
+        --impl zeroweave-graphs-regather-z2,fsdp2-ce-z2
     ;;
 6)
     bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 \

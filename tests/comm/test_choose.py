@@ -54,7 +54,7 @@ def test_where_nothing_is_gathered_between_gpus_kernels_do() -> None:
     alone = Control(None, 0, 1)
     assert refused("kernel", alone, CPU, MIB) == "transport.gathers is 'kernel'"
     for asked in ("auto", "copy_engine"):
-        assert refused(asked, alone, CPU, MIB) == "nothing is sent in a world of 1"
+        assert refused(asked, alone, CPU, MIB) == "nothing is gathered in a world of 1"
 
 
 def between_ranks(asked: Asked) -> str:

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ import zeroweave as zw
 from tests.support.graphs import Tape, on_cpu
 from tests.support.marks import daily, slow
 from tests.support.replays import WIDTH, Case, batch_of, compared, loss_fn, micro_step, start, started, train
-from zeroweave.engine.graphs.parts import Part
 from zeroweave.engine.logs.sinks import FILE
 
 CASES = [
@@ -66,29 +64,6 @@ def test_whatever_else_a_program_does_is_exact(stage: int, gas: int) -> None:
     differs, graphed = compared(case)
     assert not differs
     assert graphed["captured"] >= 3 and graphed["replayed"] >= 8 * gas, (graphed["uncaptured"], graphed["told"])
-
-
-def test_what_is_reduced_outside_of_graphs_has_settled_before_a_replay() -> None:
-    """Both may lie in the memory of an exchange."""
-    case, flying, settled = Case(2, 1, "plain"), list[tuple[int, ...]](), list[Tensor]()
-    with started(case, True) as engine:
-        for step in range(12):
-            micro_step(engine, case, batch_of(case, step, 0))
-        before, reductions = engine.stats.replayed_steps, engine._parts.runtime.gradients.reductions
-        replay = Part.replay
-
-        def noted(part: Part, tensors: Any) -> None:
-            flying.append(reductions.in_flight)
-            replay(part, tensors)
-
-        loss = engine(*batch_of(case, 12, 0))["loss"]
-        layout = engine.buckets[0]
-        reductions.start(0, torch.ones(layout.numel), layout, torch.empty(0), settled.append)
-        with patch.object(Part, "replay", noted):
-            engine.backward(loss)
-        engine.step()
-        assert engine.stats.replayed_steps > before > 0
-    assert flying == [()] and len(settled) == 1
 
 
 @pytest.mark.parametrize("loop", ["train_step", "plain"])

@@ -32,7 +32,6 @@ KERNELS = {
     "all_gather": r"nccl.*all_?gather",
     "reduce_scatter": r"nccl.*reduce_?scatter",
     "all_reduce": r"nccl.*all_?reduce",
-    "all_to_all": r"nccl.*(send_?recv|all_?to_?all)",
 }
 WIDTHS = {"BFloat16": 2, "Float": 4}
 

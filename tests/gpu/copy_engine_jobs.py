@@ -1,11 +1,11 @@
-"""What the ranks do in the GPU tests of gathers and reductions by copy engine."""
+"""What the ranks do in the GPU tests of gathers by copy engine."""
 
 from __future__ import annotations
 
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,9 +36,6 @@ from zeroweave.runtime.flat import ShardedFlat
 from zeroweave.schedule import Fuse
 
 WAYS = ("kernel", "copy_engine")
-EXCHANGE = {"gathers": "copy_engine", "reductions": "copy_engine"}
-TRANSPORTS = {"all": EXCHANGE, "reductions": {"gathers": "kernel", "reductions": "copy_engine"}}
-"""By what goes by copy engine."""
 DELAY = 0.02
 """Seconds, at most, by which a rank is late now and then."""
 
@@ -64,7 +61,7 @@ class Late(Around):
 
 
 def by(way: str, settings: dict[str, Any]) -> dict[str, Any]:
-    return {**settings, "transport": TRANSPORTS.get(way, {"gathers": way})}
+    return {**settings, "transport": {"gathers": way}}
 
 
 def state(engine: Any) -> str:
@@ -79,7 +76,6 @@ class Trained:
     parameters: str
     symmetric: int
     gathers: str
-    reductions: str
     departures: int
 
 
@@ -91,12 +87,11 @@ def trained(way: str, stage: int, mode: str, steps: int, accumulated: int = 1) -
         engine._parts.transport.wrap(Late)
         losses = [step(engine, tokens(SMALL, device, index)) for index in range(steps * accumulated)]
         stats = engine.stats
-        told = stats.gathers, stats.reductions
-        return Trained(losses, state(engine), stats.memory.symmetric, *told, stats.departures)
+        return Trained(losses, state(engine), stats.memory.symmetric, stats.gathers, stats.departures)
 
 
-def both(stage: int, mode: str, steps: int = 30, accumulated: int = 1, ways: Sequence[str] = WAYS) -> list[Trained]:
-    return [trained(way, stage, mode, steps, accumulated) for way in ways]
+def both(stage: int, mode: str, steps: int = 30, accumulated: int = 1) -> list[Trained]:
+    return [trained(way, stage, mode, steps, accumulated) for way in WAYS]
 
 
 def cached(way: str) -> tuple[int, int, int]:
@@ -221,10 +216,10 @@ def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, boo
 
 
 # ---------------------------------------------------------------------- what runs
-def kernels(stage: int, way: str = "copy_engine") -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+def kernels(stage: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
     """Of one step: NCCL's kernels in the profiler's trace, collectives of the schedule, and of the ledger."""
     device = join()
-    with start(SMALL, by(way, config(stage, "inductor", torch.bfloat16)), torch.bfloat16) as engine:
+    with start(SMALL, by("copy_engine", config(stage, "inductor", torch.bfloat16)), torch.bfloat16) as engine:
         for index in range(3):
             step(engine, tokens(SMALL, device, index))
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""A script that gathers and reduces by copy engine and ends in one of several ways, without ending its engine.
+"""A script that gathers by copy engine and ends in one of several ways, without ending its engine.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.leaving WAY
 """
@@ -19,8 +19,7 @@ WAYS = ("plainly", "group", "exit")
 def main(way: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
-    transport = {"gathers": "copy_engine", "reductions": "copy_engine"}
-    settings = {"compile": {"enabled": False}, "transport": transport, "deadline_seconds": 60.0}
+    settings = {"compile": {"enabled": False}, "transport": {"gathers": "copy_engine"}, "deadline_seconds": 60.0}
     engine = zw.initialize(model, torch.optim.AdamW(model.parameters()), settings)
     for _ in range(4):
         engine.backward(engine(torch.randn(8, 512, device=engine.device)).pow(2).mean())

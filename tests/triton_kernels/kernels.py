@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if HERE.type == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # asked for where a kernel is defined
-from zeroweave._triton import masters, rules, sums  # noqa: E402
+from zeroweave._triton import masters, rules  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-__all__ = ["HERE", "masters", "rules", "sums"]
+__all__ = ["HERE", "masters", "rules"]

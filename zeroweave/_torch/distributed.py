@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d as c10d
 
 _Group: Any = dist.ProcessGroup
@@ -84,14 +84,6 @@ def all_gather_together(outputs: list[torch.Tensor], mine: list[torch.Tensor], g
     return _all_gathers(group, outputs, mine, _all_gather_options())
 
 
-def all_to_all(backend: Any, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
-    """Starts to swap equal parts between the ranks of a communicator that is no registered group; its work.
-
-    Why: as `copying_communicator`, of which public functions know nothing.
-    """
-    return cast(dist.Work, backend.alltoall_base(received, sent, [], [], _all_to_all_options()))
-
-
 @cache
 def _all_gather_options() -> AllgatherOptions:
     """Those of every gather. Why: to make them takes longer than to ask for them again."""
@@ -112,14 +104,6 @@ def reduce_scatter_together(
 ) -> dist.Work:
     """Several of them in one launch; their work. Why: as `all_gather_together`."""
     return _reduce_scatters(group, outputs, flats, _reduce_scatter_options(op))
-
-
-@cache
-def _all_to_all_options() -> AllToAllOptions:
-    """Those of every swap. Why: as `_all_gather_options`."""
-    options = AllToAllOptions()
-    options.asyncOp = True
-    return options
 
 
 @cache

@@ -12,7 +12,7 @@ from zeroweave.notices import warn
 
 @cache
 def kernels(name: str, device: str) -> ModuleType | None:
-    """The module `name` of this package, "masters", "rules" or "sums", for a type of device; None where it has none."""
+    """The module `name` of this package, "masters" or "rules", for a type of device; None where it has none."""
     if device != "cuda" or find_spec("triton") is None or not _run():
         return None
     return import_module(f"{__name__}.{name}")

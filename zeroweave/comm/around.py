@@ -21,9 +21,6 @@ class Around:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
 
-    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.gradient_flat(layout, dtype)
-
     def together(self) -> AbstractContextManager[None]:
         return self._inner.together()
 
@@ -50,7 +47,7 @@ class Apart(Around):
     """A wrapper whose collectives go several ways, of which some have launches to share.
 
     In the scope of `together` there is one launch for each run of neighbours that go one way, since a launch belongs to
-    one communicator. What a wrapper does not send to `inner` begins with `_launch`.
+    one communicator. Each gather and each reduce-scatter begins with `_launch`.
     """
 
     def __init__(self, inner: Transport) -> None:
@@ -66,14 +63,6 @@ class Apart(Around):
                 yield
             finally:
                 self._scope = None
-
-    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        self._launch(self._inner)
-        return super().all_gather(flat, shard, layout)
-
-    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        self._launch(self._inner)
-        return super().reduce_scatter(out, parts, layout, op)
 
     def _launch(self, transport: Transport | None) -> None:
         """What comes next belongs into a launch of this transport; None: into none."""

@@ -1,7 +1,4 @@
-"""Which way gathers take: by kernel, or by copy engine from some size on. Asked for, or measured at the start.
-
-And what keeps copy engines from moving anything.
-"""
+"""Which way gathers take: by kernel, or by copy engine from some size on. Asked for, or measured at the start."""
 
 from __future__ import annotations
 
@@ -88,31 +85,30 @@ def no_room(nbytes: int, why: str) -> str:
     )
 
 
-def refused(asked: Asked, control: Control, device: torch.device, largest: int, what: str = "gathers") -> str:
-    """Why copy engines cannot do that, gather or reduce, or need not; "" where they can. Collective where they might.
+def refused(asked: Asked, control: Control, device: torch.device, largest: int) -> str:
+    """Why copy engines cannot gather, or need not; "" where they can. Collective where they might.
 
     `largest`: bytes of the largest flat. ConfigError on all ranks where they are asked for and cannot.
     """
     if asked == "kernel":
-        return f"transport.{what} is 'kernel'"
+        return "transport.gathers is 'kernel'"
     if control.world == 1 or device.type != "cuda":
-        why = "nothing is sent in a world of 1" if control.world == 1 else f"ranks compute on {device.type}"
+        why = "nothing is gathered in a world of 1" if control.world == 1 else f"ranks compute on {device.type}"
     elif asked == "auto" and largest < SIZES[0]:
         return "no bucket has 1 MiB"
     else:
-        why = _missing(control, device, what)
+        why = _missing(control, device)
     if why and asked == "copy_engine" and control.world > 1:
-        others = "'auto' or 'kernel'" if what == "gathers" else "'kernel'"
-        raise ConfigError(f"transport.{what} is 'copy_engine': {why}. Set it to {others}")
+        raise ConfigError(f"transport.gathers is 'copy_engine': {why}. Set it to 'auto' or 'kernel'")
     return why
 
 
-def _missing(control: Control, device: torch.device, what: str) -> str:
-    """Why NCCL cannot move bytes by copy engines between these ranks, or "". Collective."""
+def _missing(control: Control, device: torch.device) -> str:
+    """Why NCCL cannot gather by copy engines between these ranks, or "". Collective."""
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     version = torch.cuda.nccl.version() if nccl is not None else (0,)
     mine = (socket.gethostname(), version, str(torch.cuda.get_device_properties(device).uuid))
-    ranks = control.all_gather_object(mine, f"whether copy engines can do {what}")
+    ranks = control.all_gather_object(mine, "whether copy engines can gather")
     gpus: dict[str, int] = {}
     for rank, (host, found, gpu) in enumerate(ranks):
         if found[:2] < OLDEST_NCCL:

@@ -18,13 +18,11 @@ from zeroweave._torch.distributed import copying_communicator
 from zeroweave.comm.around import Apart
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import ProcessGroupTransport
-from zeroweave.comm.transport import Gatherer, Pending, Transport
+from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
 
-SYMMETRIC: Final = "symmetric memory"
-"""The ledger's gauge of what copy engines know: places, and the pieces of an exchange."""
 _GRAIN: Final = 2 << 20
 _LEAST: Final = 20 << 20
 """PyTorch takes memory in multiples of the one, and at least the other for all but small tensors."""
@@ -87,20 +85,20 @@ class CopyEngineGathers(Apart):
         self._engine, self._placed = engine, placed
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        if not self._placed(flat):
-            return super().all_gather(flat, shard, layout)
-        self._launch(None)
-        return self._engine.all_gather(flat, shard, layout)
+        placed = self._placed(flat)
+        self._launch(None if placed else self._inner)  # copies have no launch to share
+        return (self._engine if placed else self._inner).all_gather(flat, shard, layout)
+
+    def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
+        self._launch(self._inner)
+        return self._inner.reduce_scatter(out, parts, layout, op)
 
 
 class CopyEngines:
-    """The communicators of one engine that move bytes by copy engines, and the memory that they know.
+    """The communicators of one engine that gather by copy engines, and the memory that they know."""
 
-    `what` they are for, "gathers" or "reductions": each has memory and communicators of its own.
-    """
-
-    def __init__(self, control: Control, device: torch.device, what: str = "gathers") -> None:
-        self._control, self._device, self._what = control, device, what
+    def __init__(self, control: Control, device: torch.device) -> None:
+        self._control, self._device = control, device
         self._backends: list[Any] = []
         self._addresses: set[int] = set()
         """where memory that they know begins"""
@@ -116,14 +114,13 @@ class CopyEngines:
         control = self._control
         if control.board is None or control.world == groups:
             return None
-        name = f"copy engines for {self._what}, {groups}.{control.rank % groups}"
+        name = f"copy engines of {groups}.{control.rank % groups}"
         with rendezvous(control.board, name, control.deadline_seconds) as store:
             own = copying_communicator(store, control.rank // groups, control.world // groups, name, timeout)
             self._backends.append(own)
             own.allreduce([torch.ones(1, device=self._device)]).wait()
             torch.cuda.synchronize(self._device)
-        # a rank that meets the others still needs the board
-        control.barrier(f"the start of {self._what} by copy engines")
+        control.barrier("the start of gathers by copy engines")  # a rank that meets the others still needs the board
         return own
 
     def close(self) -> None:
@@ -166,6 +163,6 @@ class CopyEngines:
             step()
         except RuntimeError as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reasons = self._control.all_gather_object(why, f"memory for {self._what} by copy engines")
+        reasons = self._control.all_gather_object(why, "memory for gathers by copy engines")
         self.why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
         return not self.why_not

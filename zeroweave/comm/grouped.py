@@ -27,9 +27,6 @@ class Grouped(Apart):
         self._launch(transport)
         return transport
 
-    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return self._transports[layout.group].gradient_flat(layout, dtype)
-
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         return self._of(layout.group).all_gather(flat, shard, layout)
 

@@ -58,7 +58,7 @@ class _Work:
         # A second wait on a gloo reduce-scatter would copy the result again, over later changes to it.
         if self._work is None:
             raise RuntimeError("a collective was waited for twice")
-        await_(self._work.wait, self._ledger, self._count, self._on_host)
+        _await(self._work.wait, self._ledger, self._count, self._on_host)
         self._work, self._alive = None, ()
         if self._waited is not None:
             self._waited()
@@ -80,7 +80,7 @@ def _recording_nothing() -> AbstractContextManager[None]:
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
-def await_(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool) -> None:
+def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool) -> None:
     """Waits for collective number `count`. RankFailure for an error of the backend in place of its result."""
     ledger.waits(count)
     try:
@@ -175,9 +175,6 @@ class ProcessGroupTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(layout.numel, dtype=dtype, device=self.device)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -276,7 +273,7 @@ class ProcessGroupTransport:
 
     def _wait_for(self, collective: Callable[[], object]) -> None:
         """The latest collective waits for itself."""
-        await_(collective, self.ledger, self.ledger.count, self._on_host)
+        _await(collective, self.ledger, self.ledger.count, self._on_host)
 
 
 class LocalTransport:
@@ -293,9 +290,6 @@ class LocalTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(layout.numel, dtype=dtype, device=self.device)
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -87,12 +87,6 @@ class Transport(Gatherer, Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new 1-D tensor for a shard; from here so that a transport can choose the kind of memory."""
 
-    def gradient_flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        """A new flat [numel] that gradients are written into, and then reduced from by this layout.
-
-        From here so that a transport can choose the memory. Its values are anything; it is free when nobody has it.
-        """
-
     def together(self) -> AbstractContextManager[None]:
         """Inside, gathers only, or reduce-scatters only, are issued: in one launch where the backend can.
 

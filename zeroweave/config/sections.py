@@ -199,9 +199,6 @@ class TransportConfig(Section):
     gathers: Literal["auto", "copy_engine", "kernel"] = "auto"
     """Parameters are gathered by NCCL's kernels, or by copy engines, inside one node; "auto": measured at the start."""
 
-    reductions: Literal["copy_engine", "kernel"] = "kernel"
-    """Gradients are reduced by NCCL's kernels, or sent by copy engines and added in float32, inside one node."""
-
 
 class ExpertsConfig(Section):
     """Which parameters are experts', each rank's own, and how many ranks exchange tokens."""

@@ -49,7 +49,7 @@ from zeroweave.engine.settings import facts_of, policy_of, settings_of
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
-from zeroweave.engine.ways import Links, gather_by, reduce_by
+from zeroweave.engine.ways import Links, gather_by
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError, ParameterError
 from zeroweave.experts import groups_of
@@ -174,9 +174,7 @@ def _assemble(
     links = Links(group, control, device, ledger, groups, ends)
     transports = links.transports()
     gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
-    reduced = "nothing is trained"
     if optimizer is not None:
-        reduced = reduce_by(settings, transports, links, layouts, policy, journal)
         gathered_in, choice = gather_by(settings.transport.gathers, transports, links, layouts, journal)
     meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
@@ -226,7 +224,6 @@ def _assemble(
         original_dtypes=original,
         device=device,
         gathers=choice,
-        reductions=reduced,
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)

@@ -42,8 +42,6 @@ class EngineParts:
     device: torch.device
     gathers: Choice
     """which way they take, and why"""
-    reductions: str
-    """the same of them"""
     ends: ExitStack
     """ends what was started for the engine: its communicators, last the control group"""
 

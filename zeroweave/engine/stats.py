@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zeroweave.comm.copy_engine import SYMMETRIC
 from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.graphs.graphs import Graphs
@@ -24,8 +23,7 @@ class Memory:
     once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
     ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
     `gradient_flats_peak`, the gradient flats of reductions in flight.
-    `symmetric`: memory of copy engines, which stays: the places that flats are gathered in, and what gradients are
-    exchanged in. `graphs`: what CUDA graphs
+    `symmetric`: the places in which copy engines gather; flats lie there, and they stay. `graphs`: what CUDA graphs
     hold for their replays, beside the tensors that lie there. With offload, what is gathered of a master in host
     memory counts as a shard; `host_…` is what of the same figures lies in host memory.
     """
@@ -54,7 +52,7 @@ class Memory:
         return self.shards + self.masters + self.optimizer - self.host
 
     @classmethod
-    def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None, symmetric: int, graphs: int) -> Memory:
+    def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None, graphs: int) -> Memory:
         homes = [bucket.home for bucket in runtime.buckets.values()]
         masters = [home for home in homes if home.wider]
         sources = [home for home in homes if not home.wider or home.on_host]
@@ -66,7 +64,7 @@ class Memory:
             local_sums=runtime.gradients.local_peak,
             flats_peak=runtime.flats.peak,
             gradient_flats_peak=runtime.gradients.flats.peak,
-            symmetric=symmetric,
+            symmetric=runtime.places.nbytes,
             graphs=graphs,
             host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
             host_masters=sum(home.master.nbytes for home in masters if home.on_host),
@@ -100,12 +98,12 @@ class Stats:
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
     micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
-    `written_gradients`: those that backwards wrote into the flats that they are reduced from.
+    `written_gradients`: those that backwards wrote where they are reduced from, so that nothing copied them.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
-    storages among them that a backward asked for before its schedule had brought them back. `gathers`, `reductions`:
-    by kernel or by copy engine, and why. `last_step`, `total`: traffic by kind of collective. `memory`: of the model
-    state; `device`: of everything.
+    storages among them that a backward asked for before its schedule had brought them back. `gathers`: by kernel or by
+    copy engine, and why. `last_step`, `total`: traffic by kind of collective. `memory`: of the model state; `device`:
+    of everything.
     """
 
     compiled_calls: int
@@ -128,7 +126,6 @@ class Stats:
     offloaded_peak: int
     on_demand_reloads: int
     gathers: str
-    reductions: str
     last_step: dict[str, Traffic]
     total: dict[str, Traffic]
     memory: Memory
@@ -138,7 +135,7 @@ class Stats:
     def read(
         cls, parts: EngineParts, calls: Calls, graphs: Graphs, last_step: Mapping[str, Traffic], scheduler: Scheduler
     ) -> Stats:
-        runtime, templates, ledger = parts.runtime, calls.templates, parts.progress.ledger
+        runtime, templates = parts.runtime, calls.templates
         offloading = runtime.activations.offloading
         compiled = {} if templates is None else templates.phases.seconds
         return cls(
@@ -162,10 +159,9 @@ class Stats:
             offloaded_peak=0 if offloading is None else offloading.host.peak,
             on_demand_reloads=0 if offloading is None else offloading.on_demand,
             gathers=_gathers(parts),
-            reductions=parts.reductions,
             last_step=dict(last_step),
-            total=dict(ledger.totals()),
-            memory=Memory.read(runtime, parts.optimizer, ledger.gauge(SYMMETRIC).now, graphs.nbytes),
+            total=dict(parts.progress.ledger.totals()),
+            memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),
             device=DeviceMemory(
                 allocated=parts.transport.clock.peak(),
                 reserved=parts.transport.clock.reserved(),

@@ -35,7 +35,7 @@ MEMORY: Final = {
     "local_sums": "sums of gradients that were not reduced yet, at most",
     "flats_peak": "gathered parameters, at most",
     "gradient_flats_peak": "gradients of reductions in flight, at most",
-    "symmetric": "memory of copy engines, to gather and reduce in",
+    "symmetric": "places in which copy engines gather",
     "graphs": "what CUDA graphs hold for their replays",
     "host_shards": "of the shards, in host memory",
     "host_masters": "of the masters, in host memory",

@@ -10,7 +10,7 @@ import torch
 from zeroweave._torch.foreach import foreach_add_
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.parts import lay_out
-from zeroweave.comm.transport import Parts, Transport
+from zeroweave.comm.transport import Parts
 from zeroweave.errors import EngineError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradient_flat import GradientFlat
@@ -31,12 +31,12 @@ class Balance:
 class Account:
     """The account of `bucket`, whose gradients add up in `accumulate_dtype` or a wider one of their own.
 
-    `shards` counts the bytes of settled gradients, `transport` reduces them.
+    `shards` counts the bytes of settled gradients.
     """
 
-    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge, transport: Transport) -> None:
+    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge) -> None:
         self.bucket, self._shards = bucket, shards
-        self.flat = GradientFlat(bucket, transport)
+        self.flat = GradientFlat(bucket)
         self.shard: torch.Tensor | None = None
         """[numel / world] the reduced gradient of the window"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)

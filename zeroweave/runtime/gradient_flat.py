@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 
 from zeroweave.comm.parts import lay_out
-from zeroweave.comm.transport import Parts, Transport
+from zeroweave.comm.transport import Parts
 from zeroweave.runtime.bucket import Bucket
 
 
@@ -25,9 +25,8 @@ class GradientFlat:
     Until that is issued it counts as what a backward computes with; see `Reductions`.
     """
 
-    def __init__(self, bucket: Bucket, transport: Transport) -> None:
-        """`transport` reduces it, and says in which memory."""
-        self._bucket, self._transport = bucket, transport
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
         self._flat: torch.Tensor | None = None
         self._lent: dict[int, torch.Tensor] = {}
         """slot -> its place, into which something may be written at any time"""
@@ -51,7 +50,8 @@ class GradientFlat:
         if slot in self._lent or slot in self._there or place.offset * self._bucket.dtype.itemsize % 16:
             return None
         if self._flat is None:
-            self._flat = self._transport.gradient_flat(self._bucket.layout, self._bucket.dtype)
+            layout = self._bucket.layout
+            self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
         view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
         return view
 

@@ -120,8 +120,6 @@ class Opened:
             self._scalars.take(self._scaler.loss_scale.value)
         if part.left is None:
             optimizer.rates.take()
-        # What is reduced outside of graphs may lie in memory that is theirs, too: that of an exchange.
-        self._parts.runtime.gradients.reductions.settle_all()
         part.replay(tensors)
         self._parts.progress.ledger.again(part.collectives)
         self._at += 1
