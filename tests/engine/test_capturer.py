@@ -30,7 +30,8 @@ class Runtime:
         self.handles += 1
         return self.handles
 
-    def graph(self) -> Graph:
+    def graph(self, keep_graph: bool) -> Graph:
+        assert keep_graph
         return Graph(self)
 
     def end(self, device: int, pool: int) -> None:
@@ -63,6 +64,9 @@ class Graph:
         runtime.end(0, self._pool)
         runtime.draws = self._ended = True
 
+    def instantiate(self) -> None:
+        assert self._ended
+
     def pool(self) -> int:
         if not self._ended:
             raise RuntimeError("without a preceding successful capture")
@@ -91,7 +95,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
 
 @pytest.mark.parametrize("ends", [True, False], ids=["the driver ends it", "the driver does not"])
 def test_after_a_failed_capture_others_succeed(runtime: Runtime, ends: bool) -> None:
-    capturer = Capturer(torch.device("cpu", 0))
+    capturer = Capturer(torch.device("cpu", 0), None)
     with capturer.alone(first=True), capturer.graph() as kept:
         pass
     runtime.ends = ends
@@ -106,7 +110,7 @@ def test_after_a_failed_capture_others_succeed(runtime: Runtime, ends: bool) -> 
 
 
 def test_a_pool_that_all_graphs_have_given_up_is_not_used_again(runtime: Runtime) -> None:
-    capturer = Capturer(torch.device("cpu", 0))
+    capturer = Capturer(torch.device("cpu", 0), None)
     pools = []
     for _ in range(2):
         with capturer.alone(first=True), capturer.graph() as graph:

@@ -10,6 +10,7 @@ from typing import Final, Protocol
 import torch
 
 from zeroweave._torch.graphs import end_failed_capture, unused_bytes
+from zeroweave.engine.graphs.fills import Fills
 from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.graphs.numbers import DRAWS, HostNumbers
 from zeroweave.optim.room import Room
@@ -28,8 +29,9 @@ class Graph(Protocol):
 class Capturer:
     """Captures for one engine. Its graphs share a pool of memory, because no two of its windows are open at once."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fills: Fills | None) -> None:
         self._device = device
+        self._fills = fills
         self._pool = torch.cuda.graph_pool_handle()
         # Of its own, because work on the default stream cannot be captured.
         self._stream = torch.cuda.Stream(device)
@@ -37,7 +39,7 @@ class Capturer:
     @contextmanager
     def graph(self) -> Iterator[Graph]:
         """What the device is given inside becomes the graph; nothing is executed."""
-        graph, pool = torch.cuda.CUDAGraph(), self._pool
+        graph, pool = torch.cuda.CUDAGraph(keep_graph=True), self._pool
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             # Other threads, such as those of the backend, may ask for things that are forbidden inside of a capture.
@@ -45,6 +47,9 @@ class Capturer:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 yield graph
                 graph.capture_end()
+                if self._fills is not None:
+                    self._fills.replace(graph.raw_cuda_graph())
+                graph.instantiate()
             except BaseException:
                 end_failed_capture(graph, pool, self._device)
                 raise
