@@ -274,7 +274,9 @@ def _compose(
     step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
     loop = Loop(parts, faults.before(calls, "session", "forward"), window, step)
     never = never_captured(parts, looks) if settings.compile.cuda_graphs else None
-    capturer = Capturer(parts.device, Fills.here()) if settings.compile.cuda_graphs and never is None else None
+    capturer = (
+        Capturer(parts.device, Fills.on(parts.device)) if settings.compile.cuda_graphs and never is None else None
+    )
     graphs = Graphs(parts, shown, loop, window, step, scaler, scheduler, capturer, never)
     values = Values(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)

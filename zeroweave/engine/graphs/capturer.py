@@ -47,12 +47,12 @@ class Capturer:
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 yield graph
                 graph.capture_end()
-                if self._fills is not None:
-                    self._fills.replace(graph.raw_cuda_graph())
-                graph.instantiate()
             except BaseException:
                 end_failed_capture(graph, pool, self._device)
                 raise
+        if self._fills is not None:
+            self._fills.replace(graph.raw_cuda_graph())
+        graph.instantiate()
 
     @contextmanager
     def alone(self, first: bool) -> Iterator[None]:

@@ -7,7 +7,10 @@ graph costs an H200 8.8 us, an edge between two kernels 0.5 us (docs/performance
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from typing import Any, Final
+
+import torch
 
 _MOST_WORDS: Final = 1024
 """As many as threads of one block: each writes one."""
@@ -34,26 +37,35 @@ _REPEATED: Final = {1: 0x01010101, 2: 0x00010001, 4: 1}
 
 
 class Fills:
-    """Changes the small memset nodes of graphs into kernel nodes, on the device that is current when it is made."""
+    """Changes the small memset nodes of graphs into kernel nodes, on one device."""
 
     def __init__(self, driver: Any) -> None:
-        """`driver`: cuda.bindings.driver."""
+        """`driver`: cuda.bindings.driver. For the device that is current.
+
+        Raises:
+            RuntimeError: the driver refuses the kernel.
+        """
         self._driver = driver
         # Names of its calls that take edges with data: those of CUDA 12, which has others without, and of 13.
         self._before = getattr(driver, "cuGraphNodeGetDependencies_v2", driver.cuGraphNodeGetDependencies)
         self._behind = getattr(driver, "cuGraphNodeGetDependentNodes_v2", driver.cuGraphNodeGetDependentNodes)
         self._join = getattr(driver, "cuGraphAddDependencies_v2", driver.cuGraphAddDependencies)
-        (self._module,) = self._asked(driver.cuModuleLoadData(_KERNEL))
-        (self._kernel,) = self._asked(driver.cuModuleGetFunction(self._module, b"fill"))
+        (module,) = self._asked(driver.cuModuleLoadData(_KERNEL))  # stays loaded as long as the process
+        (self._kernel,) = self._asked(driver.cuModuleGetFunction(module, b"fill"))
 
     @classmethod
-    def here(cls) -> Fills | None:
-        """None without the bindings of CUDA's driver, which come with PyTorch's builds for CUDA."""
+    def on(cls, device: torch.device) -> Fills | None:
+        """None without the bindings of CUDA's driver, which PyTorch's builds for CUDA bring, and where the driver does
+        not know the kernel: graphs stay as they are captured then.
+        """
         try:
             from cuda.bindings import driver
         except ImportError:
             return None
-        return cls(driver)
+        with torch.cuda.device(device), suppress(RuntimeError):
+            torch.cuda.synchronize(device)  # its context is current then
+            return cls(driver)
+        return None
 
     def replace(self, graph: int) -> int:
         """In a graph that is not instantiated yet, by its handle. How many nodes were changed.
