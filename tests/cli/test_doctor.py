@@ -107,6 +107,12 @@ def test_a_gpu_that_pytorch_cannot_use(
     assert (check.state, check.cure) == (state, cure)
 
 
+@pytest.mark.parametrize(("gpus", "by_kernel", "state"), [(0, False, "ok"), (2, True, "ok"), (2, False, "slow")])
+def test_memset_nodes_of_graphs(gpus: int, by_kernel: bool, state: str) -> None:
+    found = doctor.graphs(gpus, by_kernel)
+    assert found.state == state and ("cuda-bindings" in found.cure) == (state == "slow")
+
+
 def test_gpus_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 2)
     for reach, state in ((True, "ok"), (False, "slow")):

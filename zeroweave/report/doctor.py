@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.choose import OLDEST_NCCL, Choice
+from zeroweave.engine.graphs.fills import Fills
 from zeroweave.report.attention import attempt, attention, of_transformers
 from zeroweave.report.check import Check
 from zeroweave.report.gathers import measured
@@ -48,6 +49,7 @@ def checks() -> Iterator[Check]:
     yield peer_access()
     yield from between_ranks(gpus)
     yield from gathers()
+    yield graphs(gpus, bool(gpus) and Fills.on(torch.device("cuda", 0)) is not None)
     for device in ("cpu", "cuda") if gpus else ("cpu",):
         yield attention(device, partial(attempt, device))
         yield inductor(device)
@@ -167,6 +169,16 @@ def gathers() -> Iterator[Check]:
         return
     yield Check("gathers", "ok", str(choice))
     yield from by_size(choice)
+
+
+def graphs(gpus: int, by_kernel: bool) -> Check:
+    """Whether kernels do what small memset nodes would in steps as CUDA graphs."""
+    if not gpus:
+        return Check("CUDA graphs", "ok", "not there without GPUs")
+    if by_kernel:
+        return Check("CUDA graphs", "ok", "kernels in the place of small memset nodes")
+    detail = "small memset nodes stay, which cost some microseconds beside most matmuls"
+    return Check("CUDA graphs", "slow", detail, "pip install cuda-bindings, of the version of PyTorch's CUDA")
 
 
 def by_size(choice: Choice) -> Iterator[Check]:
