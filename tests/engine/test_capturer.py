@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from zeroweave.engine.graphs.capturer import Capturer, first_of
+from zeroweave.engine.graphs.fills import Fills
 
 
 class Runtime:
@@ -88,13 +89,14 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
+    monkeypatch.setattr(Fills, "on", lambda device: None)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     yield made
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["the driver ends it", "the driver does not"])
 def test_after_a_failed_capture_others_succeed(runtime: Runtime, ends: bool) -> None:
-    capturer = Capturer(torch.device("cpu", 0), None)
+    capturer = Capturer(torch.device("cpu", 0))
     with capturer.alone(first=True), capturer.graph() as kept:
         pass
     runtime.ends = ends
@@ -109,7 +111,7 @@ def test_after_a_failed_capture_others_succeed(runtime: Runtime, ends: bool) -> 
 
 
 def test_a_pool_that_all_graphs_have_given_up_is_not_used_again(runtime: Runtime) -> None:
-    capturer = Capturer(torch.device("cpu", 0), None)
+    capturer = Capturer(torch.device("cpu", 0))
     pools = []
     for _ in range(2):
         with capturer.alone(first=True), capturer.graph() as graph:

@@ -33,7 +33,6 @@ from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints
 from zeroweave.engine.followers import Followers
 from zeroweave.engine.graphs.capturer import Capturer
-from zeroweave.engine.graphs.fills import Fills
 from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.graphs.limits import captures_on, never_captured
 from zeroweave.engine.graphs.loop import Loop
@@ -274,9 +273,7 @@ def _compose(
     step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
     loop = Loop(parts, faults.before(calls, "session", "forward"), window, step)
     never = never_captured(parts, looks) if settings.compile.cuda_graphs else None
-    capturer = (
-        Capturer(parts.device, Fills.on(parts.device)) if settings.compile.cuda_graphs and never is None else None
-    )
+    capturer = Capturer(parts.device) if settings.compile.cuda_graphs and never is None else None
     graphs = Graphs(parts, shown, loop, window, step, scaler, scheduler, capturer, never)
     values = Values(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)

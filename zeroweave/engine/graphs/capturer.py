@@ -29,9 +29,9 @@ class Graph(Protocol):
 class Capturer:
     """Captures for one engine. Its graphs share a pool of memory, because no two of its windows are open at once."""
 
-    def __init__(self, device: torch.device, fills: Fills | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fills = fills
+        self._fills = Fills.on(device)
         self._pool = torch.cuda.graph_pool_handle()
         # Of its own, because work on the default stream cannot be captured.
         self._stream = torch.cuda.Stream(device)
