@@ -20,6 +20,7 @@ from zeroweave.errors import (
 from zeroweave.experts import expert_group
 from zeroweave.integrations.deepspeed import load_deepspeed
 from zeroweave.integrations.pretrained import load_pretrained
+from zeroweave.optim.lion import Lion
 from zeroweave.optim.several import WholeMatrices
 from zeroweave.schedule import Schedule
 
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineError",
+    "Lion",
     "NonFiniteError",
     "ParameterError",
     "RankFailure",

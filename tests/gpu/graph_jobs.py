@@ -187,6 +187,8 @@ def optimizer_of(case: Case, parameters: Any, device: torch.device) -> torch.opt
     rate = torch.tensor(1e-3, device=device)
     if case.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=rate, momentum=0.9, fused=True)
+    if case.optimizer == "lion":
+        return zw.Lion(parameters, lr=rate, weight_decay=0.01)
     if case.optimizer == "plain":
         return torch.optim.AdamW(parameters, lr=1e-3)
     if case.optimizer == "capturable":

@@ -23,6 +23,7 @@ EXACT = [
     *(Case(stage, gas, dropout=0.2) for stage, gas in [(1, 1), (2, 1), (3, 4)]),
     Case(3, mode="eager", dropout=0.1),
     Case(3, optimizer="sgd"),
+    Case(2, 4, dtype="float16", overflow=31, optimizer="lion"),
     Case(2, optimizer="capturable", schedule=True),
     Case(3, lengths=(64, 48)),
     Case(2, more={"precision": {"reduce": "float32"}}),

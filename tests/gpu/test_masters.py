@@ -17,6 +17,7 @@ CASES = [
     *(Case(stage, gas) for stage in (1, 2, 3) for gas in (1, 4)),
     Case(3, clipping=0.5, schedule=True, steps=200),
     Case(2, optimizer="sgd"),
+    Case(3, optimizer="lion"),
     Case(3, optimizer="capturable"),
     Case(3, optimizer="plain", mode="inductor"),
     Case(2, more={"precision": {"reduce": "float32"}}),

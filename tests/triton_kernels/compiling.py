@@ -26,6 +26,11 @@ ADAGRAD = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "total": "*fp32", "factor": "*fp32",
     "found": "*fp32", "scalars": "*fp32", "numel": "i32", **dict.fromkeys(("rate", "decay", "eps"), "fp32"),
 }  # fmt: skip
+LION = {
+    "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "average": "*fp32", "factor": "*fp32",
+    "found": "*fp32", "scalars": "*fp32", "numel": "i32",
+    **dict.fromkeys(("keep", "rate", "beta1", "rest1", "beta2", "rest2"), "fp32"),
+}  # fmt: skip
 COMPACT = {
     **{name: kind for name, kind in ADAM.items() if name != "largest"}, "remainder": "*i8", "average": "*i8",
     "square": "*u8", "averages": "*fp32", "squares": "*fp32", "position": "i32", "step": "i32",
@@ -56,6 +61,9 @@ CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
     "adagrad": (
         "rules", "adagrad", ADAGRAD,
         {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True, "DECAY": True},
+    ),
+    "lion": (
+        "rules", "lion", LION, {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True},
     ),
     "cast": ("masters", "_cast", {"target": "*bf16", "values": "*fp32", "numel": "i32"}, {}),
     "copy": ("masters", "_copy", {"target": "*i32", "values": "*i32", "numel": "i32"}, {"SIZE": 4096}),

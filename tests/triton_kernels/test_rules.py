@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.triton_kernels.kernels import HERE, masters, rules
 from zeroweave.comm.rounding import cast_, join_, noise_, split_
+from zeroweave.optim.lion import Lion
 
 NUMEL = 5000
 Kernel = Callable[[Tensor, Tensor, Tensor, Mapping[str, Tensor], int], None]
@@ -65,6 +66,20 @@ def adagrad(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, 
     )  # fmt: skip
 
 
+def lion(maximize: bool, device: bool) -> Kernel:
+    def update(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
+        at_hand = (1 - RATE * DECAY, RATE)
+        scalars = torch.tensor(at_hand if device else [math.nan] * 2, device=HERE)
+        rules.lion[masters.programs(NUMEL)](
+            master, rest, gradient, state["exp_avg"], factor(), factor(), scalars, NUMEL,
+            *((math.nan,) * 2 if device else at_hand), 0.9, 1 - 0.9, 0.99, 1 - 0.99,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=device, MAXIMIZE=maximize,
+            SIZE=masters.BLOCK,
+        )  # fmt: skip
+
+    return update
+
+
 CASES: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Kernel]] = {
     "adamw": (lambda p: torch.optim.AdamW(p, RATE, weight_decay=DECAY), adam(False, False, False)),
     "adamw, scalars on the device": (
@@ -83,6 +98,11 @@ CASES: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], Ke
         sgd(0.9, True, 0.0),
     ),
     "adagrad": (lambda p: torch.optim.Adagrad(p, RATE, lr_decay=0.1, weight_decay=DECAY), adagrad),
+    "lion": (lambda p: Lion(p, RATE, weight_decay=DECAY), lion(False, False)),
+    "lion that maximizes, scalars on the device": (
+        lambda p: Lion(p, RATE, weight_decay=DECAY, maximize=True),
+        lion(True, True),
+    ),
 }
 
 
@@ -120,6 +140,28 @@ def test_a_step_is_within_a_unit_of_the_last_place_of_torchs(case: str, split: b
             # A kernel rounds the product and the sum; torch may round their end only.
             limit = 3 if squares else 2 if key == "momentum_buffer" else 1
             assert far(state[key], value, size) <= limit, key
+
+
+def test_lion_has_the_bits_of_its_steps_on_the_host() -> None:
+    """Zero, infinite and missing numbers, and signs that hang on the last bit of a sum."""
+    parameter = nn.Parameter(random(0).cpu())
+    optimizer = Lion([parameter], RATE, weight_decay=DECAY)
+    master, momentum = parameter.detach().clone().to(HERE), torch.zeros(NUMEL, device=HERE)
+    for step in range(1, 5):
+        gradient = random(step).cpu()
+        gradient[:7] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-38])
+        if step > 1:  # b1 * m + (1 - b1) * g is nearly 0
+            gradient[100:] = -optimizer.state[parameter]["exp_avg"][100:] * (0.9 / (1 - 0.9))
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        rules.lion[masters.programs(NUMEL)](
+            master, master, gradient.to(HERE), momentum, factor(), factor(), factor(), NUMEL,
+            1 - RATE * DECAY, RATE, 0.9, 1 - 0.9, 0.99, 1 - 0.99,
+            SPLIT=False, FACTOR=0, FOUND=False, DEVICE=False, MAXIMIZE=False, SIZE=masters.BLOCK,
+        )  # fmt: skip
+        for found, wanted in ((master, parameter.detach()), (momentum, optimizer.state[parameter]["exp_avg"])):
+            assert torch.equal(found.cpu().nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+        assert not parameter[4].isfinite() and parameter[2:4].isfinite().all()
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])

@@ -1,8 +1,8 @@
 """One pass over a range of a shard: gradient, master and moments in; master and moments out.
 
 The arithmetic is float32, in the order of `torch.optim`'s implementations for lists of tensors, each result within a
-unit of the last place of theirs. What a step has of one value each is computed in double precision: on the host, and
-handed in, or on the device where the learning rate lives there, and read there.
+unit of the last place of theirs; Lion's are the bits of `optim.lion`. What a step has of one value each is computed in
+double precision: on the host, and handed in, or on the device where the learning rate lives there, and read there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from zeroweave._triton.codes import PER_SCALE, first_codes, first_of, scales_of, second_codes, second_of
 from zeroweave._triton.masters import BLOCK, bits_of, joined, noise, of_24_bits, programs, shard_of
 
-__all__ = ["BLOCK", "adagrad", "adam", "compact_adam", "programs", "sgd"]
+__all__ = ["BLOCK", "adagrad", "adam", "compact_adam", "lion", "programs", "sgd"]
 
 
 @triton.jit
@@ -249,3 +249,39 @@ def adagrad(
     added = tl.load(total + at, there) + grad * grad
     tl.store(total + at, added, there)
     _keep(values - rate * tl.div_rn(grad, tl.sqrt_rn(added) + eps), master, remainder, at, there, SPLIT)
+
+
+@triton.jit
+def lion(
+    master,
+    remainder,
+    gradient,
+    average,
+    factor,
+    found,
+    scalars,
+    numel,
+    keep,
+    rate,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    SPLIT: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FOUND: tl.constexpr,
+    DEVICE: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """Lion; `keep`: 1 - rate * decay, `rest…`: 1 - beta. DEVICE: `keep` and `rate` are the first of `scalars`."""
+    at, there = _there(numel, found, FOUND, SIZE)
+    if DEVICE:
+        keep, rate = tl.load(scalars), tl.load(scalars + 1)
+    values = _master(master, remainder, at, there, SPLIT)
+    grad = _gradient(gradient, factor, at, there, FACTOR, MAXIMIZE)
+    moved = tl.load(average + at, there)
+    mixed = moved * beta1 + grad * rest1
+    sign = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, mixed))  # 0 and NaN are their own
+    tl.store(average + at, moved * beta2 + grad * rest2, there)
+    _keep(values * keep - sign * rate, master, remainder, at, there, SPLIT)

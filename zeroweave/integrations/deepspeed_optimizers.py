@@ -1,4 +1,4 @@
-"""The `optimizer` section of a DeepSpeed configuration, with torch's classes."""
+"""The `optimizer` section of a DeepSpeed configuration, with torch's classes and Lion."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from zeroweave.config.deepspeed import left
 from zeroweave.config.messages import nearest
+from zeroweave.optim.lion import Lion
 
 _Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -22,7 +23,6 @@ _ABSENT: Final = {
     **dict.fromkeys(
         ("muadam", "muadamw", "musgd"), "torch has none: pass zeroweave.initialize a callable that makes mup's"
     ),
-    "lion": "torch has none: pass zeroweave.initialize a callable that makes an element-wise one",
     "muon": (
         "DeepSpeed's trains some parameters with Adam: pass zeroweave.initialize a list, torch.optim.Muon of the "
         "matrices and torch.optim.AdamW of the rest"
@@ -77,9 +77,11 @@ def _made(
 
 
 def _class_of(name: str, params: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]:
-    """torch's class of exactly this name, and its arguments; DeepSpeed knows Adam, AdamW and Adagrad in any case."""
+    """Lion, or torch's class of exactly this name, and its arguments; DeepSpeed knows its own in any case."""
     if name.lower() in ("adam", "adamw"):
         return _adam(name.lower(), dict(params))
+    if name.lower() == "lion":
+        return Lion, {"lr": 1e-3, **params}  # DeepSpeed's default
     kind = getattr(torch.optim, "Adagrad" if name.lower() == "adagrad" else name, None)
     fits = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     return (kind if fits else None), dict(params)
@@ -102,7 +104,7 @@ def _adam(name: str, params: dict[str, Any]) -> tuple[type[torch.optim.Optimizer
 
 
 def _parameters(kind: type[torch.optim.Optimizer], params: Mapping[str, Any]) -> Iterator[str]:
-    adam = kind in (torch.optim.Adam, torch.optim.AdamW)
+    adam, where = kind in (torch.optim.Adam, torch.optim.AdamW), "zeroweave." if kind is Lion else "torch.optim."
     known = {name: each.default for name, each in inspect.signature(kind).parameters.items() if name != "params"}
     for key, value in params.items():
         if adam and key in _SWITCHES:
@@ -116,7 +118,7 @@ def _parameters(kind: type[torch.optim.Optimizer], params: Mapping[str, Any]) ->
         elif key not in known:
             near = nearest(key, (*known, *(_SWITCHES if adam else ())))
             hint = f"did you mean {near!r}?" if near else f"the parameters are {', '.join(known)}"
-            yield f"optimizer.params.{key}: unknown to torch.optim.{kind.__name__}; {hint}"
+            yield f"optimizer.params.{key}: unknown to {where}{kind.__name__}; {hint}"
         elif (allowed := _unlike(value, known[key])) and value != "auto":
             yield f"optimizer.params.{key} is {value!r}: {allowed}"
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroweave.errors import ParameterError, UnsupportedOptimizer
+from zeroweave.optim.lion import Lion
 from zeroweave.optim.probe import kept_of_wholes, probe
 from zeroweave.optim.several import WHOLE_MATRIX, Given
 from zeroweave.optim.states import uncuttable
@@ -18,8 +19,13 @@ from zeroweave.optim.states import uncuttable
 # Optimizers that compute each element by itself, and whose state, step counters included, belongs to single
 # parameters: some of these can be stepped without the others. Exact types; a subclass may do things of its own.
 ELEMENT_WISE = frozenset(
-    getattr(torch.optim, name)
-    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+    [
+        Lion,
+        *(
+            getattr(torch.optim, name)
+            for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
+        ),
+    ]
 )
 
 # Optimizers that look at more than one element at a time, or that need other gradients than dense ones, by

@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from zeroweave.optim.lion import Lion
 from zeroweave.optim.several import kind_of, members_of
 
 _FUSED: Final = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
@@ -22,6 +23,8 @@ def why_not_captured(optimizer: torch.optim.Optimizer, looks: bool) -> str | Non
     name, groups = kind_of(optimizer), optimizer.param_groups
     if len(members_of(optimizer)) > 1:
         return f"{name} are several optimizers: make it one with several groups"
+    if type(optimizer) is Lion:
+        return None  # its steps are as the fused ones
     if type(optimizer) in _FUSED and all(group.get("fused") for group in groups):
         return None
     if not all(group.get("capturable") for group in groups):

@@ -1,4 +1,4 @@
-"""How kernels update by the rules of torch's optimizers, by their exact classes."""
+"""How kernels update by the rules of optimizers, by their exact classes: those of torch, and Lion."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
+from zeroweave.optim.lion import Lion
 from zeroweave.optim.scaler import Scaled
 
 
@@ -72,6 +73,7 @@ class Kernels(Protocol):
     adagrad: Any
     adam: Any
     compact_adam: Any
+    lion: Any
     sgd: Any
 
     def programs(self, numel: int) -> tuple[int]: ...
@@ -195,11 +197,35 @@ class AdagradRule:
         return Own(kernels.adagrad, launch.moments, (rate, decay, group["eps"]), {"DECAY": decay != 0})
 
 
+class LionRule:
+    """Lion."""
+
+    counts, born = False, False
+
+    def fits(self, group: Mapping[str, Any]) -> bool:
+        return all(map(_number, (*group["betas"], group["weight_decay"])))
+
+    def moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def scalars(self, group: Mapping[str, Any], rate: torch.Tensor, step: torch.Tensor | int) -> torch.Tensor:
+        rate = rate.double().reshape(())
+        return torch.stack([1 - rate * group["weight_decay"], rate]).float()
+
+    def own(self, kernels: Kernels, launch: Launch) -> Own:
+        (beta1, beta2), rate = launch.options["betas"], 0.0
+        if launch.scalars is None:
+            rate = float(launch.options["lr"])
+        numbers = (1 - rate * launch.options["weight_decay"], rate, beta1, 1 - beta1, beta2, 1 - beta2)
+        return Own(kernels.lion, launch.moments, numbers, {})
+
+
 RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {
     torch.optim.Adam: AdamRule(decoupled=False),
     torch.optim.AdamW: AdamRule(decoupled=True),
     torch.optim.SGD: SGDRule(),
     torch.optim.Adagrad: AdagradRule(),
+    Lion: LionRule(),
 }
 
 COMPACT_RULES: Final[Mapping[type[torch.optim.Optimizer], Rule]] = {

@@ -41,7 +41,7 @@ class PlannedKernels:
     BLOCK = 1
 
     def __init__(self, clock: PlannedClock, hardware: Hardware) -> None:
-        self.adagrad = self.adam = self.sgd = PlannedKernel(clock, hardware)
+        self.adagrad = self.adam = self.lion = self.sgd = PlannedKernel(clock, hardware)
         self.compact_adam = PlannedKernel(clock, hardware, codes=True)
 
     def programs(self, numel: int) -> tuple[int]:

@@ -19,6 +19,7 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.02),
+    "lion": lambda p: zw.Lion(p, lr=1e-3, weight_decay=0.1),
     "whole": lambda p: torch.optim.NAdam(p, lr=1e-3),
 }
 MORE: dict[str, dict[str, Any]] = {
@@ -51,6 +52,7 @@ _KINDS: dict[type, tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: ("momentum_buffer",),
     torch.optim.Adagrad: ("sum",),
+    zw.Lion: ("exp_avg",),
 }
 
 

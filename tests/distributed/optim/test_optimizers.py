@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 3e-3, "amsgrad": True}),
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+    "lion": (zw.Lion, {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}),
 }
 
 
