@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zeroweave.engine.graphs.capturer import Capturer, first_of
-from zeroweave.engine.graphs.fills import Fills
+from zeroweave.engine.graphs.fills import Fills, NoFills
 
 
 class Runtime:
@@ -26,13 +26,22 @@ class Runtime:
         self.handles = 0
         self.ends = True
         """does the driver end a capture?"""
+        self.refuses = False
+        """does it refuse to change a graph?"""
 
     def handle(self) -> int:
         self.handles += 1
         return self.handles
 
     def graph(self, keep_graph: bool = False) -> Graph:
-        return Graph(self)
+        return Graph(self, keep_graph)
+
+    def replace(self, graph: Graph) -> int:
+        """as `Fills` does"""
+        graph.events.append("replaced")
+        if self.refuses:
+            raise RuntimeError("the driver refuses")
+        return 1
 
     def end(self, device: int, pool: int) -> None:
         if pool not in self.underway:
@@ -44,8 +53,9 @@ class Runtime:
 
 
 class Graph:
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self._ended, self._pool = runtime, False, 0
+    def __init__(self, runtime: Runtime, kept: bool) -> None:
+        self._runtime, self._ended, self._pool, self._kept = runtime, False, 0, kept
+        self.events: list[str] = []
 
     def capture_begin(self, pool: int | None = None, capture_error_mode: str = "global") -> None:
         runtime = self._runtime
@@ -63,9 +73,15 @@ class Graph:
             raise RuntimeError("operation failed due to a previous error during capture")
         runtime.end(0, self._pool)
         runtime.draws = self._ended = True
+        self.events.append("ended")
+
+    def raw_cuda_graph(self) -> Graph:
+        assert self._ended and self._kept
+        return self
 
     def instantiate(self) -> None:
-        assert self._ended
+        assert self._ended and self._kept
+        self.events.append("instantiated")
 
     def pool(self) -> int:
         if not self._ended:
@@ -89,7 +105,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
-    monkeypatch.setattr(Fills, "on", lambda device: None)
+    monkeypatch.setattr(Fills, "on", lambda device: made)
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     yield made
 
@@ -108,6 +124,28 @@ def test_after_a_failed_capture_others_succeed(runtime: Runtime, ends: bool) -> 
     with capturer.alone(first=False), capturer.graph() as other:
         pass
     assert other.pool() == pool  # type: ignore[attr-defined]
+
+
+def test_a_graph_is_changed_between_its_capture_and_its_first_use(runtime: Runtime) -> None:
+    capturer = Capturer(torch.device("cpu", 0))
+    with capturer.alone(first=True), capturer.graph() as graph:
+        pass
+    assert graph.events == ["ended", "replaced", "instantiated"]  # type: ignore[attr-defined]
+    runtime.refuses = True
+    with pytest.raises(RuntimeError, match="the driver refuses"), capturer.alone(first=False), capturer.graph() as bad:
+        pass
+    assert bad.events == ["ended", "replaced"] and not runtime.underway and runtime.draws  # type: ignore[attr-defined]
+
+
+def test_without_the_drivers_bindings_a_graph_stays_as_it_is(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    def on(device: torch.device) -> None:
+        raise NoFills("none")
+
+    monkeypatch.setattr(Fills, "on", on)
+    capturer = Capturer(torch.device("cpu", 0))
+    with capturer.alone(first=True), capturer.graph() as graph:
+        pass
+    assert graph.events == ["ended"]  # type: ignore[attr-defined]
 
 
 def test_a_pool_that_all_graphs_have_given_up_is_not_used_again(runtime: Runtime) -> None:

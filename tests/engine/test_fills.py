@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from zeroweave.engine.graphs.fills import Fills
+from zeroweave.engine.graphs.fills import Fills, NoFills
 
 Result = Enum("Result", "CUDA_SUCCESS CUDA_ERROR_INVALID_VALUE")
-Type = Enum("Type", "CU_GRAPH_NODE_TYPE_KERNEL CU_GRAPH_NODE_TYPE_MEMSET")
+Type = Enum("Type", [f"CU_GRAPH_NODE_TYPE_{kind}" for kind in ("KERNEL", "MEMSET", "MEM_ALLOC", "MEM_FREE")])
 
 
 @dataclass
@@ -31,6 +34,9 @@ class Node:
     params: Any = None
     before: dict[Node, Edge] = field(default_factory=dict)
     behind: dict[Node, Edge] = field(default_factory=dict)
+
+    def __int__(self) -> int:
+        return id(self)
 
 
 class Driver:
@@ -76,8 +82,8 @@ class Driver:
         return self.answer("cuGraphGetNodes", self.nodes[:count], len(self.nodes))
 
     def cuGraphNodeGetType(self, node: Node) -> Any:
-        kind = Type.CU_GRAPH_NODE_TYPE_MEMSET if ":" in node.name else Type.CU_GRAPH_NODE_TYPE_KERNEL
-        return self.answer("cuGraphNodeGetType", kind)
+        kind = "MEMSET" if ":" in node.name else node.name if node.name.startswith("MEM_") else "KERNEL"
+        return self.answer("cuGraphNodeGetType", Type[f"CU_GRAPH_NODE_TYPE_{kind}"])
 
     def cuGraphMemsetNodeGetParams(self, node: Node) -> Any:
         return self.answer("cuGraphMemsetNodeGetParams", node.params)
@@ -137,6 +143,8 @@ def fills_of(driver: Driver) -> list[tuple[int, int, int]]:
         ("0x1000:4:1024:0xDEADBEEF", (0x1000, 0xDEADBEEF, 1024)),
         ("0x1004:2:6:0xBEEF", (0x1004, 0xBEEFBEEF, 3)),
         ("0x1008:1:8:0xAB", (0x1008, 0xABABABAB, 2)),
+        ("0x1008:1:8:0xFFFFFFFF", (0x1008, 0xFFFFFFFF, 2)),  # -1, of which a byte counts
+        ("0x1008:2:2:0xFFFF1234", (0x1008, 0x12341234, 1)),
     ],
 )
 def test_a_kernel_writes_the_same_words(memset: str, wanted: tuple[int, int, int]) -> None:
@@ -205,10 +213,51 @@ def test_cuda_12_has_other_names_for_calls_with_data() -> None:
     assert Fills(driver).replace(17) == 1 and driver.edges == {("a", "fill"), ("fill", "b")}
 
 
-@pytest.mark.parametrize("call", ["cuGraphGetNodes", "cuGraphAddKernelNode", "cuGraphDestroyNode"])
-def test_what_the_driver_refuses_is_an_error(call: str) -> None:
+@pytest.mark.parametrize("call", ["cuGraphAddKernelNode", "cuGraphAddDependencies", "cuGraphDestroyNode"])
+def test_a_change_that_the_driver_refuses_is_an_error(call: str) -> None:
     driver = Driver("a", "0x1000:4:1:0", "b")
     fills = Fills(driver)
     driver.refuses = call
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
         fills.replace(17)
+
+
+@pytest.mark.parametrize("call", ["cuGraphGetNodes", "cuGraphNodeGetType", "cuGraphMemsetNodeGetParams", "neighbours"])
+def test_a_graph_that_the_driver_does_not_tell_of_stays(call: str) -> None:
+    driver = Driver("a", "0x1000:4:1:0", "b")
+    fills = Fills(driver)
+    driver.refuses = call
+    assert fills.replace(17) == 0 and driver.edges == {("a", "0x1000:4:1:0"), ("0x1000:4:1:0", "b")}
+
+
+@pytest.mark.parametrize("other", ["MEM_ALLOC", "MEM_FREE"])
+def test_a_graph_that_allocates_stays(other: str) -> None:
+    """The driver takes no node out of it."""
+    driver = Driver("a", "0x1000:4:1:0", other)
+    assert Fills(driver).replace(17) == 0 and len(driver.nodes) == 3
+
+
+@pytest.fixture
+def bindings(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module in the place of cuda.bindings."""
+    made = ModuleType("cuda.bindings")
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", made)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return made
+
+
+@pytest.mark.parametrize("refuses", ["cuModuleLoadData", "cuModuleGetFunction"])
+def test_a_driver_that_does_not_take_the_kernel_has_no_fills(bindings: ModuleType, refuses: str) -> None:
+    driver = Driver()
+    bindings.driver = driver  # type: ignore[attr-defined]
+    assert isinstance(Fills.on(torch.device("cuda", 0)), Fills)
+    driver.refuses = refuses
+    with pytest.raises(NoFills, match="CUDA_ERROR_INVALID_VALUE"):
+        Fills.on(torch.device("cuda", 0))
+
+
+def test_without_bindings_there_are_no_fills(bindings: ModuleType) -> None:
+    with pytest.raises(NoFills, match="cuda-bindings"):
+        Fills.on(torch.device("cuda", 0))

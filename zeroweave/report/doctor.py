@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.choose import OLDEST_NCCL, Choice
-from zeroweave.engine.graphs.fills import Fills
+from zeroweave.engine.graphs.fills import Fills, NoFills
 from zeroweave.report.attention import attempt, attention, of_transformers
 from zeroweave.report.check import Check
 from zeroweave.report.gathers import measured
@@ -49,7 +49,7 @@ def checks() -> Iterator[Check]:
     yield peer_access()
     yield from between_ranks(gpus)
     yield from gathers()
-    yield graphs(gpus, bool(gpus) and Fills.on(torch.device("cuda", 0)) is not None)
+    yield graphs(gpus)
     for device in ("cpu", "cuda") if gpus else ("cpu",):
         yield attention(device, partial(attempt, device))
         yield inductor(device)
@@ -171,14 +171,16 @@ def gathers() -> Iterator[Check]:
     yield from by_size(choice)
 
 
-def graphs(gpus: int, by_kernel: bool) -> Check:
+def graphs(gpus: int) -> Check:
     """Whether kernels do what small memset nodes would in steps as CUDA graphs."""
     if not gpus:
         return Check("CUDA graphs", "ok", "not there without GPUs")
-    if by_kernel:
-        return Check("CUDA graphs", "ok", "kernels in the place of small memset nodes")
-    detail = "small memset nodes stay, which cost some microseconds beside most matmuls"
-    return Check("CUDA graphs", "slow", detail, "pip install cuda-bindings, of the version of PyTorch's CUDA")
+    try:
+        Fills.on(torch.device("cuda", 0))
+    except NoFills as error:
+        detail = f"small memset nodes stay, which cost some microseconds beside most matmuls: {error}"
+        return Check("CUDA graphs", "slow", detail, "pip install cuda-bindings of the version of PyTorch's CUDA")
+    return Check("CUDA graphs", "ok", "kernels in the place of small memset nodes")
 
 
 def by_size(choice: Choice) -> Iterator[Check]:

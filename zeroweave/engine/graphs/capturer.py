@@ -31,7 +31,7 @@ class Capturer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._fills = Fills.on(device)
+        self._fills = Fills.if_possible(device)
         self._pool = torch.cuda.graph_pool_handle()
         # Of its own, because work on the default stream cannot be captured.
         self._stream = torch.cuda.Stream(device)
@@ -39,7 +39,7 @@ class Capturer:
     @contextmanager
     def graph(self) -> Iterator[Graph]:
         """What the device is given inside becomes the graph; nothing is executed."""
-        graph, pool = torch.cuda.CUDAGraph(keep_graph=True), self._pool
+        graph, pool = torch.cuda.CUDAGraph(keep_graph=self._fills is not None), self._pool
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             # Other threads, such as those of the backend, may ask for things that are forbidden inside of a capture.
@@ -50,9 +50,9 @@ class Capturer:
             except BaseException:
                 end_failed_capture(graph, pool, self._device)
                 raise
-        if self._fills is not None:
-            self._fills.replace(graph.raw_cuda_graph())
-        graph.instantiate()
+            if self._fills is not None:
+                self._fills.replace(graph.raw_cuda_graph())
+                graph.instantiate()
 
     @contextmanager
     def alone(self, first: bool) -> Iterator[None]:
