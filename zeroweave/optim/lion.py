@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -46,12 +46,8 @@ class Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             group.setdefault("maximize", False)  # other implementations have none
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One step of the parameters that have gradients; what `closure` returns, which is called first."""
         loss = None
         if closure is not None:
