@@ -11,6 +11,7 @@ from tests.optim.test_step import one_group, two_groups
 from tests.optim.world import MakeOptimizer, Rank, World, build_net, random_gradients
 from zeroweave.comm.rounding import cast
 from zeroweave.optim.adaptive import Adaptive
+from zeroweave.optim.lion import Lion
 from zeroweave.optim.moments import moments_of
 from zeroweave.optim.scaler import Scaled
 from zeroweave.runtime.transfers import Download, Transfers, Upload
@@ -28,6 +29,7 @@ KINDS: dict[str, MakeOptimizer] = {
     "momentum": one_group(torch.optim.SGD, lr=0.1, momentum=0.9),
     "no state": one_group(torch.optim.SGD, lr=0.1),
     "state from the start": one_group(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.5),
+    "lion": two_groups(Lion, betas=(0.8, 0.95)),
     "as a whole": one_group(Whole, lr=0.01),
 }
 

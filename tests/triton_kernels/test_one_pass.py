@@ -221,7 +221,7 @@ def everything(world: World) -> list[torch.Tensor]:
     return [t.clone() for t in (*world.parameters().values(), *tensors)]
 
 
-@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize("kind", ["adamw", "momentum", "lion"])
 def test_numbers_on_the_device_are_those_of_the_host(kind: str) -> None:
     here, there = (World(build_net(), KINDS[kind], 2, torch.bfloat16, "", rules, graphs) for graphs in (True, False))
     for step in range(STEPS):

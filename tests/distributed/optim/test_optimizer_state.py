@@ -20,6 +20,7 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adam": (torch.optim.Adam, {"lr": 3e-3, "amsgrad": True}),
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
     "adagrad": (torch.optim.Adagrad, {"lr": 0.01, "initial_accumulator_value": 0.1}),
+    "lion": (zw.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     "foreach": (torch.optim.AdamW, {"lr": 3e-3, "foreach": True}),
     "fused": (torch.optim.AdamW, {"lr": 3e-3, "fused": True}),
 }
