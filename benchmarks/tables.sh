@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
 # The tables of benchmarks/README.md and tests/gpu, in calls of ten minutes: 1 to 5 on four GPUs of a host, 6 and 7 on two.
 #
-#   benchmarks/tables.sh 1     tests/gpu on GPUs 2 and 3; beside it Qwen3-8B, 4,096 tokens, on 0 and 1
-#   benchmarks/tables.sh 2     nothing beside it: what depends on the host, on 0 and 1; then stages 3 and 2 on four
-#   benchmarks/tables.sh 3     the tests that need four; then in pairs those of the peers and endurance beside coalesced
-#                              windows, Llama-1B with 512 tokens and what the C++ wrapper gives
-#   benchmarks/tables.sh 4     in pairs 4,096 tokens with nothing kept beside transformers' model, and Llama-1B with
-#                              2,048; then kept buckets and 8 micro-steps on four
-#   benchmarks/tables.sh 5     4,096 tokens on four: the first gathers of a step under the last updates, with less memory
-#                              at stage 3, beside the floor and FSDP2
-#   benchmarks/tables.sh 6     the first gathers of a step under the last updates, at 4,096 tokens and stage 2, beside the
-#                              floor; then memory with nothing kept and with compact states; the optimizer's step alone
+#   benchmarks/tables.sh 1     tests/gpu on GPUs 2 and 3; beside it Qwen3-8B, 4,096 tokens, and its floor on 0 and 1
+#   benchmarks/tables.sh 2     nothing beside it: what depends on the host, on 0 and 1; then the tests that need four GPUs,
+#                              and gathers by kernel and by copy engine
+#   benchmarks/tables.sh 3     in pairs the tests of the peers and endurance beside coalesced windows, Llama-1B with 512
+#                              and 2,048 tokens and transformers' model
+#   benchmarks/tables.sh 4     4,096 tokens with nothing kept; then kept buckets and 8 micro-steps on four
+#   benchmarks/tables.sh 5     4,096 tokens on four, with the default memory budget and with less; and FSDP2
+#   benchmarks/tables.sh 6     Qwen3-8B, 4,096 tokens and stage 2, beside its floor; then memory with nothing kept and with
+#                              compact states; the optimizer's step alone
 #   benchmarks/tables.sh 7     tests/gpu; then 1,024 tokens as graphs
 #
 # OUT names the folder for logs (default: ./out), END the seconds after which nothing goes on (default: 560), CACHE the
@@ -39,6 +38,9 @@ run() {
 bench() { run "$1" "$2" bench --cache "$CACHE" "${@:3}"; }
 rows="--in-a-row 10 --steps 34 --warm 14"
 host="--case qwen3-8b-1024 --steps 36 --warm 20 --timeout 150"
+# Heads are gathered under the last updates. At stage 2 the default budget, as graphs have it, has no room for that.
+regather="--variant regather compile.memory_budget=auto compile.regather=true"
+in_96_gib="--variant regather compile.memory_budget=$((96 << 30)) compile.regather=true"
 
 # All but what needs a quiet GPU, and plans.
 mapfile -t rest < <(ls tests/gpu/test_*.py | grep -vE "memory|budget|plan")
@@ -52,21 +54,23 @@ case $part in
     ) &
     (
         export CUDA_VISIBLE_DEVICES=0,1
-        bench z3 300 --case qwen3-8b-4096-z3 $rows --timeout 250 --impl zeroweave-graphs-keeps-z3,fsdp2-ce-z3,compute-graphs
-        bench z2 560 --case qwen3-8b-4096-z2 $rows --timeout 250 --impl zeroweave-graphs-keeps-z2,fsdp2-ce-z2
+        bench z2 300 --case qwen3-8b-4096-z2 $rows --timeout 200 $in_96_gib \
+            --impl zeroweave-graphs-regather-z2,compute-graphs,fsdp2-ce-z2
+        bench z3 560 --case qwen3-8b-4096-z3 $rows --timeout 200 $regather \
+            --impl zeroweave-graphs-regather-z3,compute-graphs,fsdp2-ce-z3
     )
     wait
     ;;
 2)
     (
         export CUDA_VISIBLE_DEVICES=0,1
-        bench q1024 250 $host --impl zeroweave-graphs-z3,zeroweave-z3,fsdp2-ce-z3 --host-profile zeroweave-z3
+        bench q1024 330 $host --impl zeroweave-graphs-keeps-z3,fsdp2-ce-z3,zeroweave-z3,zeroweave-graphs-z3 \
+            --host-profile zeroweave-z3
     )
-    bench z3-on-4 170 --case qwen3-8b-4096-z3 $rows --timeout 150 --impl zeroweave-graphs-keeps-z3,fsdp2-ce-z3
-    bench z2-on-4 170 --case qwen3-8b-4096-z2 $rows --timeout 150 --impl zeroweave-graphs-keeps-z2,fsdp2-ce-z2
+    run four 130 tests tests/gpu/test_experts.py tests/gpu/test_checkpoints.py -k four -n 2 --tb=short
+    run gathers 90 gathers
     ;;
 3)
-    run four 130 tests tests/gpu/test_experts.py tests/gpu/test_checkpoints.py -k four -n 2 --tb=short
     (
         export CUDA_VISIBLE_DEVICES=0,1
         run peers 560 tests tests/gpu/benchmarks tests/gpu/test_plan.py -n 4 --tb=short
@@ -77,39 +81,30 @@ case $part in
         run coalesce 110 coalesce --engines zeroweave,deepspeed --backwards 4 --modes coalesce --graphs --warm 16 \
             --blocks --stages 2,3 --set compile.memory_budget=$((1400 << 20)) --set compile.regather=true
         bench llama-512 110 --case llama-1b-512 --timeout 100 --impl zeroweave-graphs-z2,fsdp2-ce-z2
-        TORCHINDUCTOR_CPP_WRAPPER=1 bench q1024-cpp 150 $host --timeout 100 --variant cpp compile.prefetch=auto \
-            --impl zeroweave-cpp-z3
+        bench llama-2048 130 --case llama-1b-2048 --timeout 100 --impl zeroweave-graphs-z3,fsdp2-ce-z3
+        bench hf 150 --case hf-qwen3-8b-4096 --timeout 100 --impl zeroweave-z3,fsdp2-ce-z3
     ) &
     wait
     ;;
 4)
     (
         export CUDA_VISIBLE_DEVICES=0,1
-        bench z3-none 280 --case qwen3-8b-4096-z3 $rows --timeout 200 --impl zeroweave-graphs-z3,fsdp2-ce-z3,compute-graphs
-    ) &
-    (
-        export CUDA_VISIBLE_DEVICES=2,3
-        bench hf 150 --case hf-qwen3-8b-4096 --timeout 100 --impl zeroweave-z3,fsdp2-ce-z3
-        bench llama-2048 130 --case llama-1b-2048 --timeout 100 --impl zeroweave-graphs-z3,fsdp2-ce-z3
-    ) &
-    wait
-    bench kept 160 --case qwen3-8b-1024-kept --steps 24 --warm 14 --timeout 100 --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
+        bench z3-none 250 --case qwen3-8b-4096-z3 $rows --timeout 200 --impl zeroweave-graphs-z3,fsdp2-ce-z3
+    )
+    bench kept 130 --case qwen3-8b-1024-kept --steps 24 --warm 14 --timeout 100 --impl zeroweave-graphs-kept-z3,fsdp2-ce-z3
     bench gas-8 240 --case qwen3-8b-1024-gas-8 --steps 16 --warm 11 --timeout 118 \
         --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3
     ;;
 5)
-    regather="--variant regather compile.memory_budget=auto compile.regather=true"
     less="--variant less compile.memory_budget=$((54 << 30)) compile.regather=true"
     bench z3 330 --case qwen3-8b-4096-z3 $rows --timeout 110 $regather $less \
         --impl zeroweave-graphs-regather-z3,compute-graphs,fsdp2-ce-z3,zeroweave-graphs-less-z3 \
         --trace zeroweave-graphs-regather-z3 --profile zeroweave-graphs-regather-z3
-    bench z2 230 --case qwen3-8b-4096-z2 $rows --timeout 110 \
-        --variant regather compile.memory_budget=$((100 << 30)) compile.regather=true \
+    bench z2 230 --case qwen3-8b-4096-z2 $rows --timeout 110 $in_96_gib \
         --impl zeroweave-graphs-regather-z2,fsdp2-ce-z2
     ;;
 6)
-    bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 \
-        --variant regather compile.memory_budget=$((96 << 30)) compile.regather=true \
+    bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 $in_96_gib \
         --impl zeroweave-graphs-regather-z2,compute-graphs,fsdp2-ce-z2
     small="--steps 10 --warm 6 --timeout 60 --variant compact precision.optimizer=compact"
     bench small-z3 130 --case qwen3-8b-4096-z3 $small --impl zeroweave-z3,zeroweave-compact-z3
