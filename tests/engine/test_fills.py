@@ -180,7 +180,8 @@ def test_one_with_an_edge_of_another_kind_stays(at: str, edge: Edge) -> None:
     assert Fills(driver).replace(17) == 0 and len(driver.nodes) == 3
 
 
-def test_all_edges_are_those_of_the_memset() -> None:
+@pytest.mark.parametrize("backwards", [False, True])
+def test_all_edges_are_those_of_the_memset(backwards: bool) -> None:
     """Several on either side, memsets one behind the other, one at the graph's beginning and one at its end."""
     driver = Driver("0x10:4:1:1", "a", "0x20:4:1:2", "0x30:4:1:3", "b", "0x40:4:1:4")
     by_name = {node.name: node for node in driver.nodes}
@@ -189,6 +190,8 @@ def test_all_edges_are_those_of_the_memset() -> None:
     driver.join(left, by_name["0x20:4:1:2"], Edge())
     driver.join(by_name["0x30:4:1:3"], right, Edge())
     before = driver.edges
+    if backwards:
+        driver.nodes.reverse()
     assert Fills(driver).replace(17) == 4
 
     def named(node: Node) -> str:
