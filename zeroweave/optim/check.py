@@ -18,14 +18,9 @@ from zeroweave.optim.states import uncuttable
 
 # Optimizers that compute each element by itself, and whose state, step counters included, belongs to single
 # parameters: some of these can be stepped without the others. Exact types; a subclass may do things of its own.
-ELEMENT_WISE = frozenset(
-    [
-        Lion,
-        *(
-            getattr(torch.optim, name)
-            for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
-        ),
-    ]
+ELEMENT_WISE = frozenset({Lion}).union(
+    getattr(torch.optim, name)
+    for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
 
 # Optimizers that look at more than one element at a time, or that need other gradients than dense ones, by
