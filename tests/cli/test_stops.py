@@ -231,7 +231,11 @@ def running(folder: Path, what: str) -> tuple[Job, subprocess.Popen[str]]:
 def test_ranks_end_with_a_launcher_that_is_killed(what: str, tmp_path: Path) -> None:
     job, launcher = running(tmp_path, what)
     launcher.kill()
-    ((code, error),) = job.ends()  # its output ends with the last rank
+    until = time.monotonic() + 300
+    while not all(is_gone(rank["process"]) for rank in job.ranks()):  # a process closes its output before it is gone
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    ((code, error),) = job.ends()
     assert code == -signal.SIGKILL
     assert (what == "saving") == ("SIGTERM: saved as" in error), error
 
