@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -15,4 +16,7 @@ from zeroweave._triton import masters, rules  # noqa: E402
 
 os.environ.pop("TRITON_INTERPRET", None)
 
-__all__ = ["HERE", "masters", "rules"]
+ROUNDED: dict[str, Any] = {"enable_fp_fusion": False} if HERE.type == "cuda" else {}
+"""For kernels that round each product and each sum, as the optimizer asks for; the interpreter does in any case."""
+
+__all__ = ["HERE", "ROUNDED", "masters", "rules"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.optim.test_compact import KINDS, states, trained
 from tests.optim.world import World, build_net, random_gradients
-from tests.triton_kernels.kernels import HERE, rules
+from tests.triton_kernels.kernels import HERE, ROUNDED, rules
 from zeroweave.comm.rounding import join_, noise_, split_
 from zeroweave.optim.codes import BLOCK, Coded, decode, encode_
 from zeroweave.optim.compact import CODES
@@ -118,7 +118,7 @@ def test_a_step_is_torchs_between_decoding_and_coding(step: int, coupled: bool) 
         shard, rest, gradient, first.codes, second.codes, first.scales, second.scales, gradient, gradient, gradient,
         numel, 1 - rate * decay, rate / (1 - 0.9**step), math.sqrt(1 - 0.999**step), decay, 1 - 0.9, 0.999, 1 - 0.999,
         1e-8, position, step, SPLIT=True, FACTOR=0, FOUND=False, DEVICE=False, COUPLED=coupled, MAXIMIZE=False,
-        SIZE=rules.BLOCK, **({"enable_fp_fusion": False} if HERE.type == "cuda" else {}),
+        SIZE=rules.BLOCK, **ROUNDED,
     )  # fmt: skip
     for mine, theirs in ((first, wanted_first), (second, wanted_second)):
         away = (mine.codes.int() - theirs.codes.int()).abs()
@@ -159,7 +159,7 @@ def test_a_skipped_step_writes_nothing() -> None:
         rules.compact_adam[rules.programs(numel)](
             *state[:2], gradient, *state[2:], skip, skip, skip, numel,
             1.0, 1e-2, 1.0, 0.0, 0.1, 0.999, 1e-3, 1e-8, 0, 1,
-            SPLIT=True, FACTOR=0, FOUND=True, DEVICE=False, COUPLED=False, MAXIMIZE=False, SIZE=rules.BLOCK,
+            SPLIT=True, FACTOR=0, FOUND=True, DEVICE=False, COUPLED=False, MAXIMIZE=False, SIZE=rules.BLOCK, **ROUNDED,
         )  # fmt: skip
         assert [torch.equal(a, b) for a, b in zip(state, before, strict=True)] == [bool(found)] * 6
 
@@ -175,7 +175,7 @@ def test_a_block_with_an_infinity_is_all_nan(value: float) -> None:
     rules.compact_adam[rules.programs(numel)](
         *state, gradient, *(each.codes for each in coded), *(each.scales for each in coded), gradient, gradient,
         gradient, numel, 1.0, 1e-2, 1.0, 0.0, 0.1, 0.999, 1e-3, 1e-8, 0, 1,
-        SPLIT=True, FACTOR=0, FOUND=False, DEVICE=False, COUPLED=False, MAXIMIZE=False, SIZE=rules.BLOCK,
+        SPLIT=True, FACTOR=0, FOUND=False, DEVICE=False, COUPLED=False, MAXIMIZE=False, SIZE=rules.BLOCK, **ROUNDED,
     )  # fmt: skip
     for mine, moment in zip(coded, (gradient, gradient.square()), strict=True):
         found = decode(mine).view(-1, BLOCK)
