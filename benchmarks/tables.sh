@@ -96,7 +96,7 @@ case $part in
         --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3
     ;;
 5)
-    less="--variant less compile.memory_budget=$((54 << 30)) compile.regather=true"
+    less="--variant less compile.memory_budget=$((53 << 30)) compile.regather=true"
     bench z3 330 --case qwen3-8b-4096-z3 $rows --timeout 110 $regather $less \
         --impl zeroweave-graphs-regather-z3,compute-graphs,fsdp2-ce-z3,zeroweave-graphs-less-z3 \
         --trace zeroweave-graphs-regather-z3 --profile zeroweave-graphs-regather-z3
