@@ -160,16 +160,17 @@ def _all_names(parts: EngineParts) -> dict[str, list[str]]:
 
 
 def agree_on_state(
-    name: str, key: str, held: Mapping[str, Any], numel: int, control: Control, groups: int = 1
+    name: str, key: str, held: Mapping[str, Any], cut: bool, numel: int, control: Control, groups: int = 1
 ) -> tuple[torch.Tensor, bool]:
     """What its ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
 
     This rank's part [numel], zeros if it holds none; or, as is told with it, one value for the whole parameter, such as
-    a step counter. `numel`: of this rank's fragment. `groups`: how many sharding groups have a parameter of this name.
+    a step counter. `cut`: is what this rank holds of the `numel` elements of its fragment? `groups`: how many sharding
+    groups have a parameter of this name.
     EngineError on all ranks where one of these holds nothing.
     """
     value = held.get(key)
-    mine = value if isinstance(value, torch.Tensor) and value.shape == (numel,) else None
+    mine = value if cut else None
     whole = None if value is None or mine is not None else torch.as_tensor(value).detach().cpu()
     dtype = None if mine is None else mine.dtype
     ranks = control.all_gather_object((dtype, whole, sorted(map(str, held))), f"{key} of {name}")

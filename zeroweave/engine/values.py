@@ -117,9 +117,10 @@ class Values:
         if self._optimizer is None:
             raise EngineError("the engine has no optimizer, so parameters have no optimizer state")
         held = self._optimizer.state_of(bucket.id, slot)
+        cut = key in self._optimizer.offload.cut_of(bucket.id, slot)
         numel = bucket.layout.fragment(slot, bucket.rank).numel
         name = bucket.layout.slots[slot].name
-        return state.agree_on_state(name, key, held, numel, self._control, bucket.layout.groups)
+        return state.agree_on_state(name, key, held, cut, numel, self._control, bucket.layout.groups)
 
     @torch.no_grad()
     def _set(

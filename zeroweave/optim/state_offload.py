@@ -24,6 +24,7 @@ from zeroweave.optim.codes import Coded, decode
 from zeroweave.optim.compact import CompactMoments, refused_in
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.moments import FragmentMoment, Kind, moments_of
+from zeroweave.optim.states import is_cut
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
 
@@ -275,6 +276,11 @@ class StateOffload:
         """The same, but what has few bits is not decoded: tensors without memory have its shapes and dtypes."""
         held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
         return {**held, **(self.compact[bucket].outline(slot) if bucket in self.compact else {})}
+
+    def cut_of(self, bucket: int, slot: int) -> frozenset[Any]:
+        """The keys of `outline_of` under which there is something of each element, and not of the parameter."""
+        fragment, held = self._fragments[bucket].parameters[slot], self.outline_of(bucket, slot)
+        return frozenset(key for key, value in held.items() if is_cut(fragment, key, value, self._optimizer.state))
 
     def value_of(self, bucket: int, slot: int, key: str) -> Any:
         """One value of `state_of`; None where there is none. No other is decoded."""

@@ -70,16 +70,16 @@ def uncuttable(held: Held, names: Mapping[int, str]) -> list[str]:
 
 
 def is_cut(parameter: torch.Tensor, key: str, value: Any, held: Held) -> bool:
-    """Does `value` belong to the elements of a whole parameter?
+    """Does `value` belong to the elements of a parameter, or of a fragment, and not to it as a whole?
 
-    Of a parameter without dimensions a step counter has the same shape: what is `held` of the others tells then.
+    Of one element a step counter may have the same shape: what is `held` of others tells then.
     """
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
-    if parameter.ndim:
+    if parameter.numel() != 1:
         return True
-    alike = [v.shape == p.shape for p, k, v in _values(held) if k == key and p.ndim and hasattr(v, "shape")]
-    return any(alike) if alike else key != "step"
+    others = [(p, v) for p, k, v in _values(held) if k == key and p.shape != parameter.shape and hasattr(v, "shape")]
+    return any(v.shape == p.shape for p, v in others) if others else key != "step"
 
 
 def describe(

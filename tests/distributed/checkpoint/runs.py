@@ -68,6 +68,17 @@ class Plain(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+class Left(nn.Module):
+    """Of its first parameter one element is left for the second of two ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many, self.few = (nn.Parameter(torch.randn(numel)) for numel in (97, 13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.many.square().mean() + self.few.sum()
+
+
 class Counting(torch.optim.SGD):
     """Keeps only what belongs to a parameter as a whole: a Python number, and a tensor of one element."""
 
@@ -76,7 +87,7 @@ class Counting(torch.optim.SGD):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     state = self.state[parameter]
-                    state.setdefault("largest", torch.zeros(()))
+                    state.setdefault("largest", torch.zeros(1))
                     state["steps"] = state.get("steps", 0) + 1
                     state["largest"] = state["largest"] + 0.5
                     with torch.no_grad():
@@ -104,7 +115,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "muon": muon,
     "counted wholes": lambda parameters: zw.WholeMatrices(torch.optim.AdamW(parameters, lr=1e-2)),
 }
-MODELS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "noisy": Noisy, "plain": Plain}
+MODELS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "noisy": Noisy, "plain": Plain, "left": Left}
 
 
 def make(model: str, optimizer: str | None, stage: int, mode: str, seed: int, **more: Any) -> zw.Engine:

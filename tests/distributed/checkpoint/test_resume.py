@@ -116,6 +116,19 @@ def test_engines_that_have_trained(pools: Pools, tmp_path: Path, stage: int, mod
     assert pools(2).run(trained_already, tmp_path, stage, mode, MORE[more]) == [[], []]
 
 
+def one_left(folder: Path, optimizer: str) -> list[str]:
+    with make("left", optimizer, 3, "eager", 0) as engine:
+        mine = engine.local("many")
+        assert mine is not None and mine.numel() == (96, 1)[engine.rank]
+    return resume(folder, ("left", optimizer, {}), 3, "eager", 1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "counting"])
+def test_a_fragment_of_one_element_beside_a_counter_of_its_shape(pools: Pools, tmp_path: Path, optimizer: str) -> None:
+    """What the optimizer keeps of other fragments tells them apart."""
+    assert pools(2).run(one_left, tmp_path, optimizer) == [[], []]
+
+
 def without_optimizer(folder: Path) -> list[str]:
     with make("odd", "adamw", 3, "eager", 0) as engine:
         train(engine, 2)

@@ -138,11 +138,11 @@ class Saved:
             if place.numel:
                 held = [bucket.fragment(tensor, index) for tensor in bucket.home.at_rest]
                 portions += _portions(held, [_AT_ONCE] * len(held), whole)
-                coded = self._coded(bucket, index)
+                coded, cut = self._coded(bucket, index), self._cut(bucket, index)
                 for key, value in self._outline(bucket, index).items():
                     if key in coded:
                         portions += _portions(coded[key], [_AT_ONCE, _AT_ONCE // BLOCK], lambda at: decode(Coded(*at)))
-                    elif _is_cut(value, place.numel):
+                    elif key in cut:
                         portions += _portions([value], [_AT_ONCE], whole)
         return portions
 
@@ -159,8 +159,9 @@ class Saved:
         for index, name, place in _fragments(bucket):
             shape, mine = bucket.layout.slots[index].shape, bucket.fragment(shard, index)
             yield Part(f"param/{name}", shape, mine.dtype, place.offset, place.numel), mine
+            cut = self._cut(bucket, index)
             for key, value in held(bucket, index).items():
-                if _is_cut(value, place.numel):
+                if key in cut:
                     yield Part(f"state/{name}/{key}", shape, value.dtype, place.offset, place.numel), value
 
     def _gradients(self, bucket: Bucket) -> Iterator[tuple[Part, torch.Tensor]]:
@@ -181,8 +182,9 @@ class Saved:
             sizes = [layout.fragment(index, place).numel for place in range(bucket.rank + 1)]
             if not sizes[-1] or any(sizes[:-1]):
                 continue
+            cut = self._cut(bucket, index)
             for key, value in self._outline(bucket, index).items():
-                if not _is_cut(value, sizes[-1]):
+                if key not in cut:
                     name = f"{layout.keys(slot.name)[bucket.number]}/{key}"
                     yield f"scalar/{name}", plain.encode(value, f"the optimizer's state {name}")
 
@@ -201,6 +203,11 @@ class Saved:
         if others := [key for key in held if type(key) is not str]:
             raise EngineError(f"the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there")
         return held
+
+    def _cut(self, bucket: Bucket, slot: int) -> frozenset[str]:
+        """Under which keys of `_outline` there is something of each element of a fragment."""
+        optimizer = self._optimizer_of(bucket)
+        return frozenset() if optimizer is None else optimizer.offload.cut_of(bucket.id, slot)
 
     def _coded(self, bucket: Bucket, slot: int) -> Mapping[str, Coded]:
         optimizer = self._optimizer_of(bucket)
@@ -267,11 +274,6 @@ def _fragments(bucket: Bucket) -> Iterator[tuple[int, str, Fragment]]:
         place = layout.fragment(index, bucket.rank)
         if place.numel or not (slot.numel or bucket.rank):
             yield index, layout.keys(slot.name)[bucket.number], place
-
-
-def _is_cut(value: Any, numel: int) -> bool:
-    """Does an optimizer keep `value` of each of the `numel` elements of a fragment?"""
-    return isinstance(value, torch.Tensor) and value.shape == (numel,)
 
 
 def _portions(held: Sequence[torch.Tensor], sizes: Sequence[int], values: _Values) -> Iterator[_Portion]:
