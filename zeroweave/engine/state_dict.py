@@ -165,9 +165,8 @@ def agree_on_state(
     """What its ranks know of the state `key` of parameter `name`, of which this one holds `held`. Collective.
 
     This rank's part [numel], zeros if it holds none; or, as is told with it, one value for the whole parameter, such as
-    a step counter. `cut`: is what this rank holds of the `numel` elements of its fragment? `groups`: how many sharding
-    groups have a parameter of this name.
-    EngineError on all ranks where one of these holds nothing.
+    a step counter. `cut`: this rank holds one for each of the `numel` elements of its fragment. `groups`: how many
+    sharding groups have a parameter of this name. EngineError on all ranks where one of these holds nothing.
     """
     value = held.get(key)
     mine = value if cut else None
