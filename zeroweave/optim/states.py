@@ -196,6 +196,7 @@ class _Kind(NamedTuple):
 @torch.no_grad()
 def gather(
     outline_of: Callable[[int, int], Mapping[str, Any]],
+    cut_of: Callable[[int, int], Set[str]],
     value_of: Callable[[int, int, str], Any],
     buckets: Mapping[int, Bucket],
     fragments: Mapping[int, Fragments],
@@ -210,10 +211,11 @@ def gather(
     memory, else there are none. None: rank 0 alone gets all of them, in host memory. Each kind of state is gathered
     bucket by bucket on `device`, and then goes where it is to lie. What belongs to the rank alone is in it as it is.
     `outline_of(bucket, slot)`: what the optimizer of this rank holds of a fragment, perhaps without the values of what
-    is cut; `value_of(bucket, slot, key)`: such a value, which is asked for once, and let go.
+    is cut; `cut_of(bucket, slot)`: the keys of that; `value_of(bucket, slot, key)`: such a value, which is asked for
+    once, and let go.
     """
     mine = {
-        (bucket, slot): {key: _tell_fragment(parameter, value) for key, value in outline_of(bucket, slot).items()}
+        (bucket, slot): _tell_fragment(outline_of(bucket, slot), cut_of(bucket, slot))
         for bucket in buckets
         for slot, parameter in enumerate(fragments[bucket].parameters)
         if parameter.numel()
@@ -315,10 +317,13 @@ def tell(held: Held, parameter: torch.Tensor, key: str, value: Any, on_device: b
     return _tell_whole(value, on_device or (here and parameter.device.type != "cpu"))
 
 
-def _tell_fragment(fragment: torch.Tensor, value: Any) -> Told:
-    if isinstance(value, torch.Tensor) and value.shape == fragment.shape:
-        return Told("cut", value.dtype)
-    return _tell_whole(value, isinstance(value, torch.Tensor) and value.device.type != "cpu")
+def _tell_fragment(held: Mapping[str, Any], cut: Set[str]) -> dict[str, Told]:
+    return {
+        key: Told("cut", value.dtype)
+        if key in cut
+        else _tell_whole(value, isinstance(value, torch.Tensor) and value.device.type != "cpu")
+        for key, value in held.items()
+    }
 
 
 def _tell_whole(value: Any, on_device: bool) -> Told:

@@ -301,7 +301,7 @@ class ShardedOptimizer:
         `destroy` needs it, and so do state dicts.
         """
         self.offload.finish()
-        held = self.offload.outline_of, self.offload.value_of
+        held = self.offload.outline_of, self.offload.cut_of, self.offload.value_of
         return gather(*held, self._views, self._fragments, transport, control, self._device, room)
 
     def take(
