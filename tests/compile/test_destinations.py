@@ -102,6 +102,47 @@ def test_matmuls_write_where_they_are_told_to(lower: str) -> None:
     judge(lower, "cpu", torch.float32)
 
 
+class Adding(Lending):
+    """Has a sum for every gradient but that of `up` in the second layer, and notes what was added to it."""
+
+    def __init__(self, model: nn.Module, lower: str, **options: Any) -> None:
+        self.before: dict[Place, Tensor] = {}
+        super().__init__(model, lower, **options)
+
+    def sums(self, parts: list[Place]) -> list[Tensor | None] | None:
+        for b, slot in parts:
+            real = self.flats[b].real[slot]
+            if (b, slot) != self.place_of_name["layers.1.up.weight"]:
+                self.places[b, slot] = torch.randn_like(real.detach())
+                self.before[b, slot] = self.places[b, slot].clone()
+        return [self.places.get(place) for place in parts]
+
+
+def judge_sums(lower: str, device: str, dtype: torch.dtype) -> None:
+    """Trains a model whose matmuls add its gradients to sums, and in plain PyTorch; twice, as windows go on."""
+    torch.manual_seed(0)
+    model, x = Model().to(device, dtype), torch.randn(8, 5, 32, device=device, dtype=dtype)
+    plain = copy.deepcopy(model)
+    plain(x).square().mean().backward()
+    host = Adding(model, lower)
+    for _ in range(2):
+        host.gradients.clear()
+        host.in_place.clear()
+        gradients(host, x)
+        added = {name for name, place in host.place_of_name.items() if place in host.in_place}
+        names = ("up.weight", "down.weight", "plain")
+        assert added == {f"layers.{i}.{name}" for i in range(2) for name in names} - {"layers.1.up.weight"}
+        for name, p in plain.named_parameters():
+            assert p.grad is not None
+            before = host.before.get(host.place_of_name[name], torch.zeros_like(p))  # type: ignore[arg-type]
+            torch.testing.assert_close(host.gradient(name), before + p.grad)
+
+
+@daily("lower", ["aot_eager"], ["inductor"])
+def test_matmuls_add_to_what_they_are_told_to(lower: str) -> None:
+    judge_sums(lower, "cpu", torch.float32)
+
+
 class Losing(Block):
     """Computes a loss, where `alone`, or beside what it returns."""
 
@@ -126,6 +167,24 @@ def test_a_backward_that_begins_with_the_loss_is_given_no_memory(alone: bool) ->
     (result if alone else result[0].sum() + result[1]).backward()
     written = {name.split(".")[1] for name, place in host.place_of_name.items() if place in host.in_place}
     assert written == ({"0", "1"} if alone else {"0", "1", "2"})
+
+
+def test_a_backward_that_begins_with_the_loss_adds_to_what_is_there() -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(8, 5, 32)
+    model.layers = nn.ModuleList([Losing(32, alone=True)])
+    plain = copy.deepcopy(model)
+    plain(x).backward()
+    host = Adding(model, "aot_eager")
+    host.place_of_name["layers.1.up.weight"] = None
+    with host.everything(), host.hooks():
+        result = host.model(x)
+    result.backward()
+    added = {name for name, place in host.place_of_name.items() if place in host.in_place}
+    assert added == {"layers.0.up.weight", "layers.0.down.weight", "layers.0.plain"}
+    for name in added:
+        before = host.before[host.place_of_name[name]]  # type: ignore[index]
+        torch.testing.assert_close(host.gradient(name), before + plain.get_parameter(name).grad)
 
 
 class Mixed(nn.Module):

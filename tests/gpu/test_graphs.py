@@ -15,6 +15,8 @@ from zeroweave.engine.graphs.away import Away, put_back
 Ranks = Callable[..., list[Any]]
 
 BY_COPY_ENGINE: dict[str, Any] = {"transport": {"gathers": "copy_engine"}}
+ADDED: dict[str, Any] = {"precision": {"accumulate": "bfloat16"}}
+"""Backwards add their gradients to the local sums themselves."""
 EXACT = [
     *(Case(stage, gas, delays=True) for stage in (1, 2, 3) for gas in (1, 4)),
     *(Case(stage, mode="inductor", clipping=0.5, schedule=True) for stage in (2, 3)),
@@ -43,6 +45,10 @@ EXACT = [
     Case(2, loop="plain", mode="inductor", dropout=0.1),
     *(Case(3, loop=loop, mode="eager", dtype="float32", dropout=0.1) for loop in ("cast", "cast around")),
     *(Case(stage, 4, loop=loop, delays=True) for stage in (1, 2, 3) for loop in ("coalesced", "no_sync")),
+    Case(1, 4, loop="plain", delays=True, more=ADDED),
+    Case(2, 4, loop="coalesced", delays=True, more=ADDED),
+    Case(3, 4, loop="no_sync", delays=True, more=ADDED),
+    Case(2, 4, mode="inductor", loop="coalesced", more=ADDED),
 ]
 
 

@@ -20,14 +20,14 @@ SHAPES = (8, 8), (4, 4), (3,), (2, 8), (5,)
 """The last one does not begin where memory is aligned."""
 
 
-def make(reduce_dtype: torch.dtype | None = None) -> Gradients:
+def make(reduce_dtype: torch.dtype | None = None, sums: torch.dtype = torch.float32) -> Gradients:
     specs = [ParameterSpec(f"p{i}", shape, "float32", 4, True, None) for i, shape in enumerate(SHAPES)]
     (layout,) = build_layout(specs, 1, 1 << 20)
     device = torch.device("cpu")
     transport = LocalTransport(device)
     home = Shard(layout, torch.float32, transport, Transfers(device))
     bucket = Bucket(layout, torch.float32, transport, Gauge(), home, device)
-    return Gradients([bucket], transport, op="average", reduce_dtype=reduce_dtype, accumulate_dtype=torch.float32)
+    return Gradients([bucket], transport, op="average", reduce_dtype=reduce_dtype, accumulate_dtype=sums)
 
 
 def layout_of(gradients: Gradients) -> BucketLayout:
@@ -128,6 +128,70 @@ def test_backwards_that_are_not_reduced_add_up() -> None:
         assert gradients.destination(0, 1) is None
     contribute(gradients, 0, torch.full(SHAPES[0], 4.0), True)
     assert torch.equal(reduced(gradients), expected(gradients, {0: torch.full(SHAPES[0], 7.0)}))
+
+
+def add(gradients: Gradients, slot: int, value: torch.Tensor) -> bool:
+    """One gradient of a slot, added to its local sum, if it may be. Was it?"""
+    place = gradients.sum_of(0, slot)
+    if place is not None:
+        assert place.shape == value.shape and place.is_contiguous()
+        value = place.add_(value)
+    gradients.deliver((), [(0, slot, value)])
+    return place is not None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_added_enters_once_too(seed: int) -> None:
+    draw = random.Random(seed)
+    gradients, sums = make(), dict[int, torch.Tensor]()
+    folds = draw.randint(0, 3)
+    for backward in range(folds + 1):
+        for _ in range(draw.randint(0, 6)):
+            slot = draw.randrange(len(SHAPES))
+            value = torch.randint(-8, 8, SHAPES[slot]).float()
+            sums[slot] = sums.get(slot, torch.zeros(SHAPES[slot])) + value
+            if folds and draw.random() < 0.6:
+                assert add(gradients, slot, value.clone()) == (layout_of(gradients).slots[slot].offset * 4 % 16 == 0)
+            else:
+                contribute(gradients, slot, value.clone(), False)
+        if backward < folds:
+            gradients.fold([0])
+            gradients.end_backward(reduced=False)
+    assert gradients.accounts[0].had_gradient == sums.keys()
+    assert torch.equal(reduced(gradients), expected(gradients, sums))
+
+
+def test_a_bucket_whose_gradients_were_added_is_complete() -> None:
+    gradients = make()
+    gradients.announce([(0, 0)])
+    place = gradients.sum_of(0, 0)
+    assert place is not None
+    assert gradients.deliver([(0, 0)], [(0, 0, place.add_(1.0))]) == [0]
+    gradients.fold([0])
+    gradients.end_backward(reduced=False)
+    gradients.announce([(0, 0)])
+    assert gradients.deliver([(0, 0)], [(0, 0, place.add_(1.0))]) == [0], "in each backward"
+    assert gradients.written == 2 and gradients.local_peak == 4 * layout_of(gradients).numel
+
+
+def test_what_comes_behind_a_reduction_is_not_added_to_its_sum() -> None:
+    """It would be lost: the sum is on its way."""
+    gradients = make()
+    assert add(gradients, 0, torch.ones(SHAPES[0]))
+    gradients.fold([0])
+    gradients.end_backward(reduced=False)
+    assert add(gradients, 0, torch.ones(SHAPES[0]))
+    gradients.issue(0)
+    assert not add(gradients, 0, torch.full(SHAPES[0], 4.0)) and gradients.late() == b"\1"
+    gradients.issue(0)
+    gradients.reductions.settle_all()
+    shard = gradients.shard(0)
+    assert shard is not None and torch.equal(shard, expected(gradients, {0: torch.full(SHAPES[0], 6.0)}))
+
+
+def test_nothing_is_added_to_sums_of_another_dtype() -> None:
+    gradients = make(sums=torch.float64)
+    assert gradients.sum_of(0, 0) is None and gradients.accounts[0].local is None
 
 
 def test_what_was_written_in_place_is_counted() -> None:

@@ -55,6 +55,9 @@ class TemplateHost(Protocol):
         Each is contiguous, of its parameter's shape and dtype; None: anywhere.
         """
 
+    def sums(self, parts: list[Place]) -> list[Tensor | None] | None:
+        """To what it may add these gradients instead, each once; else as `destinations`. None: to nothing."""
+
     def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
         """The gradients of a backward that has left. `announced` is what its forward announced.
 
@@ -185,23 +188,25 @@ def backward_binder(
     split: Split,
     roles: Roles,
     written: Sequence[int] = (),
+    added: Sequence[int] = (),
     made: Set[int] = frozenset(),
-) -> Callable[[Boxed], Boxed]:
+) -> Callable[[Boxed, Callable[[], Boxed]], Boxed]:
     """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them.
 
     But `torch.autograd.grad` gets what it was asked for.
 
-    `written`: the outputs that the code will write into further arguments, `made`: those that are memory of their own,
-    see `compile.destinations`.
+    `written`: the outputs that the code will write into further arguments, `added`: those that the code adds to further
+    arguments which is asked for where there is something to add to; `made`: those that are memory of their own. See
+    `compile.destinations`.
     """
     arguments = {roles.position(node): i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     shared = tuple(i for position, i in arguments.items() if position is not None)
     gradients = tuple((output, arguments[position]) for output, position, _ in gradients_of(graph, roles))
-    targets = tuple((output, dict(gradients)[output]) for output in written)
+    targets, addends = (tuple((output, dict(gradients)[output]) for output in outputs) for outputs in (written, added))
     reads = tuple(i for i in tensor_arguments(graph, with_users=True) if i not in split.fresh)
     bound = tuple(dict.fromkeys(shared + reads))
 
-    def backward(run: Boxed, args: list[Any]) -> Any:
+    def backward(run: Boxed, add: Callable[[], Boxed], args: list[Any]) -> Any:
         host = caller.host
         if host is None and not split.elsewhere:
             raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
@@ -211,14 +216,20 @@ def backward_binder(
         uses = {place[0] for i in reads if (place := places[i]) is not None}
 
         def run_into(args: list[Any]) -> list[Any]:
-            slots = {i: place for _, i in targets if _is_slot(place := places[i])}
-            lent = dict(zip(slots, host.destinations(list(slots.values())), strict=True))
-            into = [(output, _made_like(args[i]) if (t := lent.get(i)) is None else t) for output, i in targets]
+            slots = {i: place for _, i in addends if _is_slot(place := places[i])}
+            parts = list(slots.values())
+            sums = host.sums(parts)
+            if sums is not None:
+                lent = dict(zip(slots, sums, strict=True))
+                into = [(o, _made_like(args[i]).zero_() if (t := lent.get(i)) is None else t) for o, i in addends]
+                return _run_into(add(), args, into)
+            lent = dict(zip(slots, host.destinations(parts), strict=True)) if targets else {}
+            into = [(o, _made_like(args[i]) if (t := lent.get(i)) is None else t) for o, i in targets]
             return _run_into(run, args, into)
 
         if shared or uses:
             region = split.regions.get(tuple(places[i] for i in shared), "")
-            outputs = list(_hold(host, region, "backward", uses, run_into if targets else run, args))
+            outputs = list(_hold(host, region, "backward", uses, run_into if addends else run, args))
         else:
             outputs = list(run(args))
         parts: list[Part] = []
@@ -238,7 +249,7 @@ def backward_binder(
                     outputs[output] = part[2]
         return outputs
 
-    return lambda run: mark_boxed(partial(backward, run))
+    return lambda run, add: mark_boxed(partial(backward, run, add))
 
 
 def _run_into(run: Boxed, args: list[Any], into: Sequence[tuple[int, Tensor]]) -> list[Any]:

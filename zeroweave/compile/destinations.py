@@ -2,10 +2,14 @@
 
 Before:  mm(a, b) · permute · permute · output
 After:   addmm_(destination, a, b, beta=0), for a further argument; that output is None
+
+So it writes. Where backwards add up, the same with `beta=1` adds to what lies there: nothing is written, read and added
+once more.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Final
@@ -22,15 +26,19 @@ INTO: Final = torch.ops.aten.addmm_.default
 """With beta=0 it does not read what it writes, and runs the kernel that a matmul does."""
 
 
+def matmul_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
+    """Output index -> the matmul of which the output, a parameter's gradient, is a view from end to end."""
+    return {index: node for index, node in _makers(graph, roles) if node.target is _MATMUL}
+
+
 def written_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
-    """Output index -> the matmul of which the output, a parameter's gradient, is a view from end to end.
+    """Those of `matmul_gradients` that may be written into memory which is there before the graph runs.
 
     Nothing in the backward of a region that has computed a loss. All activations of the step are alive when it begins,
     and so would be the memory of all its gradients, which a head has many bytes of: the step would need more at most.
+    What gradients are added to is there in any case.
     """
-    if _begins_with_losses(graph):
-        return {}
-    return {index: node for index, node in _makers(graph, roles) if node.target is _MATMUL}
+    return {} if _begins_with_losses(graph) else matmul_gradients(graph, roles)
 
 
 def made_gradients(graph: fx.Graph, roles: Roles) -> frozenset[int]:
@@ -58,8 +66,18 @@ def _makers(graph: fx.Graph, roles: Roles) -> Iterator[tuple[int, fx.Node]]:
             yield index, node
 
 
-def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node]) -> list[Tensor]:
-    """Gives the graph an argument for each of these, of the output's shape; returns examples of them, in order."""
+def added_gradients(module: fx.GraphModule, roles: Roles) -> tuple[fx.GraphModule, list[int], list[Tensor]]:
+    """A copy of the graph that adds its `matmul_gradients` to further arguments; their indices, and examples."""
+    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+    added = matmul_gradients(copied.graph, roles)
+    return copied, [*added], write_into_arguments(copied, added, adds=True)
+
+
+def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node], adds: bool = False) -> list[Tensor]:
+    """Gives the graph an argument for each of these, of the output's shape; returns examples of them, in order.
+
+    `adds`: to what lies there.
+    """
     graph = module.graph
     output, values = graph.output_node(), graph_outputs(graph)
     behind = list(graph.find_nodes(op="placeholder"))[-1]
@@ -74,7 +92,7 @@ def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node])
                 shape = list(matmul.meta["val"].shape)
                 destination = graph.call_function(torch.ops.aten.view.default, (destination, shape))
                 destination.meta["val"] = matmul.meta["val"]
-            into = graph.call_function(INTO, (destination, *matmul.args), {"beta": 0})
+            into = graph.call_function(INTO, (destination, *matmul.args), {"beta": int(adds)})
             into.meta |= {"val": matmul.meta["val"], "autograd_backward": True}
         view_of_output, values[index] = values[index], None
         output.args = (tuple(values),)

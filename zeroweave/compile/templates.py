@@ -10,6 +10,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
@@ -27,7 +28,7 @@ from zeroweave._torch.inductor import inductor_cache_hits
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Roles, Split, TemplateHost, backward_binder, forward_binder, roles_of
-from zeroweave.compile.destinations import made_gradients, write_into_arguments, written_gradients
+from zeroweave.compile.destinations import added_gradients, made_gradients, write_into_arguments, written_gradients
 from zeroweave.compile.fallback import explain, recompiled
 from zeroweave.compile.lower import Kind, Lower
 from zeroweave.compile.phases import Phases
@@ -246,6 +247,13 @@ class _Compilation:
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         written = written_gradients(graph.graph, self._roles)
         made = made_gradients(graph.graph, self._roles) - written.keys()
-        bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written], made)
-        inputs = [*inputs, *write_into_arguments(graph, written)]
-        return bind(self._templates.lowered(self._region, "backward", graph, inputs))
+        adding, added, sums = added_gradients(graph, self._roles)
+        bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written], added, made)
+        places = write_into_arguments(graph, written)
+        run = self._templates.lowered(self._region, "backward", graph, [*inputs, *places])
+
+        @cache
+        def add() -> Boxed:
+            return self._templates.lowered(self._region, "backward", adding, [*inputs, *sums])
+
+        return bind(run, add)

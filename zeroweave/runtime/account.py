@@ -37,6 +37,8 @@ class Account:
     def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge) -> None:
         self.bucket, self._shards = bucket, shards
         self.flat = GradientFlat(bucket)
+        self.added = 0
+        """gradients that backwards have added to local sums themselves"""
         self.shard: torch.Tensor | None = None
         """[numel / world] the reduced gradient of the window"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
@@ -61,6 +63,8 @@ class Account:
         self._keep(None)
         self.had_gradient: set[int] = set()
         """slots"""
+        self._fresh = False
+        """has a contribution come that was not folded or issued yet?"""
         self.reported = False
         """was the bucket said to be complete in the present backward?"""
         self.issued = False
@@ -93,9 +97,29 @@ class Account:
         """Where a contribution to the slot may be written, to be added then; of its shape. None: anywhere."""
         return None if slot in self.parts or self.local is not None else self.flat.lend(slot)
 
+    def sum_of(self, slot: int) -> torch.Tensor | None:
+        """The slot's local sum, for a contribution to be added to right now. None: it is to be a part, as others are.
+
+        So it is where sums have another dtype, or where kernels that were compiled for aligned memory would add
+        elsewhere; and behind the bucket's reduction, which a further one has to follow then.
+        """
+        if self.issued or self.dtype != self.bucket.dtype or not self.bucket.is_aligned(slot):
+            return None
+        if self.local is None:
+            self._sum_up(torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device))
+        return self._sums[slot]
+
+    def _sum_up(self, local: torch.Tensor) -> None:
+        """`local` [numel] is the local sum from now on."""
+        self.local, self._sums = local, self.bucket.views(local)
+
     def add(self, slot: int, gradient: torch.Tensor, made: bool = False) -> None:
-        """A contribution. `made`: nobody else has its memory."""
+        """A contribution. `made`: nobody else has its memory. The slot's local sum itself: it has been added there."""
         self.had_gradient.add(slot)
+        self._fresh = True
+        if self._sums and gradient is self._sums[slot]:
+            self.added += 1
+            return
         earlier = self.parts.get(slot)
         # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
         self.parts[slot] = gradient if earlier is None else earlier + gradient
@@ -103,7 +127,7 @@ class Account:
 
     def newly_complete(self) -> bool:
         """Has nothing announced been missing since this contribution? Says so once until it is added up."""
-        if self.reported or not (self._armed and not self._announced and not self._expected and self.parts):
+        if self.reported or not (self._armed and not self._announced and not self._expected and self._fresh):
             return False
         self.reported = True
         return True
@@ -112,7 +136,7 @@ class Account:
     def fold(self) -> None:
         """Adds the parts of a backward that does not reduce to the local sum."""
         self.add_up()
-        self.reported = False
+        self.reported = self._fresh = False
 
     @torch.no_grad()
     def add_up(self) -> None:
@@ -120,9 +144,9 @@ class Account:
         if not self.parts:
             return
         if self.local is None:
-            self.local = torch.empty(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
-            self._sums = self.bucket.views(self.local)
-            lay_out(self.local, self.parts, self.bucket.layout)
+            local = torch.empty(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
+            self._sum_up(local)
+            lay_out(local, self.parts, self.bucket.layout)
         else:
             foreach_add_([self._sums[slot] for slot in self.parts], list(self.parts.values()))
         self.flat.clear()
@@ -135,7 +159,7 @@ class Account:
             parts: Parts = self.local  # which is a flat already: nothing is copied
         else:
             parts = self.flat.collect(self.parts)
-        self.parts, self.local, self._sums, self.issued = {}, None, [], True
+        self.parts, self.local, self._sums, self.issued, self._fresh = {}, None, [], True, False
         return parts
 
     def settle(self, result: torch.Tensor) -> None:
@@ -168,6 +192,7 @@ class Account:
         self._keep(None if balance.shard is None else balance.shard.to(self.dtype))
         self.had_gradient = set(balance.had_gradient)
         self.parts = dict(balance.unreduced)
+        self._fresh = bool(self.parts)
         if folded:
             self.add_up()
 
@@ -178,7 +203,7 @@ class Account:
         if shard is not None:
             self.settle(shard)
         if local is not None and self.local is None:
-            self.local, self._sums = local, self.bucket.views(local)
+            self._sum_up(local)
         elif local is not None:
             assert self.local is not None
             self.local.add_(local)

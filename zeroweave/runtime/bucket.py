@@ -181,6 +181,10 @@ class Bucket(Flat):
         """The slots of a tensor [numel] that is laid out like this bucket's flat."""
         return [flat.narrow(0, s.offset, s.numel).view(s.shape) for s in self.layout.slots]
 
+    def is_aligned(self, slot: int) -> bool:
+        """Does a slot begin, in a flat of this dtype, where compiled code may write a matrix?"""
+        return self.layout.slots[slot].offset * self.dtype.itemsize % 16 == 0
+
     def slice(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part [numel / world] of a tensor that is laid out like the flat."""
         start, stop = self.layout.shard_range(self.rank)

@@ -46,11 +46,11 @@ class GradientFlat:
 
         Kernels that were compiled for aligned memory would write elsewhere, and the result be copied.
         """
-        place = self._bucket.layout.slots[slot]
-        if slot in self._lent or slot in self._there or place.offset * self._bucket.dtype.itemsize % 16:
+        if slot in self._lent or slot in self._there or not self._bucket.is_aligned(slot):
             return None
+        layout = self._bucket.layout
+        place = layout.slots[slot]
         if self._flat is None:
-            layout = self._bucket.layout
             self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
         view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
         return view

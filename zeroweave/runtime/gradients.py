@@ -63,8 +63,8 @@ class Gradients:
 
     @property
     def written(self) -> int:
-        """Gradients so far that backwards wrote where they were reduced from, so that nothing copied them."""
-        return sum(account.flat.collected for account in self._accounts.values())
+        """Gradients so far that backwards wrote, or added, where they are reduced from: nothing copied them."""
+        return sum(account.flat.collected + account.added for account in self._accounts.values())
 
     def _local_bytes(self) -> int:
         return sum(a.local.nbytes for a in self._accounts.values() if a.local is not None)
@@ -93,6 +93,18 @@ class Gradients:
         if self.unreduced or (self.reductions.dtype or account.bucket.dtype) != account.bucket.dtype:
             return None
         return account.destination(slot)
+
+    def sum_of(self, bucket_id: int, slot: int) -> torch.Tensor | None:
+        """The local sum, of the slot's shape, to which a gradient that is delivered next may be added; None: to none.
+
+        To be asked for while the present backward does not reduce, or others before have not.
+        """
+        account = self._accounts[bucket_id]
+        first = account.local is None
+        place = account.sum_of(slot)
+        if first and place is not None:
+            self.local_peak = max(self.local_peak, self._local_bytes())
+        return place
 
     def deliver(
         self,

@@ -261,6 +261,14 @@ class Runtime:
         wanted = set(self._wanted(parts))
         return [self.gradients.destination(*place) if place in wanted else None for place in parts]
 
+    def sums(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None] | None:
+        """To what a compiled backward may add these gradients, (bucket id, slot index); see `Gradients.sum_of`."""
+        if self.replay.reducing and not self.gradients.unreduced:
+            return None
+        wanted = set(self._wanted(parts))
+        found = [self.gradients.sum_of(*place) if place in wanted else None for place in parts]
+        return None if all(each is None for each in found) else found
+
     def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants."""
         if current_graph_task() == self._whole:
