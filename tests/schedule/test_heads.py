@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.schedule.headed import BLOCKS, RECORD, SIZE, WITHOUT, costs_of, made
+from tests.schedule.headed import BLOCKS, RECORD, ROOM, SIZE, WITHOUT, costs_of, made
 from tests.schedule.measured import as_predicted
 from tests.support.marks import daily
+from tests.support.schedules import stack, stack_facts
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import (
     PASSES,
     Costs,
+    Line,
     Reduce,
     Regather,
     Reshard,
@@ -26,12 +28,14 @@ from zeroweave.schedule import (
     Unshard,
     Update,
     Wait,
+    compile_schedule,
     dependencies,
     simulate,
     verify,
 )
 from zeroweave.schedule import costs_of as costs_of_steps
 from zeroweave.schedule.cost import collective_seconds
+from zeroweave.schedule.instructions import project
 from zeroweave.schedule.passes.heads import early
 from zeroweave.schedule.passes.room import price
 
@@ -277,3 +281,34 @@ def test_what_it_takes_is_measured_as_of_other_gathers() -> None:
         found = costs_of_steps([as_predicted(schedule).step])
         assert schedule.regathers
         assert found.gathers == {bucket: pytest.approx(0.5) for bucket in range(BLOCKS)}
+
+
+@pytest.mark.parametrize(("stage", "gather", "chosen"), [(2, 0.3, (0,)), (1, 0.3, (0,)), (3, 0.3, ()), (2, 0.0, ())])
+def test_a_bucket_that_is_all_there_is_has_the_way_to_the_next_step_beside_it(
+    stage: int, gather: float, chosen: tuple[int, ...]
+) -> None:
+    """Nothing is predicted to be gained or lost. At stage 3 its memory would be."""
+    record = stack(1, 4, calls=1)
+    events = project(record)
+    costs = Costs(
+        compute=tuple(0.3 if isinstance(event, Run) else 0.0 for event in events),
+        update={0: 0.7},
+        gathers={0: gather},
+        reductions={0: 0.1},
+        gather=Line(0.0, gather / SIZE),
+        reduce=Line(0.0, 0.1 / SIZE),
+        activations=(0,) * len(events),
+    )
+    facts = replace(
+        stack_facts(1, 1),
+        kept_by_stage=frozenset({0} if stage < 3 else ()),
+        update_by_bucket=True,
+        regather=True,
+        keep="auto",
+        costs=costs,
+        memory=ROOM,
+    )
+    schedule = compile_schedule(record, facts, PASSES)
+    without = compile_schedule(record, facts, WITHOUT)
+    assert schedule.regathers == chosen
+    assert price(simulate(schedule, costs)) == pytest.approx(price(simulate(without, costs)))

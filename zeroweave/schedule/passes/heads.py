@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isclose
 from typing import Final
 
 from zeroweave.schedule.build import Schedule
@@ -32,6 +33,9 @@ def heads(schedule: Schedule) -> Schedule:
     step, and as many do as ``facts.memory`` has room for and the step is predicted to gain by. What room is left is for
     the pass ``keep``, and both are compared with what that does alone. Only where ``facts.keep`` is "auto", by measured
     costs, and where each ``Update`` is over before what comes behind it.
+
+    So is the first of those that the stage keeps in the step anyway, if nothing is lost: a step cannot begin without
+    it. At the end of the step before, the program's way to the next one lies beside it, which is no part of either.
     """
     costs, facts, most = schedule.costs, schedule.facts, schedule.facts.memory
     if costs is None or most is None or facts.keep != "auto" or not facts.regather:
@@ -46,11 +50,19 @@ def heads(schedule: Schedule) -> Schedule:
             continue
         chosen.append(bucket)
         in_vain += 1
-        if price(prediction) < cheapest:
-            best, cheapest, in_vain = choice, price(prediction), 0
+        cost = price(prediction)
+        as_dear = chosen == [bucket] and _waits_anyway(schedule, bucket, costs) and isclose(cost, cheapest)
+        if cost < cheapest or as_dear:
+            best, cheapest, in_vain = choice, cost, 0
         if in_vain == _IN_VAIN:
             break
     return best
+
+
+def _waits_anyway(schedule: Schedule, bucket: int, costs: Costs) -> bool:
+    """Is the bucket, which is gathered first, there for the whole step, and something to wait for?"""
+    facts = schedule.facts
+    return bucket in facts.kept_by_stage and costs.seconds("all_gather", bucket, facts.sizes[bucket]) > 0
 
 
 def _foreseen(schedule: Schedule, costs: Costs) -> Prediction:
