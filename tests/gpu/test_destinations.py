@@ -18,7 +18,8 @@ def judged(lower: str, dtype: torch.dtype) -> None:
     """Inductor takes by time how a reduction goes, of each graph anew, and with it the order of its sums."""
     with deterministic():
         judge(lower, str(join()), dtype)
-        judge_sums(lower, str(join()), dtype)
+        for sums in {dtype, torch.float32}:
+            judge_sums(lower, str(join()), dtype, sums)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -56,7 +56,10 @@ class TemplateHost(Protocol):
         """
 
     def sums(self, parts: list[Place]) -> list[Tensor | None] | None:
-        """To what it may add these gradients instead, each once; else as `destinations`. None: to nothing."""
+        """To what it may add these gradients instead, each once; as `destinations`, but in any dtype.
+
+        None: to nothing.
+        """
 
     def deliver(self, announced: list[Place], parts: list[Part], made: Set[Place] = frozenset()) -> Set[Place]:
         """The gradients of a backward that has left. `announced` is what its forward announced.
@@ -190,14 +193,14 @@ def backward_binder(
     written: Sequence[int] = (),
     added: Sequence[int] = (),
     made: Set[int] = frozenset(),
-) -> Callable[[Boxed, Callable[[], Boxed]], Boxed]:
+) -> Callable[[Boxed, Callable[[tuple[torch.dtype, ...]], Boxed]], Boxed]:
     """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them.
 
     But `torch.autograd.grad` gets what it was asked for.
 
-    `written`: the outputs that the code will write into further arguments, `added`: those that the code adds to further
-    arguments which is asked for where there is something to add to; `made`: those that are memory of their own. See
-    `compile.destinations`.
+    `written`: the outputs that the code will write into further arguments. `added`: those that other code adds to
+    further arguments; it is asked for where there are sums, by the dtypes of these arguments. `made`: those that are
+    memory of their own. See `compile.destinations`.
     """
     arguments = {roles.position(node): i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     shared = tuple(i for position, i in arguments.items() if position is not None)
@@ -206,7 +209,7 @@ def backward_binder(
     reads = tuple(i for i in tensor_arguments(graph, with_users=True) if i not in split.fresh)
     bound = tuple(dict.fromkeys(shared + reads))
 
-    def backward(run: Boxed, add: Callable[[], Boxed], args: list[Any]) -> Any:
+    def backward(run: Boxed, adding: Callable[[tuple[torch.dtype, ...]], Boxed], args: list[Any]) -> Any:
         host = caller.host
         if host is None and not split.elsewhere:
             raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
@@ -222,7 +225,7 @@ def backward_binder(
             if sums is not None:
                 lent = dict(zip(slots, sums, strict=True))
                 into = [(o, _made_like(args[i]).zero_() if (t := lent.get(i)) is None else t) for o, i in addends]
-                return _run_into(add(), args, into)
+                return _run_into(adding(tuple(tensor.dtype for _, tensor in into)), args, into)
             lent = dict(zip(slots, host.destinations(parts), strict=True)) if targets else {}
             into = [(o, _made_like(args[i]) if (t := lent.get(i)) is None else t) for o, i in targets]
             return _run_into(run, args, into)
@@ -249,7 +252,7 @@ def backward_binder(
                     outputs[output] = part[2]
         return outputs
 
-    return lambda run, add: mark_boxed(partial(backward, run, add))
+    return lambda run, adding: mark_boxed(partial(backward, run, adding))
 
 
 def _run_into(run: Boxed, args: list[Any], into: Sequence[tuple[int, Tensor]]) -> list[Any]:

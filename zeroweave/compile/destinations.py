@@ -3,15 +3,14 @@
 Before:  mm(a, b) · permute · permute · output
 After:   addmm_(destination, a, b, beta=0), for a further argument; that output is None
 
-So it writes. Where backwards add up, the same with `beta=1` adds to what lies there: nothing is written, read and added
-once more.
+So it writes. Where backwards add up, other code adds to what lies there: by the same with `beta=1`, or by `add_matmul`
+where sums have a wider dtype than the gradients. That saves writing, reading and adding each once more.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -22,8 +21,31 @@ from zeroweave._torch.fx import makes_memory, operator_schema
 from zeroweave.compile.bind import Roles, gradients_of, graph_outputs
 
 _MATMUL: Final = torch.ops.aten.mm.default
-INTO: Final = torch.ops.aten.addmm_.default
+_INTO: Final = torch.ops.aten.addmm_.default
 """With beta=0 it does not read what it writes, and runs the kernel that a matmul does."""
+
+_LIBRARY: Final = torch.library.Library("zeroweave", "FRAGMENT")
+_LIBRARY.define("add_matmul(Tensor(a!) sum, Tensor left, Tensor right) -> ()")
+
+
+def _add_matmul(sum: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the product [n, m] of two matrices in half precision to a float32 sum. On GPUs it is not rounded before."""
+    if sum.is_cuda:
+        torch.ops.aten.addmm.dtype_out(sum, left, right, sum.dtype, out=sum)
+    else:  # which has no such matmul
+        sum.add_(torch.mm(left, right))
+
+
+_LIBRARY.impl("add_matmul", _add_matmul, "CompositeExplicitAutograd")
+torch.library.register_fake("zeroweave::add_matmul", lambda sum, left, right: None, lib=_LIBRARY)
+_ADD: Final = torch.ops.zeroweave.add_matmul.default
+INTO: Final = (_INTO, _ADD)
+"""The operators that write into arguments."""
+
+
+def may_add(gradient: torch.dtype, sums: torch.dtype) -> bool:
+    """Can a matmul whose result has the one dtype add to sums of the other?"""
+    return gradient == sums or (sums == torch.float32 and gradient in (torch.bfloat16, torch.float16))
 
 
 def matmul_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
@@ -66,24 +88,22 @@ def _makers(graph: fx.Graph, roles: Roles) -> Iterator[tuple[int, fx.Node]]:
             yield index, node
 
 
-def added_gradients(module: fx.GraphModule, roles: Roles) -> tuple[fx.GraphModule, list[int], list[Tensor]]:
-    """A copy of the graph that adds its `matmul_gradients` to further arguments; their indices, and examples."""
-    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
-    added = matmul_gradients(copied.graph, roles)
-    return copied, [*added], write_into_arguments(copied, added, adds=True)
-
-
-def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node], adds: bool = False) -> list[Tensor]:
+def write_into_arguments(
+    module: fx.GraphModule, written: Mapping[int, fx.Node], sums: Sequence[torch.dtype] | None = None
+) -> list[Tensor]:
     """Gives the graph an argument for each of these, of the output's shape; returns examples of them, in order.
 
-    `adds`: to what lies there.
+    `sums`: it adds to what lies there, of which these are the dtypes.
     """
     graph = module.graph
     output, values = graph.output_node(), graph_outputs(graph)
     behind = list(graph.find_nodes(op="placeholder"))[-1]
     examples = []
-    for index, matmul in written.items():
+    for number, (index, matmul) in enumerate(written.items()):
         example = values[index].meta["val"]
+        if sums is not None:
+            with example.fake_mode:
+                example = example.to(sums[number])
         with graph.inserting_after(behind):
             behind = destination = graph.placeholder(f"destination_{index}")
         destination.meta["val"] = example
@@ -91,9 +111,14 @@ def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node],
             if example.shape != matmul.meta["val"].shape:
                 shape = list(matmul.meta["val"].shape)
                 destination = graph.call_function(torch.ops.aten.view.default, (destination, shape))
-                destination.meta["val"] = matmul.meta["val"]
-            into = graph.call_function(INTO, (destination, *matmul.args), {"beta": int(adds)})
-            into.meta |= {"val": matmul.meta["val"], "autograd_backward": True}
+                with example.fake_mode:
+                    destination.meta["val"] = example.view(shape)
+            if example.dtype == matmul.meta["val"].dtype:
+                into = graph.call_function(_INTO, (destination, *matmul.args), {"beta": 0 if sums is None else 1})
+                into.meta |= {"val": matmul.meta["val"], "autograd_backward": True}
+            else:
+                into = graph.call_function(_ADD, (destination, *matmul.args))
+                into.meta |= {"val": None, "autograd_backward": True}
         view_of_output, values[index] = values[index], None
         output.args = (tuple(values),)
         while not view_of_output.users:

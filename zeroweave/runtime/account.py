@@ -11,6 +11,7 @@ from zeroweave._torch.foreach import foreach_add_
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts
+from zeroweave.compile.destinations import may_add
 from zeroweave.errors import EngineError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradient_flat import GradientFlat
@@ -100,10 +101,10 @@ class Account:
     def sum_of(self, slot: int) -> torch.Tensor | None:
         """The slot's local sum, for a contribution to be added to right now. None: it is to be a part, as others are.
 
-        So it is where sums have another dtype, or where kernels that were compiled for aligned memory would add
-        elsewhere; and behind the bucket's reduction, which a further one has to follow then.
+        So it is where matmuls cannot add to sums of this dtype, and where kernels that were compiled for aligned memory
+        would add elsewhere. So it is behind the bucket's reduction, too, which a further one has to follow then.
         """
-        if self.issued or self.dtype != self.bucket.dtype or not self.bucket.is_aligned(slot):
+        if self.issued or not may_add(self.bucket.dtype, self.dtype) or not self.bucket.is_aligned(slot):
             return None
         if self.local is None:
             self._sum_up(torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device))
