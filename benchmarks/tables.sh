@@ -40,6 +40,7 @@ rows="--in-a-row 10 --steps 34 --warm 14"
 host="--case qwen3-8b-1024 --steps 36 --warm 20 --timeout 150"
 # Heads are gathered under the last updates. At stage 2 the default budget, as graphs have it, has no room for that.
 regather="--variant regather compile.memory_budget=auto compile.regather=true"
+windows="--engines zeroweave,deepspeed --backwards 4 --modes coalesce --graphs --warm 16 --set compile.regather=true"
 in_96_gib="--variant regather compile.memory_budget=$((96 << 30)) compile.regather=true"
 
 # All but what needs a quiet GPU, and plans.
@@ -78,8 +79,8 @@ case $part in
     ) &
     (
         export CUDA_VISIBLE_DEVICES=2,3
-        run coalesce 110 coalesce --engines zeroweave,deepspeed --backwards 4 --modes coalesce --graphs --warm 16 \
-            --blocks --stages 2,3 --set compile.memory_budget=$((1400 << 20)) --set compile.regather=true
+        run coalesce-z2 75 coalesce $windows --stages 2 --set compile.memory_budget=$((2500 << 20))
+        run coalesce-z3 75 coalesce $windows --stages 3 --blocks --set compile.memory_budget=$((1400 << 20))
         bench llama-512 110 --case llama-1b-512 --timeout 100 --impl zeroweave-graphs-z2,fsdp2-ce-z2
         bench llama-2048 130 --case llama-1b-2048 --timeout 100 --impl zeroweave-graphs-z3,fsdp2-ce-z3
         bench hf 150 --case hf-qwen3-8b-4096 --timeout 100 --impl zeroweave-z3,fsdp2-ce-z3

@@ -53,12 +53,11 @@ def inductor_compile(
     An inference graph has had no partition, so that Inductor's joint passes are run here. Inductor's option for code in
     C++ around the kernels is handed on: `compile_fx`, which would do so, is not called.
     """
-    from torch._dynamo.utils import get_inputs_devices
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner, get_cpp_wrapper_config
     from torch._inductor.virtualized import V
 
-    fake_mode, devices = _fake_mode(graph), list(get_inputs_devices(inputs, graph))
+    fake_mode, devices = _fake_mode(graph), _devices(graph, inputs)
     with (
         torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
         V.set_fake_mode(fake_mode),
@@ -72,7 +71,14 @@ def inductor_compile(
         return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference, cpp_wrapper=cpp)
 
 
-def _told_apart_by_processor(devices: Sequence[torch.device | None]) -> AbstractContextManager[None]:
+def _devices(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[torch.device]:
+    """Those that a graph computes on. A single number on the CPU may be an argument of what another device does."""
+    values = [*inputs, *(node.meta.get("val") for node in graph.graph.nodes)]
+    tensors = [each for each in values if isinstance(each, torch.Tensor) and each.device.type != "meta"]
+    return list(dict.fromkeys(each.device for each in tensors if each.device.type != "cpu" or each.dim()))
+
+
+def _told_apart_by_processor(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
     """Inside, Inductor finds in its cache what was made for this processor's vectors only.
 
     Why: its code for CPUs counts on a number of lanes, which its keys leave out. A cache that comes to a processor
@@ -81,7 +87,7 @@ def _told_apart_by_processor(devices: Sequence[torch.device | None]) -> Abstract
     from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch.compiler import config
 
-    if not any(device is not None and device.type == "cpu" for device in devices):
+    if not any(device.type == "cpu" for device in devices):
         return nullcontext()
     return config.patch(cache_key_tag=f"{config.cache_key_tag} {pick_vec_isa()}")  # type: ignore[attr-defined]
 

@@ -35,6 +35,17 @@ def lent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(cast(Any, storage))
 
 
+def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A contiguous tensor whose storage has no bytes yet.
+
+    Why: one that is made as ever has its memory for a moment, and the step may need most in that moment.
+    """
+    from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
+
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return cast(torch.Tensor, _reinterpret_tensor(torch.empty(0, dtype=dtype, device=device), shape, strides, 0))
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """The identity of the storage of `tensor`, kept over `resize_`; 0 for a wrapper subclass, which has none.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Final, Literal, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +19,7 @@ from zeroweave._torch.aot import aot_base, aot_gradient_of, aot_position
 from zeroweave._torch.autograd import recomputing
 from zeroweave._torch.dynamo import dynamo_example
 from zeroweave._torch.fx import mark_boxed
+from zeroweave._torch.storages import without_memory
 from zeroweave.errors import EngineError, ParameterError
 
 Place = tuple[int, int]  # (bucket id, slot index); slot -1: a view of the flat that is no whole slot
@@ -191,48 +192,46 @@ def backward_binder(
     split: Split,
     roles: Roles,
     written: Sequence[int] = (),
-    added: Sequence[int] = (),
     made: Set[int] = frozenset(),
-) -> Callable[[Boxed, Callable[[tuple[torch.dtype, ...]], Boxed]], Boxed]:
+    early: bool = True,
+) -> Callable[[Boxed], Boxed]:
     """Puts a backward on the runtime: gradients of parameters go to the host, autograd gets None for them.
 
     But `torch.autograd.grad` gets what it was asked for.
 
-    `written`: the outputs that the code will write into further arguments. `added`: those that other code adds to
-    further arguments; it is asked for where there are sums, by the dtypes of these arguments. `made`: those that are
-    memory of their own. See `compile.destinations`.
+    `written`: the outputs that the code will write into further arguments, or add there. `early`: may these have their
+    memory before the code runs? `made`: the outputs that are memory of their own. See `compile.destinations`.
     """
     arguments = {roles.position(node): i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
     shared = tuple(i for position, i in arguments.items() if position is not None)
     gradients = tuple((output, arguments[position]) for output, position, _ in gradients_of(graph, roles))
-    targets, addends = (tuple((output, dict(gradients)[output]) for output in outputs) for outputs in (written, added))
+    targets = tuple((output, dict(gradients)[output]) for output in written)
     reads = tuple(i for i in tensor_arguments(graph, with_users=True) if i not in split.fresh)
     bound = tuple(dict.fromkeys(shared + reads))
 
-    def backward(run: Boxed, adding: Callable[[tuple[torch.dtype, ...]], Boxed], args: list[Any]) -> Any:
+    def backward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
         if host is None and not split.elsewhere:
             raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
         places = dict.fromkeys(bound) if host is None else {i: host.find(args[i]) for i in bound}
         if host is None or (shared and split.elsewhere and not any(places.values())):
-            return _run_into(run, args, [(output, _made_like(args[i])) for output, i in targets])
+            return _run_into(run, args, [(output, _like(args[i])) for output, i in targets])
         uses = {place[0] for i in reads if (place := places[i]) is not None}
 
         def run_into(args: list[Any]) -> list[Any]:
-            slots = {i: place for _, i in addends if _is_slot(place := places[i])}
+            slots = {i: place for _, i in targets if _is_slot(place := places[i])}
             parts = list(slots.values())
-            sums = host.sums(parts)
-            if sums is not None:
-                lent = dict(zip(slots, sums, strict=True))
-                into = [(o, _made_like(args[i]).zero_() if (t := lent.get(i)) is None else t) for o, i in addends]
-                return _run_into(adding(tuple(tensor.dtype for _, tensor in into)), args, into)
-            lent = dict(zip(slots, host.destinations(parts), strict=True)) if targets else {}
-            into = [(o, _made_like(args[i]) if (t := lent.get(i)) is None else t) for o, i in targets]
-            return _run_into(run, args, into)
+            lent = sums = host.sums(parts)
+            if lent is None and early:
+                lent = host.destinations(parts)
+            found = dict(zip(slots, lent, strict=True)) if lent else {}
+            other = _like if sums is None else torch.zeros_like
+            into = [(o, other(args[i]) if (t := found.get(i)) is None else t) for o, i in targets]
+            return _run_into(run, args, into, adds=sums is not None)
 
         if shared or uses:
             region = split.regions.get(tuple(places[i] for i in shared), "")
-            outputs = list(_hold(host, region, "backward", uses, run_into if addends else run, args))
+            outputs = list(_hold(host, region, "backward", uses, run_into if targets else run, args))
         else:
             outputs = list(run(args))
         parts: list[Part] = []
@@ -252,21 +251,26 @@ def backward_binder(
                     outputs[output] = part[2]
         return outputs
 
-    return lambda run, adding: mark_boxed(partial(backward, run, adding))
+    return lambda run: mark_boxed(partial(backward, run))
 
 
-def _run_into(run: Boxed, args: list[Any], into: Sequence[tuple[int, Tensor]]) -> list[Any]:
-    """The results of code that writes some of them, by index, into further arguments."""
-    args.extend(tensor for _, tensor in into)
+_ADDS: Final = {adds: torch.tensor(adds, device="cpu") for adds in (True, False)}
+
+
+def _run_into(run: Boxed, args: list[Any], into: Sequence[tuple[int, Tensor]], adds: bool = False) -> list[Any]:
+    """The results of code that writes some of them, by index, into further arguments, or adds them there."""
+    if into:
+        args.extend(tensor for _, tensor in into)
+        args.append(_ADDS[adds])
     outputs = list(run(args))
     for output, tensor in into:
         outputs[output] = tensor
     return outputs
 
 
-def _made_like(parameter: Tensor) -> Tensor:
-    """Memory for a gradient."""
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+def _like(parameter: Tensor) -> Tensor:
+    """A tensor for a gradient, which has its memory when it is written."""
+    return without_memory(parameter.shape, parameter.dtype, parameter.device)
 
 
 def _hold(host: TemplateHost, region: str, phase: Phase, uses: set[int], run: Boxed, args: list[Any]) -> Any:

@@ -1,16 +1,16 @@
 """Gradients of parameters that need no copy: matmuls write them where the caller wants them, or they are memory alone.
 
 Before:  mm(a, b) · permute · permute · output
-After:   addmm_(destination, a, b, beta=0), for a further argument; that output is None
+After:   matmul_into(destination, a, b, adds), for further arguments; that output is None
 
-So it writes. Where backwards add up, other code adds to what lies there: by the same with `beta=1`, or by `add_matmul`
-where sums have a wider dtype than the gradients. That saves writing, reading and adding each once more.
+The caller says when it runs whether it writes, or adds to what lies there, as where backwards add up: the code is one,
+whatever becomes of the gradients. What it writes to may have no memory until then.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
@@ -21,26 +21,33 @@ from zeroweave._torch.fx import makes_memory, operator_schema
 from zeroweave.compile.bind import Roles, gradients_of, graph_outputs
 
 _MATMUL: Final = torch.ops.aten.mm.default
-_INTO: Final = torch.ops.aten.addmm_.default
-"""With beta=0 it does not read what it writes, and runs the kernel that a matmul does."""
-
 _LIBRARY: Final = torch.library.Library("zeroweave", "FRAGMENT")
-_LIBRARY.define("add_matmul(Tensor(a!) sum, Tensor left, Tensor right) -> ()")
+_LIBRARY.define("matmul_into(Tensor(a!) into, Tensor left, Tensor right, Tensor adds) -> ()")
 
 
-def _add_matmul(sum: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds the product [n, m] of two matrices in half precision to a float32 sum. On GPUs it is not rounded before."""
-    if sum.is_cuda:
-        torch.ops.aten.addmm.dtype_out(sum, left, right, sum.dtype, out=sum)
-    else:  # which has no such matmul
-        sum.add_(torch.mm(left, right))
+def _matmul_into(into: Tensor, left: Tensor, right: Tensor, adds: Tensor) -> None:
+    """Writes the product of two matrices to a contiguous tensor, or adds it there. `adds`: a bool on the CPU, 0-dim.
+
+    What is written gets its memory now, if it has none. What is added to may be float32 where the matrices are in half
+    precision; GPUs do not round the product then.
+    """
+    if not adds:
+        storage = into.untyped_storage()
+        if not storage.nbytes():
+            storage.resize_(into.nbytes)
+        torch.ops.aten.addmm_.default(into, left, right, beta=0)  # reads nothing there, and runs the kernel of a matmul
+    elif into.dtype == left.dtype:
+        torch.ops.aten.addmm_.default(into, left, right)
+    elif into.is_cuda:
+        torch.ops.aten.addmm.dtype_out(into, left, right, into.dtype, out=into)
+    else:
+        into.add_(torch.mm(left, right))
 
 
-_LIBRARY.impl("add_matmul", _add_matmul, "CompositeExplicitAutograd")
-torch.library.register_fake("zeroweave::add_matmul", lambda sum, left, right: None, lib=_LIBRARY)
-_ADD: Final = torch.ops.zeroweave.add_matmul.default
-INTO: Final = (_INTO, _ADD)
-"""The operators that write into arguments."""
+_LIBRARY.impl("matmul_into", _matmul_into, "CompositeExplicitAutograd")
+_LIBRARY.impl("matmul_into", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("zeroweave::matmul_into", lambda into, left, right, adds: None, lib=_LIBRARY)
+INTO: Final = torch.ops.zeroweave.matmul_into.default
 
 
 def may_add(gradient: torch.dtype, sums: torch.dtype) -> bool:
@@ -48,19 +55,19 @@ def may_add(gradient: torch.dtype, sums: torch.dtype) -> bool:
     return gradient == sums or (sums == torch.float32 and gradient in (torch.bfloat16, torch.float16))
 
 
-def matmul_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
+def written_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
     """Output index -> the matmul of which the output, a parameter's gradient, is a view from end to end."""
     return {index: node for index, node in _makers(graph, roles) if node.target is _MATMUL}
 
 
-def written_gradients(graph: fx.Graph, roles: Roles) -> dict[int, fx.Node]:
-    """Those of `matmul_gradients` that may be written into memory which is there before the graph runs.
+def begins_with_losses(graph: fx.Graph) -> bool:
+    """Is it the backward of a region that has computed losses, and begins with gradients of single numbers only?
 
-    Nothing in the backward of a region that has computed a loss. All activations of the step are alive when it begins,
-    and so would be the memory of all its gradients, which a head has many bytes of: the step would need more at most.
-    What gradients are added to is there in any case.
+    All activations of the step are alive then. So would be the memory of all its gradients, which a head has many bytes
+    of, if it were there already: the step would need more at most.
     """
-    return {} if _begins_with_losses(graph) else matmul_gradients(graph, roles)
+    tangents = [node for node in graph.find_nodes(op="placeholder") if aot_is_tangent(node.meta.get("desc"))]
+    return all(node.meta["val"].dim() == 0 for node in tangents)
 
 
 def made_gradients(graph: fx.Graph, roles: Roles) -> frozenset[int]:
@@ -88,37 +95,34 @@ def _makers(graph: fx.Graph, roles: Roles) -> Iterator[tuple[int, fx.Node]]:
             yield index, node
 
 
-def write_into_arguments(
-    module: fx.GraphModule, written: Mapping[int, fx.Node], sums: Sequence[torch.dtype] | None = None
-) -> list[Tensor]:
-    """Gives the graph an argument for each of these, of the output's shape; returns examples of them, in order.
+def write_into_arguments(module: fx.GraphModule, written: Mapping[int, fx.Node]) -> list[Tensor]:
+    """Gives the graph an argument for each of these, of the output's shape, and one that says whether it adds.
 
-    `sums`: it adds to what lies there, of which these are the dtypes.
+    Returns examples of them, in that order.
     """
+    if not written:
+        return []
     graph = module.graph
     output, values = graph.output_node(), graph_outputs(graph)
     behind = list(graph.find_nodes(op="placeholder"))[-1]
-    examples = []
-    for number, (index, matmul) in enumerate(written.items()):
-        example = values[index].meta["val"]
-        if sums is not None:
-            with example.fake_mode:
-                example = example.to(sums[number])
+    examples: list[Tensor] = [values[index].meta["val"] for index in written]
+    with examples[0].fake_mode:  # type: ignore[attr-defined]
+        examples.append(torch.empty((), dtype=torch.bool, device="cpu"))
+    arguments = []
+    for name, example in zip([*(f"destination_{index}" for index in written), "adds"], examples, strict=True):
         with graph.inserting_after(behind):
-            behind = destination = graph.placeholder(f"destination_{index}")
-        destination.meta["val"] = example
+            behind = graph.placeholder(name)
+        behind.meta["val"] = example
+        arguments.append(behind)
+    *destinations, adds = arguments
+    for destination, (index, matmul) in zip(destinations, written.items(), strict=True):
         with graph.inserting_before(matmul):
-            if example.shape != matmul.meta["val"].shape:
+            if destination.meta["val"].shape != matmul.meta["val"].shape:
                 shape = list(matmul.meta["val"].shape)
                 destination = graph.call_function(torch.ops.aten.view.default, (destination, shape))
-                with example.fake_mode:
-                    destination.meta["val"] = example.view(shape)
-            if example.dtype == matmul.meta["val"].dtype:
-                into = graph.call_function(_INTO, (destination, *matmul.args), {"beta": 0 if sums is None else 1})
-                into.meta |= {"val": matmul.meta["val"], "autograd_backward": True}
-            else:
-                into = graph.call_function(_ADD, (destination, *matmul.args))
-                into.meta |= {"val": None, "autograd_backward": True}
+                destination.meta["val"] = matmul.meta["val"]
+            into = graph.call_function(INTO, (destination, *matmul.args, adds))
+            into.meta |= {"val": None, "autograd_backward": True}
         view_of_output, values[index] = values[index], None
         output.args = (tuple(values),)
         while not view_of_output.users:
@@ -127,17 +131,9 @@ def write_into_arguments(
             if view_of_output is matmul:
                 break
             view_of_output = parents[0]
-        examples.append(example)
-    if written:
-        graph.lint()
-        module.recompile()
+    graph.lint()
+    module.recompile()
     return examples
-
-
-def _begins_with_losses(graph: fx.Graph) -> bool:
-    """Does a backward begin with gradients of single numbers only?"""
-    tangents = [node for node in graph.find_nodes(op="placeholder") if aot_is_tangent(node.meta.get("desc"))]
-    return all(node.meta["val"].dim() == 0 for node in tangents)
 
 
 def _is_view(node: fx.Node) -> bool:

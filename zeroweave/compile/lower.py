@@ -55,8 +55,7 @@ def compile_graph(lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], ki
     with phases("lower"):
         if lower == "aot_eager":
             return boxed(graph)
-        for operator in INTO:
-            inductor_calls(operator)
+        inductor_calls(INTO)
         folder = inductor_lock_folder()
         key = graph_key(graph, inputs, f"{kind} {inductor_settings()}")
         with compile_lock(folder, key, phases) if folder else nullcontext():

@@ -7,15 +7,12 @@ Dynamo runs it for every region with the same code (see `bind.py`). Communicatio
 
 from __future__ import annotations
 
-import copy
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
 from typing import Any
 from uuid import uuid4
 
-import torch
 from torch import fx, nn
 
 from zeroweave._torch.aot import aot_metadata, dynamo_backend
@@ -30,7 +27,7 @@ from zeroweave._torch.inductor import inductor_cache_hits
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.bind import Boxed, Roles, Split, TemplateHost, backward_binder, forward_binder, roles_of
-from zeroweave.compile.destinations import made_gradients, matmul_gradients, write_into_arguments, written_gradients
+from zeroweave.compile.destinations import begins_with_losses, made_gradients, write_into_arguments, written_gradients
 from zeroweave.compile.fallback import explain, recompiled
 from zeroweave.compile.lower import Kind, Lower
 from zeroweave.compile.phases import Phases
@@ -248,17 +245,8 @@ class _Compilation:
 
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         written = written_gradients(graph.graph, self._roles)
-        made = made_gradients(graph.graph, self._roles) - written.keys()
-        added = matmul_gradients(graph.graph, self._roles)
-        bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written], [*added], made)
-        as_it_is = copy.deepcopy(graph.graph)
-        places = write_into_arguments(graph, written)
-        run = self._templates.lowered(self._region, "backward", graph, [*inputs, *places])
-
-        @cache
-        def adding(sums: tuple[torch.dtype, ...]) -> Boxed:
-            module = fx.GraphModule(graph, copy.deepcopy(as_it_is))
-            places = write_into_arguments(module, matmul_gradients(module.graph, self._roles), sums)
-            return self._templates.lowered(self._region, "backward", module, [*inputs, *places])
-
-        return bind(run, adding)
+        early = not begins_with_losses(graph.graph)
+        made = made_gradients(graph.graph, self._roles) - (written.keys() if early else frozenset())
+        bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written], made, early)
+        inputs = [*inputs, *write_into_arguments(graph, written)]
+        return bind(self._templates.lowered(self._region, "backward", graph, inputs))

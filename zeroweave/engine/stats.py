@@ -98,7 +98,7 @@ class Stats:
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
     micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
-    `written_gradients`: those that backwards wrote where they are reduced from, so that nothing copied them.
+    `written_gradients`: those that backwards wrote, or added, where they are reduced from: nothing copied them.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
     storages among them that a backward asked for before its schedule had brought them back. `gathers`: by kernel or by
