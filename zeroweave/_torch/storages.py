@@ -41,9 +41,13 @@ def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
     Why: one that is made as ever has its memory for a moment, and the step may need most in that moment.
     """
     from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
+    from torch._subclasses.fake_tensor import FakeTensor
 
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return cast(torch.Tensor, _reinterpret_tensor(torch.empty(0, dtype=dtype, device=device), shape, strides, 0))
+    nothing = torch.empty(0, dtype=dtype, device=device)
+    made = _reinterpret_tensor(nothing, shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], 0)
+    if isinstance(nothing, FakeTensor):  # this function does not know them
+        made = FakeTensor(nothing.fake_mode, made, nothing.device)
+    return cast(torch.Tensor, made)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import register_flop_formula
 
 from zeroweave._torch.aot import aot_is_tangent
 from zeroweave._torch.fx import makes_memory, operator_schema
@@ -48,6 +49,11 @@ _LIBRARY.impl("matmul_into", _matmul_into, "CompositeExplicitAutograd")
 _LIBRARY.impl("matmul_into", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("zeroweave::matmul_into", lambda into, left, right, adds: None, lib=_LIBRARY)
 INTO: Final = torch.ops.zeroweave.matmul_into.default
+
+
+@register_flop_formula(torch.ops.zeroweave.matmul_into)
+def _operations(into: torch.Size, left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
+    return 2 * left[0] * left[1] * right[1]
 
 
 def may_add(gradient: torch.dtype, sums: torch.dtype) -> bool:

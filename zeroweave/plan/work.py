@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from zeroweave._torch.fake import counted_operations, operator_name
 from zeroweave._torch.fx import flatten, operator_schema
 from zeroweave.compile.bind import graph_outputs
+from zeroweave.compile.destinations import INTO
 from zeroweave.plan.hardware import Hardware
 
 _ATTENTION: Final = "_scaled_dot_product_"
@@ -103,9 +104,10 @@ class _Kernel:
 
 @dataclass(frozen=True)
 class _Step:
-    """One kernel of a program: what it makes, what nobody reads after it, and its time."""
+    """One kernel of a program: what it makes, which arguments it writes, what nobody reads after it, and its time."""
 
     makes: tuple[fx.Node, ...]
+    writes: tuple[fx.Node, ...]
     last: tuple[fx.Node, ...]
     seconds: float
 
@@ -197,7 +199,11 @@ class Program:
         for node, keys in readers.items():
             if node not in returned and (node in self._arguments or any(node in made for made in makes.values())):
                 last[max(keys, key=number.__getitem__)].append(node)
-        return tuple(_Step(tuple(makes[key]), tuple(last[key]), self._seconds(whole[key], makes[key])) for key in order)
+        writes = {key: [base[node] for node in each.nodes if node.target is INTO] for key, each in whole.items()}
+        return tuple(
+            _Step(tuple(makes[key]), tuple(writes[key]), tuple(last[key]), self._seconds(whole[key], makes[key]))
+            for key in order
+        )
 
     def _seconds(self, kernel: _Kernel, made: Iterable[fx.Node]) -> float:
         inside, read = set(kernel.nodes), dict[fx.Node, int]()
@@ -214,7 +220,7 @@ class Program:
                 nbytes = min(nbytes, _nbytes(out)) if looks_up and index == 0 else nbytes
                 read[base] = max(nbytes, read.get(base, 0))
             operations += _operations(node.target, args, kwargs, out)
-            itemsize = _itemsize(out)
+            itemsize = _itemsize((out, args))  # one that only writes an argument returns nothing
         nbytes = sum(read.values()) + sum(_nbytes(node.meta["val"]) for node in made)
         attention = operator_name(kernel.nodes[0].target).startswith(_ATTENTION)
         return self._hardware.compute(operations, nbytes, itemsize, attention)
@@ -229,6 +235,9 @@ class Program:
                     value = node.meta["val"]
                     size, stride = tuple(value.shape), value.stride()
                     given[node] = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+                for node in step.writes:
+                    if not (into := given[node]).untyped_storage().nbytes():
+                        into.set_(torch.empty_like(into))
                 for node in step.last:
                     given.pop(node, None)
                 self._spend(step.seconds)
