@@ -69,6 +69,10 @@ class Gradients:
     def _local_bytes(self) -> int:
         return sum(a.local.nbytes for a in self._accounts.values() if a.local is not None)
 
+    def _look(self) -> None:
+        """There may be more local sums than before."""
+        self.local_peak = max(self.local_peak, self._local_bytes())
+
     def set_order(self, order: tuple[int, ...] | None) -> None:
         """The order of the reductions of one backward, on all ranks; None: the reverse of the layout's."""
         self.order = order or tuple(sorted(self._accounts, reverse=True))
@@ -103,7 +107,7 @@ class Gradients:
         first = account.local is None
         place = account.sum_of(slot)
         if first and place is not None:
-            self.local_peak = max(self.local_peak, self._local_bytes())
+            self._look()
         return place
 
     def deliver(
@@ -144,7 +148,7 @@ class Gradients:
             first = account.local is None
             account.fold()
             if first:
-                self.local_peak = max(self.local_peak, self._local_bytes())
+                self._look()
 
     def issue(self, bucket_id: int) -> None:
         """Starts the reduction of what the bucket has now; missing slots count as zeros.
@@ -206,7 +210,7 @@ class Gradients:
         """A new window goes on with what another run had of a bucket; `unreduced`, of all buckets, as it was there."""
         self.unreduced = unreduced
         self._accounts[bucket_id].resume(balance, folded=unreduced)
-        self.local_peak = max(self.local_peak, self._local_bytes())
+        self._look()
 
     @property
     def accounts(self) -> Mapping[int, Account]:
@@ -216,7 +220,7 @@ class Gradients:
     def go_on(self, unreduced: bool) -> None:
         """The accounts have gained what backwards have left; `unreduced`: those have not been reduced."""
         self.unreduced = self.unreduced or unreduced
-        self.local_peak = max(self.local_peak, self._local_bytes())
+        self._look()
 
     def go_away(self) -> None:
         """What the accounts have gained is somewhere else."""

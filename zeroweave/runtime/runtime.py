@@ -258,16 +258,21 @@ class Runtime:
         """Where a compiled backward may write these gradients, (bucket id, slot index); see `Gradients.destination`."""
         if not self.replay.reducing:
             return [None] * len(parts)
-        wanted = set(self._wanted(parts))
-        return [self.gradients.destination(*place) if place in wanted else None for place in parts]
+        return self._of_wanted(parts, self.gradients.destination)
 
     def sums(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None] | None:
         """To what a compiled backward may add these gradients, (bucket id, slot index); see `Gradients.sum_of`."""
         if self.replay.reducing and not self.gradients.unreduced:
             return None
-        wanted = set(self._wanted(parts))
-        found = [self.gradients.sum_of(*place) if place in wanted else None for place in parts]
+        found = self._of_wanted(parts, self.gradients.sum_of)
         return None if all(each is None for each in found) else found
+
+    def _of_wanted(
+        self, parts: Sequence[tuple[int, int]], ask: Callable[[int, int], torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """What `ask` has for each of these that the window wants."""
+        wanted = set(self._wanted(parts))
+        return [ask(*place) if place in wanted else None for place in parts]
 
     def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants."""
