@@ -26,7 +26,7 @@ from zeroweave.comm.ledger import Ledger, dtype_name
 from zeroweave.comm.parts import lay_out, tensors_of
 from zeroweave.comm.pending import Beside, beside, side_of
 from zeroweave.comm.rounding import cast_
-from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread, Transport
+from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread
 from zeroweave.errors import RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.answers import rendezvous
@@ -173,6 +173,14 @@ class ProcessGroupTransport:
         self._on_host = device.type == "cpu"
         """is what has been waited for there?"""
 
+    def close(self) -> None:
+        """Lets go of the group, which ends when its owner destroys it, however long this object is kept.
+
+        A gloo group that is kept until the interpreter has ended has threads that may still let go of the last
+        tensors then, which aborts the process.
+        """
+        del self.group
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -288,6 +296,9 @@ class LocalTransport:
     def __init__(self, device: torch.device, divisor: int = 1) -> None:
         self.device, self._divisor = device, divisor
 
+    def close(self) -> None:
+        return None
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
@@ -351,10 +362,10 @@ def make_transport(
     ledger: Ledger,
     name: str = WORLD,
     divisor: int | None = None,
-) -> Transport:
+) -> ProcessGroupTransport | LocalTransport:
     """The transport over `group`, that of the sharding group `name`; None or a group of one rank needs no collectives.
 
-    `divisor`: of its reductions; None: the ranks of the group.
+    `divisor`: of its reductions; None: the ranks of the group. To be closed before the group is destroyed.
     """
     if group is None or dist.get_world_size(group) == 1:
         return LocalTransport(device, divisor or 1)

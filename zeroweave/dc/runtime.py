@@ -65,8 +65,8 @@ class Runtime:
             raise
         self._group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
         self.ledger = Ledger(self.world, self.rank)
-        transport = make_transport(self._group, self.device, self.ledger)
-        self.transport = wire = Wire(fenced(transport, self.device, self.config), self.device)
+        self._plain = make_transport(self._group, self.device, self.ledger)
+        self.transport = wire = Wire(fenced(self._plain, self.device, self.config), self.device)
         flats = self.ledger.gauge("flats")
         registry = Registry(
             self._control,
@@ -342,8 +342,10 @@ class Runtime:
         self.reset()
         registry.parameters.clear()
         self._real = None
+        self._plain.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
+            self._group = None
         self._control.close()
 
 

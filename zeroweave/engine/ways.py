@@ -33,14 +33,20 @@ class Links:
     ends: ExitStack
 
     def transports(self) -> dict[str, Transport]:
-        """The transports over `group` and over the sharding groups, whose communicators are made here."""
-        control = self.control
-        transports = {WORLD: make_transport(self.group, self.device, self.ledger)}
+        """The transports over `group` and over the sharding groups, whose communicators are made here.
+
+        They let go of all groups with the engine's end, or with the process's.
+        """
+        control, letting_go = self.control, ExitStack()
+        made = {WORLD: make_transport(self.group, self.device, self.ledger)}
         for name, count in self.groups.items():
             if (own := own_group(self.group, control, backstop(control.deadline_seconds), count)) is not None:
                 self.ends.callback(dist.destroy_process_group, own)
-            transports[name] = make_transport(own, self.device, self.ledger, name, divisor=control.world)
-        return transports
+            made[name] = make_transport(own, self.device, self.ledger, name, divisor=control.world)
+        for transport in made.values():
+            letting_go.callback(transport.close)
+        at_end(self.ends, letting_go, lambda: control.broken is not None)
+        return dict(made)
 
 
 def gather_by(

@@ -73,6 +73,13 @@ def test_engines_after_each_other(tmp_path: Path) -> None:
         assert done.stderr == ""
 
 
+GLOO_THREADS = """
+    from pathlib import Path
+
+    def gloo_threads():
+        names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        return sum("gloo_run" in name for name in names)
+"""
 HANDED = """
     import torch, torch.distributed as dist, zeroweave as zw
 
@@ -85,15 +92,38 @@ HANDED = """
             engine(torch.randn(4, 8))
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), group=own)
+    assert gloo_threads() > 0
     dist.destroy_process_group()
+    del own, group
+    # Else one of them may let go of the last tensor when the interpreter has ended, and abort the process.
+    assert gloo_threads() == 0, "the engine keeps a group alive"
     print("done")
 """
 
 
 @pytest.mark.matrix
 def test_a_group_that_was_handed_in_is_the_callers(tmp_path: Path) -> None:
-    for done in ranks(tmp_path, HANDED):
+    for done in ranks(tmp_path, textwrap.dedent(GLOO_THREADS) + textwrap.dedent(HANDED)):
         assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+
+
+OPEN = """
+    import atexit, torch, zeroweave as zw
+
+    atexit.register(lambda: print(gloo_threads(), "threads"))  # is called last
+    module = torch.nn.Linear(8, 8)
+    config = {"compile": {"enabled": False}, "deadline_seconds": 120}
+    engine = zw.initialize(module, torch.optim.AdamW(module.parameters()), config=config)
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    engine.step()
+    assert gloo_threads() > 0
+"""
+
+
+@pytest.mark.matrix
+def test_a_process_that_ends_with_an_engine_ends_its_groups(tmp_path: Path) -> None:
+    for done in ranks(tmp_path, textwrap.dedent(GLOO_THREADS) + textwrap.dedent(OPEN)):
+        assert done.returncode == 0 and done.stdout == "0 threads\n", done.stderr
 
 
 FAILS_EARLY = """
