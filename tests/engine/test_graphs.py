@@ -182,7 +182,7 @@ def test_a_recording_has_no_hold_in_it(opened: int, monkeypatch: pytest.MonkeyPa
         warnings.simplefilter("ignore")  # there are no graphs on a CPU
 
         def timed() -> int:
-            timeline = engine._scheduler._timeline
+            timeline = engine._scheduler.timing._timeline
             assert timeline is not None
             return len(timeline._marked)
 

@@ -150,7 +150,7 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
         parameter.grad = None
         if (alive := reference()) is None:
             raise EngineError("a backward of an engine that is gone: its gradients would be lost")
-        alive.deliver_eager(bucket, slot, gradient)
+        alive.delivery.deliver_eager(bucket, slot, gradient)
 
     parameter.register_post_accumulate_grad_hook(hand_over)
 

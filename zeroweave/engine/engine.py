@@ -340,7 +340,7 @@ class Engine:
         this rank's times) and `graph` (what depends on what). Costs a few microseconds for each instruction, and one
         wait for the device at the end of each step.
         """
-        return self._scheduler.record()
+        return self._scheduler.timing.record()
 
     def compile_schedule(
         self, operations: Operations, prefetch_ahead: Prefetch | None = None, **changes: Unpack[PlanChanges]

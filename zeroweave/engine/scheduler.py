@@ -15,16 +15,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any
 
 from zeroweave.engine.guard import Guard
 from zeroweave.engine.headroom import Headroom
 from zeroweave.engine.parts import EngineParts
-from zeroweave.engine.recording import Recording
 from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
-from zeroweave.errors import EngineError, ScheduleError
+from zeroweave.engine.timing import Timing
+from zeroweave.errors import EngineError
 from zeroweave.ranks.control import Decision
-from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import (
     PASSES,
     Costs,
@@ -33,7 +32,6 @@ from zeroweave.schedule import (
     Operations,
     Pass,
     Schedule,
-    Step,
     WindowKind,
     WindowKinds,
     costs_of,
@@ -42,8 +40,6 @@ from zeroweave.schedule import (
 )
 
 _WARM_STEPS = 1
-_LONGEST_HOLD: Final = 1.0
-"""Seconds for which the device is held at most, see `Timeline`."""
 
 
 class Scheduler:
@@ -68,12 +64,7 @@ class Scheduler:
         """is the record of the open window whole? What graphs have done of it is not in it"""
         self._counts = True
         """does the open window tell how much memory steps take?"""
-        self._recordings: list[Recording] = []
-        """those that are open"""
-        self._timeline: Timeline | None = None
-        """of the open window, while it is timed"""
-        self._ended = self._took = 0.0
-        """when the last window ended, and how long the last window that was not timed took, for the host"""
+        self.timing = Timing(parts, headroom)
         self.seconds = 0.0
         """spent on making schedules"""
 
@@ -101,11 +92,6 @@ class Scheduler:
         if kind is None or kind.costs is None or not kind.costs.peak:
             return 0
         return foreseen(kind.costs, kind.schedule)
-
-    @property
-    def is_timed(self) -> bool:
-        """Are the instructions of the open window timed?"""
-        return self._timeline is not None
 
     # ------------------------------------------------------------------ making schedules
     def _compile(
@@ -160,17 +146,13 @@ class Scheduler:
             return self.schedule
         self._recorded = self._counts = True
         short = self._headroom.is_short()
-        now = time.perf_counter()
-        if self._timeline is None:  # to take times makes the host slower
-            self._took = now - self._ended
-        self._ended = now
-        step = self._take_step() if applied else None
+        step = self.timing.window_ended(applied)
         if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
             self._journal.tell("schedule", "the ranks' steps differ: the next one is gathered and reduced on demand")
             self._as_expected = False
             self._follow(None)
             self._kinds.restart(None)
-            self._time(False)
+            self.timing.skip()
             return None
         kind = self._kinds.of(candidate, decision.record)
         same = self._as_expected = self._kind is kind and kind.schedule.fingerprint == candidate.fingerprint
@@ -188,7 +170,7 @@ class Scheduler:
             self._follow(self._kinds.upcoming)
         assert self._kind is not None
         wanted = self._automatic and _WARM_STEPS <= self._kind.followed < enough
-        self._time(wanted or bool(self._recordings))
+        self.timing.next_window(wanted, self._kind)
         return self._kind.schedule
 
     @property
@@ -200,7 +182,7 @@ class Scheduler:
         schedule = kind.schedule
         steps = [step for step in kind.steps if step.schedule is schedule]
         kind.forget_steps()
-        mine = costs_of(steps, self._headroom.room(), self._held) if steps else None
+        mine = costs_of(steps, self._headroom.room(), self.timing.holds) if steps else None
         found = self._agreements.costs(schedule, mine)
         if found is None:  # the ranks compute different things, each in its own time
             return
@@ -256,66 +238,12 @@ class Scheduler:
         self._runtime.restart_peaks()
         return True
 
-    # ------------------------------------------------------------------ recording
-    def _time(self, on: bool) -> None:
-        timeline = self._timeline = self._new_timeline() if on else None
-        self._runtime.replay.executor.note_times(timeline)
-        self._transport.time(None if timeline is None else timeline.collectives)
-
-    def _new_timeline(self) -> Timeline:
-        """Of the window that begins.
-
-        The device of a graph never waits for the host: what its schedule is made from must not, either. A host that
-        waits for nothing comes some thousand kernels ahead, where the driver stops it. So the device is held in each
-        step at another place, see `costs_of`; at the beginning, where somebody looks at the steps.
-        """
-        clock = self._transport.clock
-        if not self._held:
-            return Timeline(clock)
-        at = 0
-        if not self._recordings and self._kind is not None:
-            turn = len(self._kind.steps)
-            at = turn * len(self._kind.schedule.instructions) // max(turn + 1, self._record_steps)
-        return Timeline(clock, min(2 * self._took, _LONGEST_HOLD), at)
-
-    @property
-    def _held(self) -> bool:
-        """Is the device held while steps are timed?"""
-        return self._parts.config.compile.cuda_graphs
-
     def abort(self) -> None:
         """What was recorded and timed of the open window is no step."""
         self._recorded = self._counts = True
         self._headroom.abort()
-        self._time(self._timeline is not None)
-
-    def _take_step(self) -> Step | None:
-        """The step that has just been timed; None if there is none, or it did not follow its schedule."""
-        replay = self._runtime.replay
-        timeline, schedule = self._timeline, replay.schedule
-        if timeline is None or schedule is None or not replay.following:
-            return None
-        try:
-            step = timeline.step(schedule)
-        except ScheduleError:  # recording began in the middle of it
-            return None
-        if not timeline.at:  # else recording began in the middle of it, too
-            for recording in self._recordings:
-                recording.steps.append(step)
-        return step
-
-    @contextmanager
-    def record(self) -> Iterator[Recording]:
-        """Times the steps inside."""
-        recording = Recording()
-        self._recordings.append(recording)
-        if self._timeline is None or self._parts.between_windows:  # a timeline may hold the device in its middle
-            self._time(True)
-        try:
-            yield recording
-        finally:
-            self._recordings.remove(recording)
-        recording.finish(self._headroom.room(), self._agreements.costs)
+        if self.timing.is_on:
+            self.timing.next_window(True, self._kind)
 
     # ------------------------------------------------------------------ changes that are asked for
     @contextmanager
@@ -359,7 +287,7 @@ class Scheduler:
         self._kinds.restart(self._kind)  # the others were made with other settings
         self._runtime.next_window(schedule)
         self._runtime.restart_peaks()
-        self._time(bool(self._recordings))
+        self.timing.next_window(False, self._kind)
 
     def _settle_on(self, settings: ScheduleSettings) -> None:
         self.settings = settings

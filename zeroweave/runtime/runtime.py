@@ -9,13 +9,13 @@ call first, and whatever produces a parameter's gradient delivers it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
 
-from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing, returns
+from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_graph_task, recomputing
 from zeroweave._torch.modes import unseen
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
@@ -27,6 +27,7 @@ from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.backward import Observer, WayBack
 from zeroweave.runtime.bucket import Bucket, Directory, SavedViews, seat
 from zeroweave.runtime.copies import CopyStream
+from zeroweave.runtime.delivery import Delivery
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.inference import Inference
 from zeroweave.runtime.policy import Policy
@@ -94,9 +95,9 @@ class Runtime:
         self._training, self._accumulating = True, False
         self._examined = -1
         """the graph task that was last found to accumulate or not"""
-        self._whole = -1
-        """the graph task that is known to accumulate into every parameter that it reaches"""
         self._back = WayBack(self.replay, self.leave)
+        self.delivery = delivery = Delivery(self.buckets, self.gradients, self.replay, self.note_backward)
+        self.destinations, self.sums, self.deliver = delivery.destinations, delivery.sums, delivery.deliver
         self._session_reads: list[Frame] | None = None
         self._session: Frame | None = None
         self._backward_reads: list[Frame] = []
@@ -254,63 +255,6 @@ class Runtime:
         if self._frame is not None:
             self._frame.announced.update(parts)
 
-    def destinations(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None]:
-        """Where a compiled backward may write these gradients, (bucket id, slot index); see `Gradients.destination`."""
-        if not self.replay.reducing:
-            return [None] * len(parts)
-        return self._of_wanted(parts, self.gradients.destination)
-
-    def sums(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None] | None:
-        """To what a compiled backward may add these gradients, (bucket id, slot index); see `Gradients.sum_of`."""
-        if self.replay.reducing and not self.gradients.unreduced:
-            return None
-        found = self._of_wanted(parts, self.gradients.sum_of)
-        return None if all(each is None for each in found) else found
-
-    def _of_wanted(
-        self, parts: Sequence[tuple[int, int]], ask: Callable[[int, int], torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
-        """What `ask` has for each of these that the window wants."""
-        wanted = set(self._wanted(parts))
-        return [ask(*place) if place in wanted else None for place in parts]
-
-    def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants."""
-        if current_graph_task() == self._whole:
-            return parts
-        return [place for place in parts if accumulates(self.buckets[place[0]].real[place[1]])]
-
-    def deliver(
-        self,
-        announced: Sequence[tuple[int, int]],
-        parts: Sequence[tuple[int, int, torch.Tensor | None]],
-        made: Set[tuple[int, int]] = frozenset(),
-    ) -> Set[tuple[int, int]]:
-        """Gradients of a compiled backward; see `Gradients.deliver`. Returned: those that autograd returns instead."""
-        asked: Set[tuple[int, int]] = frozenset()
-        if len(wanted := self._wanted(announced)) < len(announced):
-            others = set(announced) - (found := set(wanted))
-            asked = {place for place in others if returns(self.buckets[place[0]].real[place[1]])}
-            announced, parts = wanted, [part for part in parts if part[:2] in found]
-        if not announced:
-            return asked
-        self.note_backward()
-        complete = self.gradients.deliver(announced, parts, made)
-        if not self.replay.reducing:
-            self.gradients.fold(complete)
-        elif complete:
-            self.replay.reduce_due()
-        return asked
-
-    def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
-        """A parameter's gradient of the eager autograd engine."""
-        self.note_backward()
-        complete = self.gradients.deliver_eager(bucket_id, slot, gradient)
-        if not self.replay.reducing:
-            self.gradients.fold(complete)
-        elif complete:
-            self.replay.reduce_due()
-
     def template_ran(self) -> None:
         """Counts one execution of compiled code."""
         self.compiled_calls += 1
@@ -336,7 +280,7 @@ class Runtime:
         """
         task = current_graph_task()
         if trains:
-            self._whole = task
+            self.delivery.accumulates_all(task)
         if self._backward is None:
             if task >= 0:
                 self._backward, self._examined, self._accumulating = task, -1, False

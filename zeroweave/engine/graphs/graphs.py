@@ -317,7 +317,7 @@ class Graphs:
     def _unsettled(self) -> str | None:
         """Why the window that begins cannot be a graph, whatever it computes."""
         runtime = self._parts.runtime
-        if not self._scheduler.settled or self._scheduler.is_timed:
+        if not self._scheduler.settled or self._scheduler.timing.is_on:
             return "the schedule has not settled, or is timed"
         schedule = self._scheduler.schedule
         if schedule is not None and not runtime.replay.lingering.stand(schedule.stays):

@@ -1,0 +1,87 @@
+"""Gradients on their way from a backward into the window: where code may write or add them, and which count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+
+import torch
+
+from zeroweave._torch.autograd import accumulates, current_graph_task, returns
+from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.gradients import Gradients
+from zeroweave.runtime.replay import Replay
+
+
+class Delivery:
+    """Takes the gradients of compiled and of eager backwards. Parameters are (bucket id, slot index).
+
+    `note_backward()` hears of each backward that delivers.
+    """
+
+    def __init__(
+        self, buckets: Mapping[int, Bucket], gradients: Gradients, replay: Replay, note_backward: Callable[[], None]
+    ) -> None:
+        self._buckets, self._gradients, self._replay, self._note_backward = buckets, gradients, replay, note_backward
+        self._whole = -1
+        """the graph task that is known to accumulate into every parameter that it reaches"""
+
+    def accumulates_all(self, task: int) -> None:
+        """This graph task is known to accumulate into every parameter that it reaches."""
+        self._whole = task
+
+    def destinations(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None]:
+        """Where a compiled backward may write these gradients, (bucket id, slot index); see `Gradients.destination`."""
+        if not self._replay.reducing:
+            return [None] * len(parts)
+        return self._of_wanted(parts, self._gradients.destination)
+
+    def sums(self, parts: Sequence[tuple[int, int]]) -> list[torch.Tensor | None] | None:
+        """To what a compiled backward may add these gradients, (bucket id, slot index); see `Gradients.sum_of`."""
+        if self._replay.reducing and not self._gradients.unreduced:
+            return None
+        found = self._of_wanted(parts, self._gradients.sum_of)
+        return None if all(each is None for each in found) else found
+
+    def _of_wanted(
+        self, parts: Sequence[tuple[int, int]], ask: Callable[[int, int], torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """What `ask` has for each of these that the window wants."""
+        wanted = set(self._wanted(parts))
+        return [ask(*place) if place in wanted else None for place in parts]
+
+    def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants."""
+        if current_graph_task() == self._whole:
+            return parts
+        return [place for place in parts if accumulates(self._buckets[place[0]].real[place[1]])]
+
+    def deliver(
+        self,
+        announced: Sequence[tuple[int, int]],
+        parts: Sequence[tuple[int, int, torch.Tensor | None]],
+        made: Set[tuple[int, int]] = frozenset(),
+    ) -> Set[tuple[int, int]]:
+        """Gradients of a compiled backward; see `Gradients.deliver`. Returned: those that autograd returns instead."""
+        asked: Set[tuple[int, int]] = frozenset()
+        if len(wanted := self._wanted(announced)) < len(announced):
+            others = set(announced) - (found := set(wanted))
+            asked = {place for place in others if returns(self._buckets[place[0]].real[place[1]])}
+            announced, parts = wanted, [part for part in parts if part[:2] in found]
+        if not announced:
+            return asked
+        self._note_backward()
+        complete = self._gradients.deliver(announced, parts, made)
+        if not self._replay.reducing:
+            self._gradients.fold(complete)
+        elif complete:
+            self._replay.reduce_due()
+        return asked
+
+    def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
+        """A parameter's gradient of the eager autograd engine."""
+        self._note_backward()
+        complete = self._gradients.deliver_eager(bucket_id, slot, gradient)
+        if not self._replay.reducing:
+            self._gradients.fold(complete)
+        elif complete:
+            self._replay.reduce_due()
