@@ -10,6 +10,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+
+# Why: a module with the default group, of the time when it is imported, as the default of arguments, which keeps it for
+# good. Optimizers import it. Here it is imported before there is a group, if a program imports this package before.
+import torch.distributed.nn.functional
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d as c10d
 
@@ -46,6 +50,15 @@ def new_process_group(
     )
     c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
     return cast(torch.distributed.ProcessGroup, group)
+
+
+def end_process_group(group: dist.ProcessGroup) -> None:
+    """Destroys a registered process group, unless somebody has destroyed all of them.
+
+    Why: only the registry knows whether that has happened.
+    """
+    if group in c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 def copying_communicator(store: Any, rank: int, world: int, name: str, timeout: datetime.timedelta) -> Any:

@@ -27,7 +27,7 @@ from zeroweave.comm.parts import lay_out, tensors_of
 from zeroweave.comm.pending import Beside, beside, side_of
 from zeroweave.comm.rounding import cast_
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread
-from zeroweave.errors import RankFailure
+from zeroweave.errors import EngineError, RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
@@ -161,7 +161,8 @@ class ProcessGroupTransport:
         divisor: int | None = None,
         in_place: bool = False,
     ) -> None:
-        self.group, self.device, self.ledger = group, device, ledger
+        self._group: dist.ProcessGroup | None = group
+        self.device, self.ledger = device, ledger
         self.rank, self.world = group.rank(), group.size()
         self._name, self._divisor, self._in_place = name, divisor or self.world, in_place
         self._side = side_of(device, priority=-1)
@@ -179,7 +180,17 @@ class ProcessGroupTransport:
         A gloo group that is kept until the interpreter has ended has threads that may still let go of the last
         tensors then, which aborts the process.
         """
-        del self.group
+        self._group = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """EngineError behind `close`."""
+        if self._group is None:
+            raise EngineError(
+                "nothing is gathered or reduced any more: the engine was closed, or its process ends. What the process "
+                "does with it at its end has to be registered behind zeroweave.initialize (atexit.register)"
+            )
+        return self._group
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -343,7 +354,7 @@ def own_group(
 
     `timeout`: of its collectives. With `groups`, that many of them: each rank's is the one of its number, see
     `layout`. None where that is a group of one rank. Collective over the ranks of `group`; others need not take part.
-    `dist.destroy_process_group` ends it, before the control group is closed.
+    `end_process_group` ends it, before the control group is closed.
     """
     if control.board is None or control.world == groups:
         return None

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 
+from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.process_group import device_of, make_transport, own_group
+from zeroweave.comm.process_group import LocalTransport, ProcessGroupTransport, device_of, make_transport, own_group
 from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.gathers import Gathers
@@ -21,6 +23,7 @@ from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.dc.targets import GradientPartition
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.ranks.control import Agreement, Control
+from zeroweave.ranks.start import at_end
 from zeroweave.runtime.flat import ShardedFlat
 from zeroweave.runtime.reductions import Reductions
 from zeroweave.runtime.storages import free_storages
@@ -63,10 +66,11 @@ class Runtime:
         except ConfigError:
             self._control.close()
             raise
-        self._group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
+        group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
         self.ledger = Ledger(self.world, self.rank)
-        self._plain = make_transport(self._group, self.device, self.ledger)
-        self.transport = wire = Wire(fenced(self._plain, self.device, self.config), self.device)
+        transport = make_transport(group, self.device, self.ledger)
+        self._ends = _ends_of(self._control, group, transport)
+        self.transport = wire = Wire(fenced(transport, self.device, self.config), self.device)
         flats = self.ledger.gauge("flats")
         registry = Registry(
             self._control,
@@ -342,11 +346,21 @@ class Runtime:
         self.reset()
         registry.parameters.clear()
         self._real = None
-        self._plain.close()
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
-        self._control.close()
+        self._ends.close()
+
+
+def _ends_of(
+    control: Control, group: dist.ProcessGroup | None, transport: ProcessGroupTransport | LocalTransport
+) -> ExitStack:
+    """What ends the communicators: with the process at the latest, unless nobody has them any more by then."""
+    ends, own = ExitStack(), ExitStack()
+    own.callback(control.close)
+    if group is not None:
+        own.callback(end_process_group, group)
+    own.callback(transport.close)
+    found = ref(control)
+    at_end(ends, own, lambda: (there := found()) is None or there.broken is not None)
+    return ends
 
 
 def runtime_of(graph_id: int) -> Runtime:

@@ -111,7 +111,7 @@ class Guard:
         self.dirty = self.dirty or not isinstance(error, EngineError)
         if self._around:
             self._told = error
-        if not self.alarm.failed(place, self.progress.step, error):
+        if not self.alarm.failed(place, self.progress.step, error) and self.alarm.fatal is not None:
             interrupted = isinstance(error, KeyboardInterrupt)
             why = _INTERRUPTED if interrupted else "Not all ranks failed alike, so the others are ended"
             error.add_note(f"{why}: {self.alarm.fatal}")

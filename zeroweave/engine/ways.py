@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.choose import Asked, Choice, choose, no_room, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.ledger import Ledger
@@ -35,17 +36,17 @@ class Links:
     def transports(self) -> dict[str, Transport]:
         """The transports over `group` and over the sharding groups, whose communicators are made here.
 
-        They let go of all groups with the engine's end, or with the process's.
+        They let go of all groups with the engine's end, or with the process's, and those that are made here end then.
         """
-        control, letting_go = self.control, ExitStack()
+        control, own_ends = self.control, ExitStack()
         made = {WORLD: make_transport(self.group, self.device, self.ledger)}
         for name, count in self.groups.items():
             if (own := own_group(self.group, control, backstop(control.deadline_seconds), count)) is not None:
-                self.ends.callback(dist.destroy_process_group, own)
+                own_ends.callback(end_process_group, own)
             made[name] = make_transport(own, self.device, self.ledger, name, divisor=control.world)
         for transport in made.values():
-            letting_go.callback(transport.close)
-        at_end(self.ends, letting_go, lambda: control.broken is not None)
+            own_ends.callback(transport.close)
+        at_end(self.ends, own_ends, lambda: control.broken is not None)
         return dict(made)
 
 

@@ -74,12 +74,17 @@ def test_engines_after_each_other(tmp_path: Path) -> None:
 
 
 GLOO_THREADS = """
-    from pathlib import Path
+import atexit
+from pathlib import Path
 
-    def gloo_threads():
-        names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
-        return sum("gloo_run" in name for name in names)
+def gloo_threads():
+    # Those of groups that live. One that does at the interpreter's end may let go of a tensor then, which aborts it.
+    names = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return sum("gloo_run" in name for name in names)
+
+atexit.register(lambda: print(gloo_threads(), "threads"))  # is called last
 """
+ENDED = "0 threads\n"
 HANDED = """
     import torch, torch.distributed as dist, zeroweave as zw
 
@@ -88,42 +93,72 @@ HANDED = """
     for group in (None, own):
         module = torch.nn.Linear(8, 8)
         config = {"compile": {"enabled": False}, "deadline_seconds": 120}
-        with zw.initialize(module, None, config=config, process_group=group) as engine:
+        optimizer = torch.optim.AdamW(module.parameters())
+        with zw.initialize(module, optimizer, config=config, process_group=group) as engine:
             engine(torch.randn(4, 8))
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), group=own)
     assert gloo_threads() > 0
     dist.destroy_process_group()
     del own, group
-    # Else one of them may let go of the last tensor when the interpreter has ended, and abort the process.
-    assert gloo_threads() == 0, "the engine keeps a group alive"
-    print("done")
+    assert gloo_threads() == 0, "somebody keeps a group"
 """
 
 
 @pytest.mark.matrix
 def test_a_group_that_was_handed_in_is_the_callers(tmp_path: Path) -> None:
-    for done in ranks(tmp_path, textwrap.dedent(GLOO_THREADS) + textwrap.dedent(HANDED)):
-        assert done.returncode == 0 and done.stdout == "done\n", done.stderr
+    for done in ranks(tmp_path, GLOO_THREADS + textwrap.dedent(HANDED)):
+        assert done.returncode == 0 and done.stdout == ENDED, done.stderr
 
 
-OPEN = """
-    import atexit, torch, zeroweave as zw
+MODEL = """
+    import torch, torch.distributed as dist, zeroweave as zw
 
-    atexit.register(lambda: print(gloo_threads(), "threads"))  # is called last
-    module = torch.nn.Linear(8, 8)
-    config = {"compile": {"enabled": False}, "deadline_seconds": 120}
+    dist.init_process_group("gloo") if {given} else None
+    module = torch.nn.ModuleDict({{"router": torch.nn.Linear(8, 8), "experts": torch.nn.Linear(8, 8)}})
+    module.forward = lambda x: module["experts"](module["router"](x))
+    config = {{"compile": {{"enabled": False}}, "deadline_seconds": 120}}
+    config["experts"] = {{"parameters": ["experts.*"], "parallel_size": {parallel}}}
     engine = zw.initialize(module, torch.optim.AdamW(module.parameters()), config=config)
     engine.backward(engine(torch.randn(4, 8)).square().mean())
     engine.step()
     assert gloo_threads() > 0
 """
+EXPERTS = pytest.mark.parametrize(("parallel", "world"), [(1, 2), (2, 4)])
 
 
 @pytest.mark.matrix
-def test_a_process_that_ends_with_an_engine_ends_its_groups(tmp_path: Path) -> None:
-    for done in ranks(tmp_path, textwrap.dedent(GLOO_THREADS) + textwrap.dedent(OPEN)):
-        assert done.returncode == 0 and done.stdout == "0 threads\n", done.stderr
+@EXPERTS
+def test_a_process_that_ends_with_an_engine_ends_its_groups(tmp_path: Path, parallel: int, world: int) -> None:
+    script = GLOO_THREADS + textwrap.dedent(MODEL.format(given=False, parallel=parallel))
+    for done in ranks(tmp_path, script, world):
+        assert done.returncode == 0 and done.stdout == ENDED, done.stderr
+
+
+@pytest.mark.matrix
+@EXPERTS
+def test_an_engine_ends_behind_the_group_that_it_was_given(tmp_path: Path, parallel: int, world: int) -> None:
+    script = textwrap.dedent(MODEL.format(given=True, parallel=parallel)) + "dist.destroy_process_group()\n"
+    script += "engine.destroy()\n"
+    for done in ranks(tmp_path, GLOO_THREADS + script, world):
+        assert done.returncode == 0 and done.stdout == ENDED, done.stderr
+
+
+DC = """
+    import torch.distributed as dist, zeroweave.dc as dc
+
+    dist.init_process_group("gloo")
+    dc.init()
+    assert gloo_threads() > 0
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("end", ["", "dc.cleanup()\ndc.cleanup()\n"])
+def test_a_runtime_ends_behind_the_group_that_it_was_given(tmp_path: Path, end: str) -> None:
+    for done in ranks(tmp_path, GLOO_THREADS + textwrap.dedent(DC) + end):
+        assert done.returncode == 0 and done.stdout == ENDED, done.stderr
 
 
 FAILS_EARLY = """
