@@ -33,9 +33,9 @@ class Engine:
     Every method that computes or communicates is collective: all ranks call it in the same order. An engine that is
     dropped without `destroy` is garbage together with its model.
 
-    Where `what` names a value of a parameter, it is "param", the value itself; "grad", the gradient that `step()` would
-    use; or a key of the optimizer's state, such as "exp_avg". The name of an expert that not all ranks share means this
-    rank's own; "all ranks" are then those that have the same.
+    Where `what` names a value of a parameter, it is "param", the value itself; "grad", the reduced gradient, which
+    `gradient_clipping` clips in `step()`; or a key of the optimizer's state, such as "exp_avg". The name of an expert
+    that not all ranks share means this rank's own; "all ranks" are then those that have the same.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Engine:
         self._values.set_local(parameter, value, what)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
-        """The reduced gradients that `step()` would use, full, float32, on the CPU of every rank.
+        """The reduced gradients, full, float32, on the CPU of every rank; `gradient_clipping` clips in `step()`.
 
         None where no rank had a gradient. To be called between the boundary's backward and `step()`. Collective.
         """

@@ -25,8 +25,8 @@ from zeroweave.runtime.bucket import Bucket
 class Values:
     """The values of one engine's parameters, gradients and optimizer state, as users read and write them.
 
-    `what` names a value of a parameter: "param", the value itself; "grad", the gradient that `step()` would use; or a
-    key of the optimizer's state, such as "exp_avg". The public methods are those of `Engine`, which tells more of them.
+    `what` names a value of a parameter: "param", the value itself; "grad", the reduced gradient; or a key of the
+    optimizer's state, such as "exp_avg". The public methods are those of `Engine`, which tells more of them.
     """
 
     def __init__(self, parts: EngineParts, window: Window, scaler: Scaler, shown: Shown) -> None:
