@@ -35,6 +35,7 @@ from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.optim.options import Options, clipping
 from zeroweave.optim.scaler import Scalars, Scaler
+from zeroweave.ranks.start import at_end
 
 
 class Graphs:
@@ -70,7 +71,10 @@ class Graphs:
             self._engaged = Trials(bench, scheduler, self.known), opened
             parts.guard.attach(self._something_begins)
             shown.attach(self._somebody_reads)
-            parts.ends.callback(self.close)
+            own = ExitStack()
+            own.callback(self.close)
+            control = parts.control
+            at_end(parts.ends, own, lambda: control.broken is not None)  # the end of a process group waits for graphs
         self._meets = False
         """do the ranks meet before the next call? They do in a window whose first call was replayed"""
         self._mine = False
