@@ -12,6 +12,7 @@ from zeroweave._torch.distributed import (
     all_gather_together,
     collectives_begun,
     copying_communicator,
+    end_process_group,
     new_process_group,
     reduce_scatter,
     reduce_scatter_together,
@@ -29,7 +30,10 @@ def test_a_process_group_can_be_made_again_with_a_store_of_its_own() -> None:
             group = new_process_group([0], "gloo", store, name, timeout)
             assert torch.distributed.get_process_group_ranks(group) == [0] and group.group_name == name
             torch.distributed.all_reduce(torch.ones(1), group=group)
-            torch.distributed.destroy_process_group(group)
+            end_process_group(group)
+            with pytest.raises(ValueError, match="Invalid process group"):
+                torch.distributed.destroy_process_group(group)
+            end_process_group(group)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -16,6 +16,7 @@ from tests.support.harness import Pool
 from zeroweave.comm.ledger import Ledger, Traffic
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Messages
+from zeroweave.errors import EngineError
 
 pytestmark = pytest.mark.oldest
 
@@ -55,6 +56,22 @@ def collected(launches: bool) -> tuple[list[Any], list[Any], int]:
     for each in pending:
         each.wait()
     return [f.tolist() for f in flats], [out.tolist() for out in outs], transport.ledger.count
+
+
+def closed() -> None:
+    """The group that a closed transport has let go of is not taken for the default one."""
+    transport = started()
+    transport.close()
+    transport.close()
+    flat = torch.zeros(LAYOUTS[0].numel, dtype=DTYPE)
+    with pytest.raises(EngineError, match="the engine was closed, or its process ends"):
+        transport.all_gather(flat, values(LAYOUTS[0].shard_numel, DTYPE, 0), LAYOUTS[0])
+    with pytest.raises(EngineError, match="the engine was closed, or its process ends"):
+        transport.broadcast(flat)
+
+
+def test_nothing_is_sent_by_what_was_closed(pools: Callable[[int], Pool]) -> None:
+    pools(2).run(closed)
 
 
 def test_a_launch_gives_what_its_collectives_give_alone(pools: Callable[[int], Pool]) -> None:
