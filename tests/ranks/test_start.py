@@ -43,3 +43,24 @@ def test_it_ends_once() -> None:
     ends.close()
     ends.close()
     assert closed == [1]
+
+
+GROUPS = """
+import torch
+from contextlib import ExitStack
+from zeroweave.ranks.start import groups_at_end
+ends, own = ExitStack(), ExitStack()
+own.callback(print, "closed")
+groups_at_end(ends, own, torch.device("{device}"), lambda: False)
+{then}
+"""
+
+
+@daily(
+    ("device", "then", "told"),
+    [],
+    [("cpu", "", "closed\n"), ("cuda", "", ""), ("cuda", "ends.close(); print('over')", "closed\nover\n")],
+)
+def test_the_end_of_a_process_waits_for_no_rank_on_gpus(device: str, then: str, told: str) -> None:
+    script = GROUPS.format(device=device, then=then)
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == told

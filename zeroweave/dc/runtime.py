@@ -23,7 +23,7 @@ from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.dc.targets import GradientPartition
 from zeroweave.errors import ConfigError, EngineError
 from zeroweave.ranks.control import Agreement, Control
-from zeroweave.ranks.start import at_end
+from zeroweave.ranks.start import groups_at_end
 from zeroweave.runtime.flat import ShardedFlat
 from zeroweave.runtime.reductions import Reductions
 from zeroweave.runtime.storages import free_storages
@@ -69,7 +69,7 @@ class Runtime:
         group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
         self.ledger = Ledger(self.world, self.rank)
         transport = make_transport(group, self.device, self.ledger)
-        self._ends = _ends_of(self._control, group, transport)
+        self._ends = _ends_of(self._control, group, transport, self.device)
         self.transport = wire = Wire(fenced(transport, self.device, self.config), self.device)
         flats = self.ledger.gauge("flats")
         registry = Registry(
@@ -350,16 +350,19 @@ class Runtime:
 
 
 def _ends_of(
-    control: Control, group: dist.ProcessGroup | None, transport: ProcessGroupTransport | LocalTransport
+    control: Control,
+    group: dist.ProcessGroup | None,
+    transport: ProcessGroupTransport | LocalTransport,
+    device: torch.device,
 ) -> ExitStack:
-    """What ends the communicators: with the process at the latest, unless nobody has them any more by then."""
+    """What ends the communicators. See `groups_at_end`."""
     ends, own = ExitStack(), ExitStack()
     own.callback(control.close)
     if group is not None:
         own.callback(end_process_group, group)
     own.callback(transport.close)
     found = ref(control)
-    at_end(ends, own, lambda: (there := found()) is None or there.broken is not None)
+    groups_at_end(ends, own, device, lambda: (there := found()) is None or there.broken is not None)
     return ends
 
 

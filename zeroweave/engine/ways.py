@@ -19,7 +19,7 @@ from zeroweave.comm.transport import Transport
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal
 from zeroweave.ranks.control import Control
-from zeroweave.ranks.start import at_end, backstop
+from zeroweave.ranks.start import at_end, backstop, groups_at_end
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Links:
     def transports(self) -> dict[str, Transport]:
         """The transports over `group` and over the sharding groups, whose communicators are made here.
 
-        They let go of all groups with the engine's end, or with the process's, and those that are made here end then.
+        They let go of all groups with the engine's end, and those that are made here end then; see `groups_at_end`.
         """
         control, own_ends = self.control, ExitStack()
         made = {WORLD: make_transport(self.group, self.device, self.ledger)}
@@ -46,7 +46,7 @@ class Links:
             made[name] = make_transport(own, self.device, self.ledger, name, divisor=control.world)
         for transport in made.values():
             own_ends.callback(transport.close)
-        at_end(self.ends, own_ends, lambda: control.broken is not None)
+        groups_at_end(self.ends, own_ends, self.device, lambda: control.broken is not None)
         return dict(made)
 
 

@@ -65,3 +65,15 @@ def at_end(ends: ExitStack, own: ExitStack, failed: Callable[[], bool]) -> None:
     atexit.register(leave)
     ends.callback(own.close)
     ends.callback(atexit.unregister, leave)
+
+
+def groups_at_end(ends: ExitStack, own: ExitStack, device: torch.device, failed: Callable[[], bool]) -> None:
+    """Has `own`, which ends process groups, closed with `ends`; gloo's with the process at the latest, see `at_end`.
+
+    Gloo's threads must have ended when the interpreter does. NCCL has none that must, and its end may wait for other
+    ranks, which may be anywhere.
+    """
+    if device.type == "cpu":
+        at_end(ends, own, failed)
+    else:
+        ends.callback(own.close)
