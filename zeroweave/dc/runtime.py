@@ -361,7 +361,7 @@ def _ends_of(
     if group is not None:
         own.callback(end_process_group, group)
     own.callback(transport.close)
-    found = ref(control)
+    found = ref(control)  # what is called at the end must not keep the group of a runtime that nobody has any more
     groups_at_end(ends, own, device, lambda: (there := found()) is None or there.broken is not None)
     return ends
 

@@ -39,6 +39,7 @@ class Links:
         They let go of all groups with the engine's end, and those that are made here end then; see `groups_at_end`.
         """
         control, own_ends = self.control, ExitStack()
+        groups_at_end(self.ends, own_ends, self.device, lambda: control.broken is not None)
         made = {WORLD: make_transport(self.group, self.device, self.ledger)}
         for name, count in self.groups.items():
             if (own := own_group(self.group, control, backstop(control.deadline_seconds), count)) is not None:
@@ -46,7 +47,6 @@ class Links:
             made[name] = make_transport(own, self.device, self.ledger, name, divisor=control.world)
         for transport in made.values():
             own_ends.callback(transport.close)
-        groups_at_end(self.ends, own_ends, self.device, lambda: control.broken is not None)
         return dict(made)
 
 
