@@ -159,14 +159,11 @@ def check_path(case: Case, entry: Entry, report: Report, where: str) -> None:
     )
     if not compiled:
         assert not report.eager_regions, f"{where}: {report.eager_regions}"
-        assert report.written == 0, f"{where}: {report.written} gradients were written where they are reduced"
+        assert report.written == 0, f"{where}: {report.written} gradients were not copied"
     else:
         assert set(report.eager_regions) == entry.eager_regions, f"{where}: {report.eager_regions}"
     if compiled and entry.name in ("mlp", "decoder", "hf_llama"):
-        adds_up = case.stage == 1 and case.gas > 1
-        assert (report.written == 0) == adds_up, (
-            f"{where}: {report.written} gradients were written where they are reduced"
-        )
+        assert report.written > 0, f"{where}: all gradients were copied"
     if entry.steady:
         assert report.scheduled, f"{where}: no schedule was adopted"
         assert report.on_demand == 0, f"{where}: {report.on_demand} unshards on demand after the record was adopted"
