@@ -8,6 +8,9 @@ from functools import partial
 from typing import Any
 
 import pytest
+
+pytest.importorskip("accelerate", minversion="1.15", reason="transformers' Trainer needs accelerate")
+
 import torch
 import torch.distributed as dist
 import transformers
@@ -35,7 +38,7 @@ SIZES = {
     IDS: "vocab_size",
 }
 """What is that large, by the names that configs have for it."""
-NOISE = ("drop", "pdrop", "jitter")
+NOISE = ("drop", "jitter")
 """Parts of the names of what is random, and is turned off: plain training would draw other numbers."""
 
 
@@ -94,6 +97,12 @@ FAMILIES = [
 ]
 
 
+def values(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of parameters, and of buffers such as the statistics of a batch norm."""
+    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    return {name: value.detach().clone() for name, value in (dict(model.named_parameters()) | buffers).items()}
+
+
 def train_plain(chosen: Family, model: nn.Module) -> None:
     """Its gradients averaged over the ranks, before each update."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -110,7 +119,7 @@ def train_plain(chosen: Family, model: nn.Module) -> None:
 
 def trained(chosen: Family, config: dict[str, Any]) -> dict[str, Any]:
     model = chosen.build()
-    start, plain = copy.deepcopy(model).state_dict(), copy.deepcopy(model)
+    start, plain = values(model), copy.deepcopy(model)
     train_plain(chosen, plain)
     with zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.05), config) as engine:
         for step in range(STEPS):
@@ -118,9 +127,9 @@ def trained(chosen: Family, config: dict[str, Any]) -> dict[str, Any]:
             engine.step()
         stats = engine.stats
         with engine.full_parameters():
-            found = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+            found = values(engine.module)
     return {
-        "apart": apart(found, plain.state_dict()),
+        "apart": apart(found, values(plain)),
         "moved": apart(found, start),
         "eager": dict(stats.eager_regions),
         "compiled": stats.compiled_calls,
