@@ -283,6 +283,16 @@ class CalledInParts(Stack):
         return self.leave(x)
 
 
+class CalledOutside(Stack):
+    """The root calls blocks, and behind them a part of the first one, as DiT does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x + self.blocks[0].mlp(x))  # type: ignore[operator]
+
+
 class TwoTypesBlock(nn.Module):
     """fp32 norm, bf16 layers."""
 
@@ -380,6 +390,7 @@ ODD_MODELS = (
     Entry("root_parameters", RootParameters, rows, regression),
     Entry("reads_children", ReadsChildren, tokens, next_token),
     Entry("called_in_parts", lambda: CalledInParts(lambda index: Block()), rows, regression, compiles=False),
+    Entry("called_outside", lambda: CalledOutside(lambda index: Block()), rows, regression),
     Entry("two_types", stack_of(TwoTypesBlock), rows, regression, config={"precision": {"reduce": "float32"}}),
     Entry("weight_norm", stack_of(NormedBlock), rows, regression),
     Entry("two_losses", TwoOutputs, rows, two_losses),

@@ -68,18 +68,20 @@ class Access:
     def __init__(self, model: nn.Module, runtime: Runtime) -> None:
         self._runtime = runtime
         self.buckets = tuple(runtime.buckets.values())
-        self._bucket: dict[int, Bucket] = {id(p): b for b in runtime.buckets.values() for p in b.real}
+        self._place: dict[int, tuple[Bucket, int]] = {
+            id(p): (b, slot) for b in runtime.buckets.values() for slot, p in enumerate(b.real)
+        }
         self._plain = {m: m._parameters for m in model.modules() if any(p is not None for p in m._parameters.values())}
         self._watched: dict[nn.Module, _Watched] = {}
 
     def _read(self, parameter: Any) -> None:
-        bucket = self._bucket.get(id(parameter))
-        if bucket is not None:
-            self._runtime.read(bucket)
+        place = self._place.get(id(parameter))
+        if place is not None:
+            self._runtime.read(*place)
 
     def replace(self, old: nn.Parameter, new: nn.Parameter) -> None:
         """`new` is a real parameter in the place of `old`."""
-        self._bucket[id(new)] = self._bucket.pop(id(old))
+        self._place[id(new)] = self._place.pop(id(old))
         for watched in self._watched.values():
             watched.replace(old, new)
 

@@ -215,8 +215,10 @@ class Runtime:
         while reads:
             self._release(reads.pop())
 
-    def read(self, bucket: Bucket) -> None:
+    def read(self, bucket: Bucket, slot: int) -> None:
         """Eager code reads a parameter: its bucket is usable until the innermost call is left."""
+        if bucket.layout.trainable and torch.is_grad_enabled() and not self.in_backward:
+            self.gradients.expect(((bucket.id, slot),))  # it may come behind that of compiled code
         if self.replay.is_used(bucket.id) or self._inference.is_used(bucket.id):
             return
         if self._frame is not None:
