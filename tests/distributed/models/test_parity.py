@@ -14,7 +14,7 @@ from tests.support.models import ZOO
 from tests.support.parity import Case, Report, check, run_case
 from tests.support.reference import worst
 
-QUICK = ("mlp", "decoder", "lstm", "leaf_list", "two_types")
+QUICK = ("mlp", "decoder", "lstm", "leaf_list", "two_types", "called_outside")
 """The models of the daily rows, which have five minutes together with all others."""
 Results = Callable[[Case], list[Report]]
 
