@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zeroweave as zw
 from tests.distributed.integrations.trainers import apart
 from tests.support.harness import Pools
+from tests.support.reference import average
 
 STEPS = 5
 """Behind the second one a schedule is followed."""
@@ -108,11 +109,7 @@ def train_plain(chosen: Family, model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(STEPS):
         model(**chosen.batch(dist.get_rank(), step)).loss.backward()
-        for parameter in model.parameters():
-            if parameter.grad is None:  # of an expert, perhaps, that no token of this rank has chosen
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+        average(model.named_parameters())
         optimizer.step()
         optimizer.zero_grad()
 
