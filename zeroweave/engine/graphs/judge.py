@@ -2,14 +2,18 @@
 
 Where the replay left what the window had left, they do. Where it did not, the window runs once more as ever, is
 replayed again, and so on: the backward of attention, for one, adds up in an order that is another one now and then.
-The graphs are used once each tensor agrees: some replay left the bits that some run left, or runs differ from each
-other, and replays do, too, and some replay lies among the runs; and no replay is astray. One is that lies far from all
-runs, by what they differ from each other and by the tensor's own size, or that is not finite where they are. Of
-integers none is: such as the remainders of masters, of which a little noise leaves nothing.
+Which orders come, and how often, is a matter of what else the device does just then: kernels lie closer together in a
+replay than in a run, so that most replays may leave the same bits, and most runs other ones.
 
-They are refused for a tensor where chance brings that about less than once in ten million times: most runs left the
-same bits and no replay did; most replays did and no run, as where the host counts runs and computes with the number;
-or no replay lies among the runs. And where replays are astray in the end, or so many are that it takes no waiting.
+The graphs are used once each tensor agrees: some replay left the bits that some run left, or replays differ from each
+other, and some replay is as near to some run as that lets expect; and no replay is astray. One is that lies far from
+all runs, by what they differ from each other and by the tensor's own size, or that is not finite where they are. Of
+integers none is: such as the remainders of masters, of which a little noise leaves nothing. What runs differ by is no
+measure where all replays are alike: the host may count runs, and compute with the number.
+
+They are refused for a tensor that does not agree, where chance brings that about less than once in ten million times:
+most runs left the same bits and no replay did; most replays did and no run; or all of either differ. And where replays
+are astray in the end, or so many are that it takes no waiting.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations, starmap
 from typing import Final
 
-from zeroweave.engine.graphs.contents import Print
+from zeroweave.engine.graphs.contents import PARTS, Print
 from zeroweave.engine.graphs.parts import CapturedWindow
 from zeroweave.engine.graphs.trial import Trial
 
@@ -30,10 +35,12 @@ _CHANCE: Final = 1e-7
 _STRAYS: Final = 1e-3
 """The same, by replays that are astray."""
 _FEWEST: Final = 3
-"""So many runs at least tell where a replay may lie."""
-_WIDE, _SMALL = 8.0, 2.0**-6
-"""A replay is near the runs within so many times what they differ by, or within such a share of the tensor's norm."""
-_NOTHING: Final = Print(-1, math.inf, math.inf)
+"""So many runs and replays at least tell what they differ by."""
+_WIDE, _SMALL = 8.0, 2.0**-5
+"""A replay is astray beyond so many times what runs differ by, and beyond such a share of the tensor's norm."""
+_NEAR: Final = 2.0
+"""A replay agrees with a run within so many times what replays differ by."""
+_NOTHING: Final = Print(-1, (math.inf,) * PARTS, math.inf)
 
 Place = tuple[str, int]
 Prints = Mapping[Place, Print]
@@ -90,40 +97,51 @@ def _of(place: Place, windows: Sequence[Prints]) -> list[Print]:
 def _agree(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
     if _strays(runs, replays):
         return False
-    ours, theirs = ({each.digest for each in prints} for prints in (runs, replays))
-    if not ours.isdisjoint(theirs):
+    if not {each.digest for each in runs}.isdisjoint(each.digest for each in replays):
         return True
-    return len(runs) >= _FEWEST and len(ours) > 1 and len(theirs) > 1 and _lie_among(runs, replays)
+    return len(runs) >= _FEWEST and _are_near(runs, replays)
 
 
-def _lie_among(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
-    """Does the sketch of any replay lie between those of runs?"""
-    ours = [each.sketch for each in runs]
-    return any(min(ours) <= each.sketch <= max(ours) for each in replays)
+def _are_near(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
+    """Is some replay as near to some run as replays that differ from each other let expect?
+
+    Of what is not finite no distance tells. There it is enough that both differ among themselves.
+    """
+    ours, theirs = _values(runs), _values(replays)
+    if not ours and not theirs:
+        return min(len({each.digest for each in prints}) for prints in (runs, replays)) > 1
+    between = min((math.dist(one, other) for one in ours for other in theirs), default=math.inf)
+    return len(theirs) > 1 and between <= _NEAR * _spread(theirs)
+
+
+def _values(prints: Sequence[Print]) -> list[tuple[float, ...]]:
+    """The sketches of those that are finite, each once."""
+    return list({each.digest: each.sketch for each in prints if each.finite}.values())
+
+
+def _spread(sketches: Sequence[tuple[float, ...]]) -> float:
+    """The largest distance between two of them."""
+    return max(starmap(math.dist, combinations(sketches, 2)), default=0.0)
 
 
 def _strays(runs: Sequence[Print], replays: Sequence[Print]) -> int:
     """How many replays are astray."""
     known = {each.digest for each in runs}
-    finite = [each for each in runs if math.isfinite(each.sketch)]
-    if not finite:
-        return sum(math.isfinite(each.sketch) for each in replays)
-    whole, sketches = len(finite) == len(runs), [each.sketch for each in finite]
-    low, high = min(sketches), max(sketches)
-    near = max(_WIDE * (high - low), _SMALL * max(each.norm for each in finite))
-    return sum(
-        each.digest not in known
-        and (not low - near <= each.sketch <= high + near if math.isfinite(each.sketch) else whole)
-        for each in replays
-    )
+    others = [each for each in replays if each.digest not in known]
+    sketches, finite = _values(runs), [each for each in runs if each.finite]
+    if not others or not finite:
+        return sum(each.finite for each in others)
+    near = max(_WIDE * _spread(sketches), _SMALL * max(each.norm for each in finite))
+    whole = len(finite) == len(runs)
+    return sum(min(math.dist(each.sketch, one) for one in sketches) > near if each.finite else whole for each in others)
 
 
 def _is_other(runs: Sequence[Print], replays: Sequence[Print], last: bool) -> bool:
-    """Does a graph do something else than the runs? `last`: no more of them come.
+    """Does a graph do something else than the runs, with which it does not agree? `last`: no more of them come.
 
     If it does the same, each order of n runs and m replays is equally likely. Then the c runs that left the same bits
-    are all of those who did with C(n, c) / C(n + m, c), and replays likewise; no replay lies among the runs with
-    (m + 1) / C(n + m, n), and the k that are astray are all replays with C(m, k) / C(n + m, k).
+    are all of those who did with C(n, c) / C(n + m, c), and replays likewise; runs and replays lie apart with
+    2 / C(n + m, n), and the k that are astray are all replays with C(m, k) / C(n + m, k).
     """
     n, m, strays = len(runs), len(replays), _strays(runs, replays)
     if strays and (last or math.comb(m, strays) / math.comb(n + m, strays) < _STRAYS):
@@ -133,4 +151,4 @@ def _is_other(runs: Sequence[Print], replays: Sequence[Print], last: bool) -> bo
         chance = math.comb(len(these), same) / math.comb(n + m, same)
         if chance < _CHANCE and all(each.digest != bits for each in those):
             return True
-    return not _lie_among(runs, replays) and (m + 1) / math.comb(n + m, n) < _CHANCE
+    return 2 / math.comb(n + m, n) < _CHANCE
