@@ -5,21 +5,20 @@ replayed again, and so on: the backward of attention, for one, adds up in an ord
 Which orders come, and how often, is a matter of what else the device does just then: kernels lie closer together in a
 replay than in a run, so that most replays may leave the same bits, and most runs other ones.
 
-The graphs are used once each tensor agrees: some replay left the bits that some run left, or replays differ from each
-other, and some replay is as near to some run as that lets expect; and no replay is astray. One is that lies far from
-all runs, by what they differ from each other and by the tensor's own size, or that is not finite where they are. Of
-integers none is: such as the remainders of masters, of which a little noise leaves nothing. What runs differ by is no
-measure where all replays are alike: the host may count runs, and compute with the number.
+The graphs are used once each tensor agrees. Some replay left the bits that some run left. Or replays differ from each
+other: then some replay is as near to some run as that lets expect, and runs and replays lie among each other, looked at
+from many sides. And no replay is astray. One is that lies far from all runs, by what they differ from each other and by
+the tensor's own size, or that is not finite where they are. Of integers none is: such as the remainders of masters, of
+which a little noise leaves nothing. What runs differ by is no measure where all replays are alike: the host may count
+runs, and compute with the number.
 
-They are refused for a tensor that does not agree, where chance brings that about less than once in ten million times:
-most runs left the same bits and no replay did; most replays did and no run; or all of either differ. And where replays
-are astray in the end, or so many are that it takes no waiting.
+They are refused for tensors that do not agree in the end, and as soon as replays are astray more often than chance
+would have it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, starmap
 from typing import Final
@@ -28,21 +27,23 @@ from zeroweave.engine.graphs.contents import PARTS, Print
 from zeroweave.engine.graphs.parts import CapturedWindow
 from zeroweave.engine.graphs.trial import Trial
 
-_ROUNDS: Final = 16
-"""So often a window is replayed and run again at most."""
-_CHANCE: Final = 1e-7
-"""Of a tensor to be refused although its graph is right. A model has thousands of tensors."""
+_ROUNDS: Final = 14
+"""So often a window is replayed and run again at most. If each order of as many runs and replays were equally likely,
+all runs would lie on one side of all replays once in ten million times."""
 _STRAYS: Final = 1e-3
-"""The same, by replays that are astray."""
+"""With such a chance replays are astray although their graph is right."""
 _FEWEST: Final = 3
 """So many runs and replays at least tell what they differ by."""
 _WIDE, _SMALL = 8.0, 2.0**-5
 """A replay is astray beyond so many times what runs differ by, and beyond such a share of the tensor's norm."""
 _NEAR: Final = 2.0
-"""A replay agrees with a run within so many times what replays differ by."""
+"""A replay is near a run within so many times what replays differ by."""
+_OFTEN: Final = 0.5
+"""Runs and replays lie among each other where they do so in this share of the parts in which chance has them do so."""
 _NOTHING: Final = Print(-1, (math.inf,) * PARTS, math.inf)
 
 Place = tuple[str, int]
+Sketch = tuple[float, ...]
 Prints = Mapping[Place, Print]
 
 
@@ -70,7 +71,7 @@ def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], 
         if first is not None and runs[0][first] != runs[-1].get(first):
             mine = "the model does not compute the same twice, so that its graph cannot be compared"
         elif other := [
-            place for place in _apart(runs, replays) if _is_other(_of(place, runs), _of(place, replays), last)
+            place for place in _apart(runs, replays) if last or _are_astray(_of(place, runs), _of(place, replays))
         ]:
             mine = f"its replay differs in {_named(other)}"
         if (why := tell(mine)) is not None:
@@ -99,27 +100,42 @@ def _agree(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
         return False
     if not {each.digest for each in runs}.isdisjoint(each.digest for each in replays):
         return True
-    return len(runs) >= _FEWEST and _are_near(runs, replays)
+    return len(runs) >= _FEWEST and _may_be_noise(runs, replays)
 
 
-def _are_near(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
-    """Is some replay as near to some run as replays that differ from each other let expect?
-
-    Of what is not finite no distance tells. There it is enough that both differ among themselves.
-    """
+def _may_be_noise(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
+    """Do they differ from each other as replays differ among themselves?"""
     ours, theirs = _values(runs), _values(replays)
-    if not ours and not theirs:
+    if not ours and not theirs:  # no distance tells of what is not finite
         return min(len({each.digest for each in prints}) for prints in (runs, replays)) > 1
-    between = min((math.dist(one, other) for one in ours for other in theirs), default=math.inf)
-    return len(theirs) > 1 and between <= _NEAR * _spread(theirs)
+    if not ours or len(theirs) < 2 or len(ours) + len(theirs) <= _FEWEST:
+        return False
+    between = min(math.dist(run, replay) for run in ours for replay in theirs)
+    return between <= _NEAR * _spread(theirs) and _lie_among(ours, theirs)
 
 
-def _values(prints: Sequence[Print]) -> list[tuple[float, ...]]:
+def _lie_among(runs: Sequence[Sketch], replays: Sequence[Sketch]) -> bool:
+    """Does any lie between others of the other kind, in many of the parts in which they differ?
+
+    Noise is another one in each part. What a graph computes beside it, such as a multiple of the right gradient, lies
+    apart in all of them. Of n runs and m replays, if each order is equally likely, all of one kind are below all of
+    the other with 2 / C(n + m, n).
+    """
+    ranges = [
+        (min(ours), max(ours), min(theirs), max(theirs))
+        for ours, theirs in zip(zip(*runs, strict=True), zip(*replays, strict=True), strict=True)
+        if len({*ours, *theirs}) > 1
+    ]
+    among = sum(low <= most and least <= high for low, high, least, most in ranges)
+    return among >= _OFTEN * (1 - 2 / math.comb(len(runs) + len(replays), len(runs))) * len(ranges)
+
+
+def _values(prints: Sequence[Print]) -> list[Sketch]:
     """The sketches of those that are finite, each once."""
     return list({each.digest: each.sketch for each in prints if each.finite}.values())
 
 
-def _spread(sketches: Sequence[tuple[float, ...]]) -> float:
+def _spread(sketches: Sequence[Sketch]) -> float:
     """The largest distance between two of them."""
     return max(starmap(math.dist, combinations(sketches, 2)), default=0.0)
 
@@ -128,27 +144,17 @@ def _strays(runs: Sequence[Print], replays: Sequence[Print]) -> int:
     """How many replays are astray."""
     known = {each.digest for each in runs}
     others = [each for each in replays if each.digest not in known]
-    sketches, finite = _values(runs), [each for each in runs if each.finite]
+    finite = [each for each in runs if each.finite]
     if not others or not finite:
         return sum(each.finite for each in others)
+    sketches, whole = _values(runs), len(finite) == len(runs)
     near = max(_WIDE * _spread(sketches), _SMALL * max(each.norm for each in finite))
-    whole = len(finite) == len(runs)
     return sum(min(math.dist(each.sketch, one) for one in sketches) > near if each.finite else whole for each in others)
 
 
-def _is_other(runs: Sequence[Print], replays: Sequence[Print], last: bool) -> bool:
-    """Does a graph do something else than the runs, with which it does not agree? `last`: no more of them come.
-
-    If it does the same, each order of n runs and m replays is equally likely. Then the c runs that left the same bits
-    are all of those who did with C(n, c) / C(n + m, c), and replays likewise; runs and replays lie apart with
-    2 / C(n + m, n), and the k that are astray are all replays with C(m, k) / C(n + m, k).
+def _are_astray(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
+    """Is that no chance? If each order of n and m is equally likely, k that are astray are all replays with
+    C(m, k) / C(n + m, k).
     """
     n, m, strays = len(runs), len(replays), _strays(runs, replays)
-    if strays and (last or math.comb(m, strays) / math.comb(n + m, strays) < _STRAYS):
-        return True
-    for these, those in ((runs, replays), (replays, runs)):
-        ((bits, same),) = Counter(each.digest for each in these).most_common(1)
-        chance = math.comb(len(these), same) / math.comb(n + m, same)
-        if chance < _CHANCE and all(each.digest != bits for each in those):
-            return True
-    return 2 / math.comb(n + m, n) < _CHANCE
+    return strays > 0 and math.comb(m, strays) / math.comb(n + m, strays) < _STRAYS
