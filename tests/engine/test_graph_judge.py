@@ -17,7 +17,7 @@ import torch
 from tests.support.marks import daily
 from zeroweave.comm.rounding import split_
 from zeroweave.engine.graphs.contents import PARTS, Print, prints, sketch
-from zeroweave.engine.graphs.judge import compared
+from zeroweave.engine.graphs.judge import Verdict, compared
 from zeroweave.optim.codes import Coded, encode_
 
 Value = Callable[[random.Random], float]
@@ -61,6 +61,10 @@ class Capturer:
 
 
 def judged(windows: Windows) -> str | None:
+    return verdict(windows).why
+
+
+def verdict(windows: Windows) -> Verdict:
     trial: Any = windows
     return compared(trial, None, lambda mine: mine)  # type: ignore[arg-type]
 
@@ -294,3 +298,12 @@ def test_what_is_never_finite_is_noise_where_all_differ() -> None:
     assert judged(by_orders(lambda: value(0, runs), lambda: value(0, replays))) is None
     same = itertools.repeat(1000)
     assert judged(by_orders(lambda: value(0, runs), lambda: value(0, same))) == "its replay differs in w"
+
+
+def test_only_what_may_be_noise_is_tried_again() -> None:
+    differs = "its replay differs in w"
+    other, noise = Orders(1.0, 0, off=0.006), Orders(0.5, 0, off=0.006)
+    assert verdict(by_orders(Orders(1.0, 1), other)) == (differs, True)
+    assert verdict(by_orders(Orders(1.0, 1), noise)) == verdict(by_orders(Orders(0.5, 1), other)) == (differs, False)
+    assert verdict(by_orders(Orders(0.5, 1), Orders(0.5, 2, off=1.0))) == (differs, True)
+    assert verdict(by_orders(Orders(0.5, 1), Orders(0.5, 2))) == (None, False)

@@ -13,7 +13,7 @@ which a little noise leaves nothing. What runs differ by is no measure where all
 runs, and compute with the number.
 
 They are refused for tensors that do not agree in the end, and as soon as replays are astray more often than chance
-would have it.
+would have it. Where runs differ from each other, or replays do, another trial may find otherwise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, starmap
-from typing import Final
+from typing import Final, NamedTuple
 
 from zeroweave.engine.graphs.contents import PARTS, Print
 from zeroweave.engine.graphs.parts import CapturedWindow
@@ -47,8 +47,15 @@ Sketch = tuple[float, ...]
 Prints = Mapping[Place, Print]
 
 
-def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], str | None]) -> str | None:
-    """Why the graphs of a window must not be used; None if they may. `tell(why)`: any rank's reason. Collective.
+class Verdict(NamedTuple):
+    why: str | None = None
+    """why the graphs of a window must not be used; None if they may"""
+    lasts: bool = False
+    """would another trial end like this one? It might not where runs differ from each other, or replays do"""
+
+
+def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], str | None]) -> Verdict:
+    """What replays of a window's graphs leave, and runs of it. `tell(why)`: any rank's reason. Collective.
 
     The engine is left as a run as ever leaves it.
     """
@@ -56,7 +63,7 @@ def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], 
     random = capturer.random
     runs, replays = [trial.left(trial.results)], list[Prints]()
     first = next((place for place in runs[0] if place[0].startswith("the result of")), None)
-    why: str | None = None
+    verdict = Verdict()
     for index in range(_ROUNDS):
         trial.rewind()
         replays.append(trial.left(trial.replayed(window)))
@@ -67,17 +74,19 @@ def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], 
         runs.append(trial.left(trial.rerun()))
         if agree:
             break
-        last, mine = index == _ROUNDS - 1, None
+        last, mine, lasts = index == _ROUNDS - 1, None, False
         if first is not None and runs[0][first] != runs[-1].get(first):
-            mine = "the model does not compute the same twice, so that its graph cannot be compared"
+            lasts, mine = True, "the model does not compute the same twice, so that its graph cannot be compared"
         elif other := [
             place for place in _apart(runs, replays) if last or _are_astray(_of(place, runs), _of(place, replays))
         ]:
+            lasts = any(_are_certain(_of(place, runs), _of(place, replays)) for place in other)
             mine = f"its replay differs in {_named(other)}"
         if (why := tell(mine)) is not None:
+            verdict = Verdict(why, tell(mine if lasts else None) is not None)
             break
     capturer.resume_random(random)
-    return why
+    return verdict
 
 
 def _named(places: Iterable[Place]) -> str:
@@ -150,6 +159,11 @@ def _strays(runs: Sequence[Print], replays: Sequence[Print]) -> int:
     sketches, whole = _values(runs), len(finite) == len(runs)
     near = max(_WIDE * _spread(sketches), _SMALL * max(each.norm for each in finite))
     return sum(min(math.dist(each.sketch, one) for one in sketches) > near if each.finite else whole for each in others)
+
+
+def _are_certain(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
+    """Do all runs leave the same there, and all replays something else? Or is a replay astray?"""
+    return _strays(runs, replays) > 0 or all(len({each.digest for each in prints}) == 1 for prints in (runs, replays))
 
 
 def _are_astray(runs: Sequence[Print], replays: Sequence[Print]) -> bool:

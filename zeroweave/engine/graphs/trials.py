@@ -14,7 +14,7 @@ from zeroweave._torch.autograd import keeps_graph
 from zeroweave._torch.storages import use_count
 from zeroweave.engine.graphs.batch import Batch
 from zeroweave.engine.graphs.edge import go_on, waiting
-from zeroweave.engine.graphs.judge import compared
+from zeroweave.engine.graphs.judge import Verdict, compared
 from zeroweave.engine.graphs.known import Known
 from zeroweave.engine.graphs.nest import Uncapturable
 from zeroweave.engine.graphs.parts import Kind, Outputs, gradients_key
@@ -148,14 +148,15 @@ class Trials:
             window, failed = trial.capture(first=not self._known.windows), None
         except Uncapturable as error:
             failed = str(error)
-        why = self._any_reason(failed)
-        if why is None and window is not None:
-            why = compared(trial, window, self._any_reason)
-        if why is not None or window is None:
-            self._known.refuse(first, str(why))
-            self._forget_lost(trial)
-        else:
+        verdict = Verdict(self._any_reason(failed), lasts=True)
+        if verdict.why is None and window is not None:
+            verdict = compared(trial, window, self._any_reason)
+        if verdict.why is None and window is not None:
             self._known.add(window)
+            return
+        refuse = self._known.refuse if verdict.lasts else self._known.spoilt
+        refuse(first, str(verdict.why))
+        self._forget_lost(trial)
 
     def _forget_lost(self, trial: Trial) -> None:
         """A capture that fails while it gathers anew what stays has lost that on its rank. Collective."""
