@@ -103,3 +103,41 @@ def test_sums_have_the_dtype_that_was_asked_for(stage: int, params: str, sums: s
     for name, gradient in eager.items():
         eps = torch.finfo(getattr(torch, params)).eps
         torch.testing.assert_close(compiled[name], gradient, rtol=0.0, atol=4 * eps * float(gradient.abs().max()))
+
+
+class Reading(nn.Module):
+    """Asks blocks for the dtype of a weight, outside of them. No matmul adds a convolution's gradient to the sums."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Tanh()) for _ in range(count))
+        self.waiting: list[int] = []
+        self.engine: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            weight = block[0].weight
+            assert isinstance(weight, torch.Tensor)
+            x = block(x.to(weight.dtype))
+            x.register_hook(lambda gradient: self.look())
+        return x
+
+    def look(self) -> None:
+        """How many gradients are in no sum, as a backward comes from one block to the next."""
+        accounts = self.engine._parts.runtime.gradients.accounts
+        self.waiting.append(sum(len(account.parts) for account in accounts.values()))
+
+
+@STAGES
+def test_gradients_of_blocks_that_are_read_outside_of_them_are_added_up_at_once(stage: int) -> None:
+    model = Reading(4)
+    config = {"stage": stage, "compile": {"lower": "aot_eager"}, "gradient_accumulation_steps": 2}
+    with zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config) as engine:
+        model.engine = engine
+        for index in range(4):
+            with block_of(engine, "no_sync", index % 2 == 1):
+                model.waiting.clear()
+                engine.backward(engine(torch.ones(2, 4, 8)).square().mean())
+                if index == 2:
+                    assert model.waiting == [0, 0, 0, 0]
+            engine.step()

@@ -52,3 +52,19 @@ def test_ranks_of_one_group_share_what_they_had() -> None:
         {0: frozenset(), 1: frozenset()},
         {0: frozenset(), 1: frozenset({0})},
     ]
+
+
+def test_a_read_without_a_gradient_is_waited_for_where_gradients_are_reduced_only() -> None:
+    """Else what is complete would take memory until the backward ends."""
+    for reducing in (True, False):
+        account = gradients(0, {})
+        account.announce([(0, 0)])
+        account.read(0, 0)
+        came = account.deliver([(0, 0)], [(0, 0, torch.ones(4))], reducing=reducing)
+        assert came == ([] if reducing else [0])
+        if not reducing:
+            account.fold(came)
+        assert account.deliver_eager(0, 0, torch.ones(4), reducing) == [0]
+        if not reducing:
+            account.fold([0])
+            assert account.accounts[0].balance().unreduced[0].tolist() == [2.0] * 4

@@ -52,6 +52,8 @@ class Account:
         """slot -> contributions of compiled backwards still to come"""
         self._expected: set[int] = set()
         """slots whose eager gradient is still to come"""
+        self._read: set[int] = set()
+        """slots that eager code has read, whose gradient may still come"""
         self._armed = False
         """was anything announced? A backward without a word before it is complete only at its end"""
         self.parts: dict[int, torch.Tensor] = {}
@@ -82,6 +84,11 @@ class Account:
         self._armed = True
         self._expected.add(slot)
 
+    def read(self, slot: int) -> None:
+        """Eager code reads the slot: a gradient may come by that, or none, as where it asks for the dtype only."""
+        self._armed = True
+        self._read.add(slot)
+
     def came(self, slot: int) -> None:
         """One announced contribution is there."""
         left = self._announced.get(slot, 0) - 1
@@ -91,8 +98,9 @@ class Account:
             self._announced.pop(slot, None)
 
     def came_eagerly(self, slot: int) -> None:
-        """The expected gradient is there."""
+        """The eager gradient is there."""
         self._expected.discard(slot)
+        self._read.discard(slot)
 
     def destination(self, slot: int) -> torch.Tensor | None:
         """Where a contribution to the slot may be written, to be added then; of its shape. None: anywhere."""
@@ -126,9 +134,14 @@ class Account:
         self.parts[slot] = gradient if earlier is None else earlier + gradient
         self.flat.came(slot, self.parts[slot], made and earlier is None)
 
-    def newly_complete(self) -> bool:
-        """Has nothing announced been missing since this contribution? Says so once until it is added up."""
-        if self.reported or not (self._armed and not self._announced and not self._expected and self._fresh):
+    def newly_complete(self, reducing: bool) -> bool:
+        """Has nothing announced been missing since this contribution? Says so once until it is added up.
+
+        A backward that reduces waits for what may come, too: the bucket is reduced once. Others add that up when it
+        comes, and need no memory for gradients that wait.
+        """
+        missing = self._announced or self._expected or (reducing and self._read)
+        if self.reported or missing or not (self._armed and self._fresh):
             return False
         self.reported = True
         return True
@@ -177,6 +190,7 @@ class Account:
             raise ZeroweaveError(f"bucket {self.bucket.layout.name!r}: a gradient entered no reduction")
         self._announced.clear()
         self._expected.clear()
+        self._read.clear()
         if not self.parts:
             self.flat.clear()  # what was lent for gradients that nobody wanted
         self.issued = self.reported = self._armed = False

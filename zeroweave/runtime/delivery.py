@@ -70,7 +70,7 @@ class Delivery:
         if not announced:
             return asked
         self._note_backward()
-        complete = self._gradients.deliver(announced, parts, made)
+        complete = self._gradients.deliver(announced, parts, made, self._replay.reducing)
         if not self._replay.reducing:
             self._gradients.fold(complete)
         elif complete:
@@ -80,7 +80,7 @@ class Delivery:
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
         """A parameter's gradient of the eager autograd engine."""
         self._note_backward()
-        complete = self._gradients.deliver_eager(bucket_id, slot, gradient)
+        complete = self._gradients.deliver_eager(bucket_id, slot, gradient, self._replay.reducing)
         if not self._replay.reducing:
             self._gradients.fold(complete)
         elif complete:

@@ -88,6 +88,10 @@ class Gradients:
         for bucket_id, slot in parts:
             self._accounts[bucket_id].expect(slot)
 
+    def read(self, bucket_id: int, slot: int) -> None:
+        """Eager code reads a parameter. By that a gradient may come, or none."""
+        self._accounts[bucket_id].read(slot)
+
     def destination(self, bucket_id: int, slot: int) -> torch.Tensor | None:
         """Where a gradient that is delivered next may be written, of its shape and dtype; None: anywhere.
 
@@ -115,8 +119,9 @@ class Gradients:
         announced: Iterable[tuple[int, int]],
         parts: Iterable[tuple[int, int, torch.Tensor | None]],
         made: Set[tuple[int, int]] = frozenset(),
+        reducing: bool = True,
     ) -> list[int]:
-        """Contributions of the present backward: (bucket id, slot index, gradient or None).
+        """Contributions of the present backward, which may be `reducing`: (bucket id, slot index, gradient or None).
 
         `made`: (bucket id, slot index) of those that are memory which nobody else has.
 
@@ -131,12 +136,12 @@ class Gradients:
             account = touched[bucket_id] = self._accounts[bucket_id]
             if gradient is not None:
                 account.add(slot, gradient, made=(bucket_id, slot) in made)
-        return [bucket_id for bucket_id, account in touched.items() if account.newly_complete()]
+        return [bucket_id for bucket_id, account in touched.items() if account.newly_complete(reducing)]
 
-    def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> list[int]:
+    def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor, reducing: bool = True) -> list[int]:
         """One contribution of the eager autograd engine; see `deliver`."""
         self._accounts[bucket_id].came_eagerly(slot)
-        return self.deliver((), ((bucket_id, slot, gradient),))
+        return self.deliver((), ((bucket_id, slot, gradient),), reducing=reducing)
 
     # ------------------------------------------------------------------ reductions
     def fold(self, buckets: Iterable[int]) -> None:

@@ -218,7 +218,7 @@ class Runtime:
     def read(self, bucket: Bucket, slot: int) -> None:
         """Eager code reads a parameter, usable until the innermost call is left. It may get a gradient by that."""
         if bucket.layout.trainable and torch.is_grad_enabled() and not self.in_backward:
-            self.gradients.expect(((bucket.id, slot),))  # it may come behind that of compiled code
+            self.gradients.read(bucket.id, slot)  # its gradient may come behind that of compiled code
         if self.replay.is_used(bucket.id) or self._inference.is_used(bucket.id):
             return
         if self._frame is not None:

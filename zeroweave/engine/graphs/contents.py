@@ -21,8 +21,9 @@ _WORDS: Final = 1 << 22
 """So many words of a tensor are looked at in one go: few enough that a GPU's cache holds them for the next kernel."""
 _FACTOR: Final = -7046029254386353131
 """2^64 / golden ratio, odd, as a signed number: multiples of it are spread over all 64 bits."""
-PARTS: Final = 32
-"""Numbers of a sketch, which divide `_WORDS`: distances of sketches are off by about an eighth."""
+PARTS: Final = 31
+"""Numbers of a sketch. So many have distances that are off by about an eighth. A prime number, because what differs in
+one column of a matrix alone lies in all parts then."""
 
 
 Contents = Mapping[str, Sequence[torch.Tensor]]

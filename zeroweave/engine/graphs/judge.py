@@ -7,10 +7,13 @@ replay than in a run, so that most replays may leave the same bits, and most run
 
 The graphs are used once each tensor agrees. Some replay left the bits that some run left. Or replays differ from each
 other: then some replay is as near to some run as that lets expect, and runs and replays lie among each other, looked at
-from many sides. And no replay is astray. One is that lies far from all runs, by what they differ from each other and by
-the tensor's own size, or that is not finite where they are. Of integers none is: such as the remainders of masters, of
-which a little noise leaves nothing. What runs differ by is no measure where all replays are alike: the host may count
-runs, and compute with the number.
+from many sides. Where runs are alike, all replays are as near to them as runs of the same window are to each other in
+some other tensor: what computes the same each time, and not in replays, is no noise. What runs differ by is no measure
+where all replays are alike: the host may count runs, and compute with the number.
+
+And no replay is astray. One is that lies far from all runs, by what they differ from each other and by the tensor's own
+size, or that is not finite where they are. Of integers none is: such as the remainders of masters, of which a little
+noise leaves nothing.
 
 They are refused for tensors that do not agree in the end, and as soon as replays are astray more often than chance
 would have it. Where runs differ from each other, or replays do, another trial may find otherwise.
@@ -29,7 +32,7 @@ from zeroweave.engine.graphs.trial import Trial
 
 _ROUNDS: Final = 14
 """So often a window is replayed and run again at most. If each order of as many runs and replays were equally likely,
-all runs would lie on one side of all replays once in ten million times."""
+all runs would lie on one side of all replays less than once in ten million times."""
 _STRAYS: Final = 1e-3
 """With such a chance replays are astray although their graph is right."""
 _FEWEST: Final = 3
@@ -37,7 +40,7 @@ _FEWEST: Final = 3
 _WIDE, _SMALL = 8.0, 2.0**-5
 """A replay is astray beyond so many times what runs differ by, and beyond such a share of the tensor's norm."""
 _NEAR: Final = 2.0
-"""A replay is near a run within so many times what replays differ by."""
+"""A replay is near a run within so many times what replays differ by, or what runs do elsewhere."""
 _OFTEN: Final = 0.5
 """Runs and replays lie among each other where they do so in this share of the parts in which chance has them do so."""
 _NOTHING: Final = Print(-1, (math.inf,) * PARTS, math.inf)
@@ -80,7 +83,8 @@ def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], 
         elif other := [
             place for place in _apart(runs, replays) if last or _are_astray(_of(place, runs), _of(place, replays))
         ]:
-            lasts = any(_are_certain(_of(place, runs), _of(place, replays)) for place in other)
+            astray = any(_are_astray(_of(place, runs), _of(place, replays)) for place in other)
+            lasts = astray or not (_differ(runs) or _differ(replays))
             mine = f"its replay differs in {_named(other)}"
         if (why := tell(mine)) is not None:
             verdict = Verdict(why, tell(mine if lasts else None) is not None)
@@ -95,8 +99,20 @@ def _named(places: Iterable[Place]) -> str:
 
 def _apart(runs: Sequence[Prints], replays: Sequence[Prints]) -> list[Place]:
     """Where runs and replays do not agree so far."""
-    places = {place for each in (*runs, *replays) for place in each}
-    return sorted(place for place in places if not _agree(_of(place, runs), _of(place, replays)))
+    places, noise = {place for each in (*runs, *replays) for place in each}, _noise(runs)
+    return sorted(place for place in places if not _agree(_of(place, runs), _of(place, replays), noise))
+
+
+def _differ(windows: Sequence[Prints]) -> bool:
+    """Do they anywhere?"""
+    first, *others = ({place: each.digest for place, each in window.items()} for window in windows)
+    return any(digests != first for digests in others)
+
+
+def _noise(runs: Sequence[Prints]) -> float:
+    """What runs differ by at most, as a share of the tensor's norm."""
+    prints = [_of(place, runs) for place in runs[0]]
+    return max((_spread(_values(each)) / each[0].norm for each in prints if 0 < each[0].norm < math.inf), default=0.0)
 
 
 def _of(place: Place, windows: Sequence[Prints]) -> list[Print]:
@@ -104,20 +120,24 @@ def _of(place: Place, windows: Sequence[Prints]) -> list[Print]:
     return [window.get(place, _NOTHING) for window in windows]
 
 
-def _agree(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
+def _agree(runs: Sequence[Print], replays: Sequence[Print], noise: float) -> bool:
+    """`noise`: see `_noise`."""
     if _strays(runs, replays):
         return False
     if not {each.digest for each in runs}.isdisjoint(each.digest for each in replays):
         return True
-    return len(runs) >= _FEWEST and _may_be_noise(runs, replays)
+    return len(runs) >= _FEWEST and _may_be_noise(runs, replays, noise)
 
 
-def _may_be_noise(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
+def _may_be_noise(runs: Sequence[Print], replays: Sequence[Print], noise: float) -> bool:
     """Do they differ from each other as replays differ among themselves?"""
     ours, theirs = _values(runs), _values(replays)
-    if not ours and not theirs:  # no distance tells of what is not finite
-        return min(len({each.digest for each in prints}) for prints in (runs, replays)) > 1
+    vary, others_vary = (len({each.digest for each in prints}) > 1 for prints in (runs, replays))
     if not ours or len(theirs) < 2 or len(ours) + len(theirs) <= _FEWEST:
+        # Of what is not finite no distance tells.
+        endless = all(any(not each.finite for each in prints) for prints in (runs, replays))
+        return endless and vary and others_vary
+    if not vary and not max(math.dist(ours[0], each) for each in theirs) <= _NEAR * noise * runs[0].norm < math.inf:
         return False
     between = min(math.dist(run, replay) for run in ours for replay in theirs)
     return between <= _NEAR * _spread(theirs) and _lie_among(ours, theirs)
@@ -159,11 +179,6 @@ def _strays(runs: Sequence[Print], replays: Sequence[Print]) -> int:
     sketches, whole = _values(runs), len(finite) == len(runs)
     near = max(_WIDE * _spread(sketches), _SMALL * max(each.norm for each in finite))
     return sum(min(math.dist(each.sketch, one) for one in sketches) > near if each.finite else whole for each in others)
-
-
-def _are_certain(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
-    """Do all runs leave the same there, and all replays something else? Or is a replay astray?"""
-    return _strays(runs, replays) > 0 or all(len({each.digest for each in prints}) == 1 for prints in (runs, replays))
 
 
 def _are_astray(runs: Sequence[Print], replays: Sequence[Print]) -> bool:
