@@ -43,6 +43,7 @@ from zeroweave.errors import RankFailure
 from zeroweave.ranks import stacks
 from zeroweave.ranks.answers import Answers, answered
 from zeroweave.ranks.board import Board
+from zeroweave.ranks.compare import RankMissed
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.process import is_gone, is_stopped, own
 from zeroweave.ranks.status import Failure, StatusLine, describe, question_of, read, tell
@@ -114,7 +115,7 @@ class Alarm:
             self._thread.join(CAUSE_SECONDS)
         line, count = self._line, self._progress()[1]
         broken = self._control.broken is not None or isinstance(error, RankFailure)
-        missed = self._control.late
+        missed = self._control.late or isinstance(error, RankMissed)
         mine = Failure(
             line.epoch,
             step,

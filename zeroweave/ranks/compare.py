@@ -15,13 +15,17 @@ from zeroweave.ranks.board import Board
 _POLL_SECONDS = 5e-4
 
 
+class RankMissed(AgreementError):
+    """A rank did not come to a comparison before the deadline."""
+
+
 def compare(
     board: Board | None, number: int, digest: int, lines: Callable[[], Sequence[str]], deadline_seconds: float
 ) -> None:
     """Returns when every rank has come here with the same `digest`; AgreementError on all ranks otherwise.
 
-    `number` counts the comparisons of this board from 1, `lines()` is the list in words. A rank that does not come
-    within the deadline is named. None: a world of 1.
+    `number` counts the comparisons of this board from 1, `lines()` is the list in words. `RankMissed` names a rank that
+    does not come within the deadline. None: a world of 1.
     """
     if board is None:
         return
@@ -59,7 +63,7 @@ def _exchange(board: Board, heading: str, number: int, text: str, deadline_secon
             return [rest for _, _, rest in lines]
         if time.monotonic() > end:
             who = ", ".join(f"rank {rank}" for rank in missing)
-            raise AgreementError(
+            raise RankMissed(
                 f"{who} did not come to change {number} of the schedule within the deadline of {deadline_seconds:g} s"
             )
         time.sleep(_POLL_SECONDS)

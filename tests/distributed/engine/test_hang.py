@@ -56,6 +56,23 @@ def test_a_stopped_rank_is_missed(
     shutil.rmtree(folder)
 
 
+def stops_in_a_comparison(folder: Path, engine: zw.Engine) -> None:
+    """Rank 1 is stopped in front of the first comparison of schedules, which no collective is."""
+    if engine.rank == 1 and engine.global_steps == 0:
+        agreements = engine._parts.agreements
+        agreements.schedule = lambda schedule: stop(folder)  # type: ignore[method-assign]
+
+
+def test_a_rank_that_is_stopped_before_schedules_are_compared_is_missed(tmp_path: Path, disposable: Pools) -> None:
+    run = partial(train, step_begins=partial(stops_in_a_comparison, tmp_path), deadline=DEADLINE)
+    ended = disposable(2).first_end(run, None, 3, "eager")
+    assert ended.rank == 0 and ended.failed
+    assert "rank 1 did not come to change 1 of the schedule within the deadline of 3 s" in ended.message + ended.stderr
+    folder = stacks_of(ended)
+    assert "stopping.py" in (folder / "rank-00000.txt").read_text()
+    shutil.rmtree(folder)
+
+
 @daily("phase", [], ["backward", "forward", "update", "write", "publish"])
 def test_the_stacks_of_all_ranks_show_where_one_hangs(phase: str, tmp_path: Path, disposable: Pools) -> None:
     rank = 0 if phase == "publish" else 1
