@@ -8,8 +8,8 @@ replay than in a run, so that most replays may leave the same bits, and most run
 The graphs are used once each tensor agrees. Some replay left the bits that some run left. Or replays differ from each
 other: then some replay is as near to some run as that lets expect, and runs and replays lie among each other, looked at
 from many sides. Where runs are alike, all replays are as near to them as runs of the same window are to each other in
-some other tensor: what computes the same each time, and not in replays, is no noise. What runs differ by is no measure
-where all replays are alike: the host may count runs, and compute with the number.
+half of the tensors in which they differ: what computes the same each time, and not in replays, is no noise. What runs
+differ by is no measure where all replays are alike: the host may count runs, and compute with the number.
 
 And no replay is astray. One is that lies far from all runs, by what they differ from each other and by the tensor's own
 size, or that is not finite where they are. Of integers none is: such as the remainders of masters, of which a little
@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, starmap
+from statistics import median
 from typing import Final, NamedTuple
 
 from zeroweave.engine.graphs.contents import PARTS, Print
@@ -110,9 +111,13 @@ def _differ(windows: Sequence[Prints]) -> bool:
 
 
 def _noise(runs: Sequence[Prints]) -> float:
-    """What runs differ by at most, as a share of the tensor's norm."""
+    """What runs differ by in the tensors in which they do, as a share of the norm: the median of these.
+
+    Not the largest: gradients that are zero in theory are nothing but noise.
+    """
     prints = [_of(place, runs) for place in runs[0]]
-    return max((_spread(_values(each)) / each[0].norm for each in prints if 0 < each[0].norm < math.inf), default=0.0)
+    shares = [_spread(_values(each)) / each[0].norm for each in prints if 0 < each[0].norm < math.inf]
+    return median([share for share in shares if share] or [0.0])
 
 
 def _of(place: Place, windows: Sequence[Prints]) -> list[Print]:
