@@ -318,13 +318,13 @@ def lost(seed: int, count: int) -> tuple[Order, Order]:
 
 
 def garbage(dtype: torch.dtype, count: int) -> tuple[Order, Order]:
-    """A replay leaves some integers as it finds them."""
-    most = 2 if dtype == torch.bool else 100
-    right, seeds = torch.randint(0, most, (1 << 10,)).to(dtype), torch.Generator().manual_seed(0)
+    """A replay leaves other values in so many integers, each time in others."""
+    right, seeds = torch.randint(0, 2, (1 << 10,)).to(dtype), torch.Generator().manual_seed(0)
 
     def replay() -> torch.Tensor:
-        found = right.clone()
-        found[torch.randperm(len(right), generator=seeds)[:count]] = torch.randint(0, most, (count,)).to(dtype)
+        found, places = right.clone(), torch.randperm(len(right), generator=seeds)[:count]
+        more = torch.randint(2, 50, (count,), generator=seeds).to(dtype)
+        found[places] = found[places].logical_not() if dtype == torch.bool else found[places] + more
         return found
 
     return right.clone, replay
@@ -338,15 +338,13 @@ def test_replays_alone_do_not_differ(count: int) -> None:
     assert judged(by_orders(*lost(0, 16 * count), noise(0, size=1e-3))) == "its replay differs in w"
 
 
-@pytest.mark.parametrize("count", [1, 1 << 10])
+@pytest.mark.parametrize("count", [1, 1 << 9])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.int16, torch.int64])
 def test_integers_that_runs_leave_alike_are_no_noise(dtype: torch.dtype, count: int) -> None:
     for more in ([], [noise(0)]):
-        assert judged(by_orders(*garbage(dtype, count), *more)) in (None, "its replay differs in w")
         for seed in range(5):
             torch.manual_seed(seed)
-            runs, replays = garbage(dtype, 1 << 10)
-            assert judged(by_orders(runs, replays, *more)) == "its replay differs in w"
+            assert judged(by_orders(*garbage(dtype, count), *more)) == "its replay differs in w"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -240,18 +241,32 @@ def gradients_through(change: Callable[[Tensor], Tensor]) -> Callable[[Any, Any]
     return weighted
 
 
-@daily(("share", "seed"), [(0.5, 0)], [(share, seed) for share in (0.1, 0.5, 0.9, 1.0) for seed in range(1, 4)])
-def test_a_backward_that_is_another_one_now_and_then_is_captured(share: float, seed: int) -> None:
+@contextmanager
+def trained_through(
+    change: Callable[[Tensor], Tensor], seed: int, begins: Callable[[int], object] = lambda step: None
+) -> Iterator[tuple[Any, list[str]]]:
+    """An engine behind 16 steps whose loss's gradient is changed on its way, and what it has told of graphs.
+
+    `begins(step)` is called before each.
+    """
     NOISE.seed(seed)
-    with on_cpu() as device:
+    with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         engine = start(Case(), graphs=True)
         device.serve(engine)
-        loss_of = gradients_through(lambda g: noisy(g, share))
+        loss_of = gradients_through(change)
         for step in range(16):
+            begins(step)
             engine.train_step(batch_of(Case(), step, 0), loss_of)
+        yield engine, [str(each.message) for each in caught if "cuda_graphs" in str(each.message)]
+        engine.destroy()
+
+
+@daily(("share", "seed"), [(0.5, 0)], [(share, seed) for share in (0.1, 0.5, 0.9, 1.0) for seed in range(1, 4)])
+def test_a_backward_that_is_another_one_now_and_then_is_captured(share: float, seed: int) -> None:
+    with trained_through(lambda g: noisy(g, share), seed) as (engine, _):
         assert engine.stats.captured_windows == 1 and engine.stats.replayed_steps >= 4, engine.stats.uncaptured_steps
         assert engine.stats.compile_seconds["graphs"] > 0
-        engine.destroy()
 
 
 @daily(
@@ -264,18 +279,9 @@ def test_a_graph_that_computes_something_else_is_refused(share: float, seed: int
         captured = isinstance(_get_current_dispatch_mode(), Tape)
         return noisy(gradient, share) * (2.0 if captured else 1.0)
 
-    NOISE.seed(seed)
-    with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine = start(Case(), graphs=True)
-        device.serve(engine)
-        loss_of = gradients_through(otherwise_in_captures)
-        for step in range(16):
-            engine.train_step(batch_of(Case(), step, 0), loss_of)
-        told = [str(each.message) for each in caught if "cuda_graphs" in str(each.message)]
+    with trained_through(otherwise_in_captures, seed) as (engine, told):
         assert len(told) == 1 and "its replay differs in optimizer state of" in told[0], told
         assert engine.stats.replayed_steps == 0
-        engine.destroy()
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -298,20 +304,10 @@ def test_a_graph_that_noise_may_have_spoilt_is_captured_again(share: float) -> N
         wrong = watching.send(isinstance(_get_current_dispatch_mode(), Tape))
         return noisy(gradient, share) * (2.0 if wrong else 1.0)
 
-    NOISE.seed(0)
-    with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine = start(Case(), graphs=True)
-        device.serve(engine)
-        loss_of = gradients_through(otherwise_in_the_first_capture)
-        for step in range(16):
-            steps.append(step)
-            engine.train_step(batch_of(Case(), step, 0), loss_of)
-        told = [str(each.message) for each in caught if "cuda_graphs" in str(each.message)]
+    with trained_through(otherwise_in_the_first_capture, 0, steps.append) as (engine, told):
         trials, graphs = (2, 1) if share else (1, 0)
         assert (len(captured), engine.stats.captured_windows, len(told)) == (trials, graphs, 1 - graphs)
         assert (engine.stats.replayed_steps >= 4) == bool(graphs)
-        engine.destroy()
 
 
 def test_graphs_of_schedules_that_are_gone_go() -> None:

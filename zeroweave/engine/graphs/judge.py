@@ -81,12 +81,12 @@ def compared(trial: Trial, window: CapturedWindow, tell: Callable[[str | None], 
         last, mine, lasts = index == _ROUNDS - 1, None, False
         if first is not None and runs[0][first] != runs[-1].get(first):
             lasts, mine = True, "the model does not compute the same twice, so that its graph cannot be compared"
-        elif other := [
-            place for place in _apart(runs, replays) if last or _are_astray(_of(place, runs), _of(place, replays))
-        ]:
-            astray = any(_are_astray(_of(place, runs), _of(place, replays)) for place in other)
-            lasts = astray or not (_differ(runs) or _differ(replays))
-            mine = f"its replay differs in {_named(other)}"
+        else:
+            apart = _apart(runs, replays)
+            astray = [place for place in apart if _are_astray(_of(place, runs), _of(place, replays))]
+            if other := apart if last else astray:
+                lasts = bool(astray) or not (_differ(runs) or _differ(replays))
+                mine = f"its replay differs in {_named(other)}"
         if (why := tell(mine)) is not None:
             verdict = Verdict(why, tell(mine if lasts else None) is not None)
             break
