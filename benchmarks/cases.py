@@ -37,7 +37,7 @@ CASES = {
     "qwen3-8b-1024": Case(
         f"--model qwen3-8b --seq 1024 {STAGE_3} {STEPS}",
         speed={"zeroweave-graphs-z3": 1.6, "zeroweave-z3": 1.15},
-        host={"zeroweave-graphs-z3": 0.003, "zeroweave-z3": 0.1},
+        host={"zeroweave-graphs-z3": 0.003, "zeroweave-z3": 0.1, "zeroweave-fours-z3": 0.1},
     ),
     "qwen3-8b-1024-kept": Case(
         f"--model qwen3-8b --seq 1024 {KEPT} --impl zeroweave-graphs-kept-z3,zeroweave-kept-z3,fsdp2-ce-z3 {STEPS}",

@@ -188,16 +188,17 @@ def build_layout(
     specs: Iterable[ParameterSpec],
     world: int,
     max_bytes: int,
-    by_block: bool = True,
+    by_block: int = True,
     groups: Mapping[str, int] | None = None,
 ) -> tuple[BucketLayout, ...]:
     """Lay the parameters out in buckets; ids count from 0 in the order of each bucket's first parameter.
 
-    A block's parameters go together, and a bucket never spans two blocks. The other parameters form runs
-    of neighbours: a run ends where a parameter of a block comes next. With `by_block=False` blocks are
-    ignored and the model is one run. Within a block or run, parameters are split by dtype, `requires_grad`
-    and sharding group, then in order into flats of at most `max_bytes`; a single parameter above that has
-    a bucket of its own. A slot never spans buckets.
+    A block's parameters go together. With `by_block` 1, which True is, a bucket never spans two blocks; with more, so
+    many neighbouring blocks of one list go together, or as many as fit into `max_bytes`. The other parameters form runs
+    of neighbours: a run ends where a parameter of a block comes next. With `by_block` 0, which False is, blocks are
+    ignored and the model is one run. Within blocks that go together, or a run, parameters are split by dtype,
+    `requires_grad` and sharding group, then in order into flats of at most `max_bytes`; a single parameter above that
+    has a bucket of its own. A slot never spans buckets.
 
     `groups`: how many groups the `world` ranks fall into under each name of a sharding group; 1 where it is silent.
 
@@ -210,7 +211,7 @@ def build_layout(
     order = {spec.name: index for index, spec in enumerate(specs)}
     filled = [
         members
-        for unit in _units(specs, by_block)
+        for unit in _units(specs, by_block, world, max_bytes)
         for alike in _alike(unit, lambda spec: (spec.dtype, spec.requires_grad, spec.group))
         for members in _split_by_size(alike, world // groups.get(alike[0].group, 1), max_bytes)
     ]
@@ -262,14 +263,45 @@ def _check(specs: Sequence[ParameterSpec], world: int, max_bytes: int, groups: M
             raise ValueError(f"parameter {spec.name!r}: {spec.dtype} has two item sizes")
 
 
-def _units(specs: Sequence[ParameterSpec], by_block: bool) -> list[list[ParameterSpec]]:
-    """The blocks and the runs between them. A block's parameters need not be neighbours (tied ones)."""
+def _units(specs: Sequence[ParameterSpec], by_block: int, world: int, max_bytes: int) -> list[list[ParameterSpec]]:
+    """The blocks, so many together, and the runs between. A block's parameters need not be neighbours (tied ones)."""
 
     def in_block(spec: ParameterSpec) -> bool:
-        return by_block and spec.block is not None
+        return by_block > 0 and spec.block is not None
 
     blocks = _alike(filter(in_block, specs), lambda spec: spec.block)
-    return [*blocks, *(list(run) for inside, run in groupby(specs, in_block) if not inside)]
+    return [
+        *_together(blocks, by_block, world, max_bytes),
+        *(list(run) for inside, run in groupby(specs, in_block) if not inside),
+    ]
+
+
+def _together(
+    blocks: Iterable[list[ParameterSpec]], most: int, world: int, max_bytes: int
+) -> list[list[ParameterSpec]]:
+    """Neighbouring blocks of one list, `most` of them together, or as many as fit into `max_bytes`."""
+    units: list[list[ParameterSpec]] = []
+    count = 0
+    for block in blocks:
+        fits = bool(units) and _padded_bytes([*units[-1], *block], world) <= max_bytes
+        if count < most and fits and _list_of(units[-1]) == _list_of(block):
+            units[-1] += block
+            count += 1
+        else:
+            units.append([*block])
+            count = 1
+    return units
+
+
+def _list_of(block: Sequence[ParameterSpec]) -> str:
+    """The module that a block lies in."""
+    assert block[0].block is not None
+    return block[0].block.rpartition(".")[0]
+
+
+def _padded_bytes(specs: Iterable[ParameterSpec], world: int) -> int:
+    """What they take in one flat."""
+    return round_up(sum(map(_extent_bytes, specs)), world * ALIGN_BYTES)
 
 
 def _alike(specs: Iterable[ParameterSpec], key: Callable[[ParameterSpec], object]) -> list[list[ParameterSpec]]:
@@ -331,14 +363,14 @@ def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _bucket_names(filled: Sequence[Sequence[ParameterSpec]], by_block: bool) -> list[str]:
-    """One distinct name a bucket, for people: its block, or the module of its first parameter.
+def _bucket_names(filled: Sequence[Sequence[ParameterSpec]], by_block: int) -> list[str]:
+    """One distinct name a bucket, for people: its block, or blocks, or the module of its first parameter.
 
     Buckets that would share a name get what tells them apart, in this order: dtype, "frozen", sharding
     group, and a running number where all that is equal: "layers.0:bfloat16:frozen", "layers.3:1".
     """
     heads = [members[0] for members in filled]
-    bases = [_base_name(head, by_block) for head in heads]
+    bases = [_base_name(members, by_block) for members in filled]
     siblings: dict[str, list[ParameterSpec]] = {}
     for base, head in zip(bases, heads, strict=True):
         siblings.setdefault(base, []).append(head)
@@ -363,8 +395,10 @@ def _bucket_names(filled: Sequence[Sequence[ParameterSpec]], by_block: bool) -> 
     return names
 
 
-def _base_name(head: ParameterSpec, by_block: bool) -> str:
-    if by_block and head.block is not None:
-        return head.block
+def _base_name(members: Sequence[ParameterSpec], by_block: int) -> str:
+    """ "layers.4", "layers.4-7" for several blocks, "norm"."""
+    head, last = members[0], members[-1].block
+    if by_block and head.block is not None and last is not None:
+        return head.block if last == head.block else f"{head.block}-{last.rpartition('.')[2]}"
     module, _, leaf = head.name.rpartition(".")
     return module or leaf

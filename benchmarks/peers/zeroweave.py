@@ -17,6 +17,7 @@ from benchmarks.peers.subject import Subject
 BUILT_IN: Mapping[str, Mapping[str, Any]] = {
     "graphs": {"compile": {"cuda_graphs": True}},
     "keeps": {"compile": {"memory_budget": "auto"}},
+    "fours": {"bucket": {"by_block": 4, "bytes": 4 << 30}},
 }
 """The variants that need no words on the command line."""
 

@@ -62,6 +62,21 @@ def loss_of(engine: Any) -> Tensor:
 
 
 @STAGES
+def test_an_array_of_numpy_that_shares_a_parameter_is_told(stage: int) -> None:
+    """NumPy keeps the memory for good; what is copied first is the program's own."""
+    with engine_of(stage=stage) as engine:
+        with engine.full_parameters() as full:
+            copy = full["0.scale"].detach().clone().numpy()
+        assert copy.sum() == 8
+    engine = engine_of(stage=stage)
+    told = r"memory of '0' cannot be given back: an array of NumPy shares it.*detach\(\).clone\(\).numpy\(\)"
+    with pytest.raises(EngineError, match=told), engine.full_parameters() as full:
+        full["0.scale"].detach().numpy()
+    with pytest.raises(EngineError, match=told):
+        engine.destroy()
+
+
+@STAGES
 def test_a_step_without_a_backward(stage: int) -> None:
     with engine_of(stage=stage) as engine:
         with pytest.raises(EngineError, match="backward"):

@@ -95,8 +95,9 @@ class BucketConfig(Section):
     bytes: Annotated[int, Field(ge=1)] = 1 << 30
     """Largest bucket in bytes; a single parameter above it has a bucket of its own."""
 
-    by_block: bool = True
-    """One bucket for each block; false: neighbours fill buckets up to `bytes`, whatever their block."""
+    by_block: bool | Annotated[int, Field(ge=1)] = True
+    """One bucket for each block; a number: for so many neighbouring blocks of a list, or as many as fit into `bytes`;
+    false: neighbours fill buckets up to `bytes`, whatever their block."""
 
 
 class ReduceConfig(Section):

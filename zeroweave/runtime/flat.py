@@ -22,6 +22,7 @@ from zeroweave._torch.storages import storage_use_count
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Place
 from zeroweave.comm.transport import Gatherer, Pending, Transport
+from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
 
 
@@ -186,7 +187,12 @@ class Flat:
             self._at = self._place
 
     def _give_up(self) -> None:
-        """Lets go of the memory, in stream order."""
+        """Lets go of the memory, in stream order. EngineError where NumPy shares it, which keeps it for good."""
+        if not self.storage.resizable():
+            raise EngineError(
+                f"the memory of {self.layout.name!r} cannot be given back: an array of NumPy shares it. Copy before "
+                "you make one of a parameter: parameter.detach().clone().numpy()"
+            )
         self.storage.resize_(0)
         if self._at is not None:
             self._at.left()

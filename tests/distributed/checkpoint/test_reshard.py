@@ -76,6 +76,7 @@ def test_other_worlds_and_stages(pools: Pools, tmp_path: Path, of: tuple[int, in
         {"precision": {"params": "bfloat16"}},
         {"precision": {"params": "float16", "initial_loss_scale": 2.0**14, "loss_scale_window": 2}},
         {"bucket": {"by_block": False}},
+        {"bucket": {"by_block": 2}},
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ from tests.distributed.runtime.uneven import BRANCHES, Choice, Gated, Job, Setti
 from tests.support.harness import Pools
 
 WINDOWS = ((1, 1, 1, 1), (1, 1, 1, 1), (2, 2, 2), (1, 2, 1, 2), (2, 1, 1))
-BUCKETS: tuple[dict[str, Any], ...] = ({}, {}, {"bytes": 1}, {"bytes": 300}, {"by_block": False})
+BUCKETS: tuple[dict[str, Any], ...] = ({}, {"by_block": 2}, {"bytes": 1}, {"bytes": 300}, {"by_block": False})
 
 
 def setting_of(draw: random.Random, mode: str) -> Setting:
