@@ -96,7 +96,7 @@ def test_stage_3() -> None:
     # Once where the backward needs no value (embed) or follows the forward at once (head), else twice.
     gathers = [bucket for kind, bucket in schedule.collectives() if kind == "all_gather"]
     assert gathers == [0, 1, 2, 3, 4, 5, 4, 3, 2, 1]
-    assert schedule.reduce_order() == (5, 4, 3, 2, 1, 0)
+    assert schedule.reduce_order == (5, 4, 3, 2, 1, 0)
 
 
 def test_stage_2_reduces_in_each_backward() -> None:
@@ -327,9 +327,9 @@ def test_fingerprint() -> None:
 
 def test_reduce_order_is_the_last_backwards() -> None:
     record = (*whole("f", "forward", 0), Ready(0), Ready(1), Micro(), Ready(1), Ready(0), Ready(1), Micro())
-    assert build(record, make_facts("ab")).reduce_order() == (1, 0)
-    assert build(record[:-1], make_facts("ab")).reduce_order() == (1, 0)
-    assert build((), make_facts("ab")).reduce_order() == ()
+    assert build(record, make_facts("ab")).reduce_order == (1, 0)
+    assert build(record[:-1], make_facts("ab")).reduce_order == (1, 0)
+    assert build((), make_facts("ab")).reduce_order == ()
 
 
 @pytest.mark.parametrize(

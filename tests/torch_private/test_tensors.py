@@ -55,25 +55,26 @@ def test_owners_of_a_parameter_are_counted() -> None:
 
 def test_owners_are_counted_but_for_graphs() -> None:
     p = nn.Parameter(torch.ones(3))
-    base = owners(p)
+    both = [p, nn.Parameter(torch.ones(2))]
+    base, other = owners(both)
     graphs = [(p * 2).sum(), (p * 3).sum()]
-    assert owners(p) == base, "an AccumulateGrad node alone"
+    assert owners(both) == [base, other], "an AccumulateGrad node alone"
     kept = [p]
-    assert owners(p) == base + 1
+    assert owners(both) == [base + 1, other]
     graphs[0].backward()
-    assert owners(p) == base + 1
+    assert owners(both) == [base + 1, other]
     graphs.clear()
-    assert owners(p) == base + 1
+    assert owners(both) == [base + 1, other]
     kept.clear()
     saved = p.pow(2).sum()
-    assert owners(p) > base, "C++ alone"
+    assert owners(both)[0] > base, "C++ alone"
     del saved
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         saved = p.pow(2).sum()
-    assert owners(p) > base
+    assert owners(both)[0] > base
     del saved
     alive = weakref.ref(p)
-    assert owners(p) == base, "a weak one"
+    assert owners(both) == [base, other], "a weak one"
     del alive
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -76,6 +77,11 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Of each. Why: as `version`, asked for all parameters in each step."""
+    return [tensor._version for tensor in tensors]
+
+
 def marks(tensor: torch.Tensor) -> tuple[int, int, bool]:
     """`version`, `storage_key` and `requires_grad` of a tensor. Why: as theirs, asked for with each call."""
     return tensor._version, tensor.untyped_storage()._cdata, tensor.requires_grad
@@ -89,12 +95,15 @@ def use_count(tensor: torch.Tensor) -> int:
     return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
-def owners(tensor: torch.Tensor) -> int:
-    """How many references to a tensor there are, in Python and in C++, without those of its AccumulateGrad node.
+def owners(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How many references to each there are, in Python and in C++, without those of its AccumulateGrad node.
 
-    To be compared with a count that the same code took earlier. Why: the storage of a parameter that somebody keeps
+    To be compared with counts that the same code took earlier. Why: the storage of a parameter that somebody keeps
     must not be freed. While C++ owns a tensor beside its Python object, PyTorch holds one more reference to that
     object; the node, which lives as long as any graph that the parameter is part of, reads no values.
     """
-    cpp: int = tensor._use_count()  # type: ignore[attr-defined]
-    return sys.getrefcount(tensor) + (cpp - 3 if cpp > 1 else 0)
+    counts = sys.getrefcount
+    return [
+        counts(tensor) + (cpp - 3 if (cpp := tensor._use_count()) > 1 else 0)  # type: ignore[attr-defined]
+        for tensor in tensors
+    ]

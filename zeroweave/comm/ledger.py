@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -67,6 +67,13 @@ class Collective(NamedTuple):
     payload: int
     group: str
     world: int
+
+
+@lru_cache(4096)
+def _hashed(each: Collective) -> tuple[bytes, int]:
+    """What the hash has of a collective, and the bytes that one rank sends. Steps issue the same ones again and again."""
+    words = f"{each.kind} {each.bucket} {each.dtype} {each.payload} {each.group}".encode()
+    return words, _wire(each.kind, each.payload, each.world)
 
 
 class _Mark(NamedTuple):
@@ -126,17 +133,11 @@ class Ledger:
         `world`: its ranks (None: all). This rank, and which of the groups of that name it is in, are no part of the
         hash.
         """
-        world = self.world if world is None else world
+        each = Collective(kind, bucket, dtype, payload, group, self.world if world is None else world)
         if self._aside is not None:
-            self._aside.append(Collective(kind, bucket, dtype, payload, group, world))
-            return
-        moved = self._moved.get(kind) or self._moved.setdefault(kind, [0, 0, 0])
-        moved[0] += 1
-        moved[1] += payload
-        moved[2] += _wire(kind, payload, world)
-        self._count += 1
-        self._hash = xxhash.xxh3_64_intdigest(f"{kind} {bucket} {dtype} {payload} {group}".encode(), self._hash)
-        self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))
+            self._aside.append(each)
+        else:
+            self.again((each,))
 
     @contextmanager
     def aside(self) -> Iterator[list[Collective]]:
@@ -150,7 +151,15 @@ class Ledger:
     def again(self, collectives: Iterable[Collective]) -> None:
         """These are issued, at once, by a graph."""
         for each in collectives:
-            self.record(*each)
+            kind, bucket, dtype, payload, _, _ = each
+            words, wire = _hashed(each)
+            moved = self._moved.get(kind) or self._moved.setdefault(kind, [0, 0, 0])
+            moved[0] += 1
+            moved[1] += payload
+            moved[2] += wire
+            self._count += 1
+            self._hash = xxhash.xxh3_64_intdigest(words, self._hash)
+            self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))
 
     def entering(self, module: str, back: bool = False) -> None:
         """The module of this name is entered; what is issued from now on may be for it.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from zeroweave._torch.storages import marks, owners, place_key, storage_key, storage_use_count, version
+from zeroweave._torch.storages import marks, owners, place_key, storage_key, storage_use_count, versions
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
@@ -101,15 +101,12 @@ class Bucket(Flat):
         What refers to them when either happens for the first time is the engine's own for good.
         """
         if shown not in self._own:
-            self._own[shown] = self._owners()
+            self._own[shown] = owners(self.real)
         self._shown = shown
-
-    def _owners(self) -> list[int]:
-        return [owners(p) for p in self.real]
 
     def referenced(self) -> list[int]:
         """The slots whose real parameters somebody else refers to."""
-        own, now = self._own.get(self._shown), self._owners()
+        own, now = self._own.get(self._shown), owners(self.real)
         if own is None or now == own:
             return []
         return [i for i, (count, most) in enumerate(zip(now, own, strict=True)) if count > most]
@@ -146,12 +143,13 @@ class Bucket(Flat):
         return ", ".join(repr(slot.name) for slot, a, b in pairs if a[which] != b[which])
 
     def _accept_writes(self) -> None:
-        self._marks = [(version(p), self._key, self.layout.requires_grad) for p in self.real]
+        key, trains = self._key, self.layout.requires_grad
+        self._marks = [(known, key, trains) for known in versions(self.real)]
 
     @property
     def written(self) -> bool:
         """Was a parameter written in place since the last `renew`?"""
-        return any(version(p) != known for p, (known, _, _) in zip(self.real, self._marks, strict=True))
+        return versions(self.real) != [known for known, _, _ in self._marks]
 
     def renew(self, regathered: bool = False) -> None:
         """The shard has new values: whatever was saved for a backward before, or kept, is out of date.

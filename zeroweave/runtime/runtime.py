@@ -333,7 +333,7 @@ class Runtime:
         """After the step or `zero_grad`: the next window follows `schedule`, in its order of reductions."""
         self._back.clear()
         self.gradients.reset()
-        self.gradients.set_order(None if schedule is None else schedule.reduce_order())
+        self.gradients.set_order(None if schedule is None else schedule.reduce_order)
         changes = schedule is not self.replay.schedule or not self._seated
         self.replay.next_window(schedule)
         if changes:  # once nobody holds a bucket, which would have to move; what does not stay goes before that

@@ -263,6 +263,7 @@ class Schedule:
         launches = [tuple(i.bucket for i in launch if isinstance(i, Reduce)) for launch in self.launches]
         return {bucket: launch for launch in launches if len(launch) > 1 for bucket in launch}
 
+    @cached_property
     def reduce_order(self) -> tuple[int, ...]:
         """The buckets in the order of their first reductions in the window's last reducing backward."""
         order: dict[int, None] = {}
