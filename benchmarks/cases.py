@@ -35,7 +35,7 @@ CASES = {
         host={"zeroweave-graphs-z2": 0.003},
     ),
     "qwen3-8b-1024": Case(
-        f"--model qwen3-8b --seq 1024 {STAGE_3} {STEPS}",
+        f"--model qwen3-8b --seq 1024 {STAGE_3},zeroweave-fours-z3,compute {STEPS}",
         speed={"zeroweave-graphs-z3": 1.6, "zeroweave-z3": 1.15},
         host={"zeroweave-graphs-z3": 0.003, "zeroweave-z3": 0.1, "zeroweave-fours-z3": 0.1},
     ),

@@ -8,7 +8,8 @@
 #                              transformers' model; then the tests that need four GPUs, and gathers by kernel and by copy
 #                              engine
 #   benchmarks/tables.sh 4     4,096 tokens with nothing kept; then kept buckets and 8 micro-steps on four
-#   benchmarks/tables.sh 5     4,096 tokens on four, with the default memory budget and with less; and FSDP2
+#   benchmarks/tables.sh 5     4,096 tokens on four, with the default memory budget and with less, and at stage 2 with two
+#                              blocks in a bucket; and FSDP2
 #   benchmarks/tables.sh 6     Qwen3-8B, 4,096 tokens and stage 2, beside its floor; then memory with nothing kept and with
 #                              compact states; the optimizer's step alone
 #   benchmarks/tables.sh 7     tests/gpu; then 1,024 tokens as graphs
@@ -68,8 +69,8 @@ case $part in
         export CUDA_VISIBLE_DEVICES=0,1
         run coalesce-z2 75 coalesce $windows --stages 2 --set compile.memory_budget=$((2500 << 20))
         run coalesce-z3 75 coalesce $windows --stages 3 --blocks --set compile.memory_budget=$((1400 << 20))
-        bench q1024 420 $host --impl zeroweave-z3,compute,zeroweave-graphs-keeps-z3,fsdp2-ce-z3,zeroweave-graphs-z3 \
-            --host-profile zeroweave-z3,compute,zeroweave-graphs-z3
+        bench q1024 420 $host --host-profile zeroweave-fours-z3,compute,zeroweave-graphs-z3 \
+            --impl zeroweave-z3,zeroweave-fours-z3,compute,zeroweave-graphs-keeps-z3,fsdp2-ce-z3,zeroweave-graphs-z3
     )
     ;;
 3)
@@ -102,8 +103,8 @@ case $part in
     bench z3 330 --case qwen3-8b-4096-z3 $rows --timeout 110 $regather $less \
         --impl zeroweave-graphs-regather-z3,compute-graphs,fsdp2-ce-z3,zeroweave-graphs-less-z3 \
         --trace zeroweave-graphs-regather-z3 --profile zeroweave-graphs-regather-z3
-    bench z2 230 --case qwen3-8b-4096-z2 $rows --timeout 110 $in_96_gib \
-        --impl zeroweave-graphs-regather-z2,fsdp2-ce-z2
+    bench z2 230 --case qwen3-8b-4096-z2 $rows --timeout 110 $in_96_gib --variant pairs bucket.by_block=2 \
+        --impl zeroweave-graphs-regather-z2,fsdp2-ce-z2,zeroweave-graphs-regather-pairs-z2
     ;;
 6)
     bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 $in_96_gib \

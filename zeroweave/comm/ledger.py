@@ -71,7 +71,7 @@ class Collective(NamedTuple):
 
 @lru_cache(4096)
 def _hashed(each: Collective) -> tuple[bytes, int]:
-    """What the hash has of a collective, and the bytes that one rank sends. Steps issue the same ones again and again."""
+    """What the hash has of a collective, and the bytes that one rank sends. Kept, since steps issue the same ones."""
     words = f"{each.kind} {each.bucket} {each.dtype} {each.payload} {each.group}".encode()
     return words, _wire(each.kind, each.payload, each.world)
 

@@ -202,7 +202,9 @@ class Runtime:
         if not frame.covered:
             self._release(frame)
             for bucket in map(self.buckets.__getitem__, frame.uses):
-                if bucket.resident and not self.writable:  # what is gone was checked as it went
+                # What has gone was looked at as it went, and what another call holds will be.
+                stays = not bucket.holds or bucket.id in self.policy.kept_by_stage
+                if bucket.resident and stays and not self.writable:
                     bucket.check_unchanged()
         elif frame.call.phase == "backward":
             self._back.left(frame)

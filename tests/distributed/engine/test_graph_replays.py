@@ -14,6 +14,7 @@ ROWS = [
     *(Case(stage, 3, "busy", steps=64, dropout=0.1) for stage in (2, 3)),
     *(Case(stage, gas, "busy", steps=64) for stage, gas in ((1, 1), (2, 1), (3, 1))),
     *(Case(stage, 4, loop, dropout=0.1) for loop in ("coalesced", "no_sync") for stage in (1, 2, 3)),
+    *(Case(stage, 2, loop, config={"bucket": {"by_block": 2}}) for stage, loop in ((1, "train_step"), (3, "plain"))),
 ]
 UNEVEN = [Case(stage, gas, "uneven", dropout=0.1) for stage in (1, 2, 3) for gas in (1, 2)]
 
