@@ -61,6 +61,39 @@ def loss_of(engine: Any) -> Tensor:
     return F.mse_loss(engine(torch.ones(2, 8)), torch.zeros(2, 8))
 
 
+class WritingLater(Block):
+    """Writes once it is told to."""
+
+    writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.scale.clamp_(0.5, 0.9)
+        return super().forward(x)
+
+
+@STAGES
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_a_write_into_a_bucket_of_several_blocks_is_refused_before_the_step(stage: int, index: int) -> None:
+    """The schedule holds the bucket over the end of the call that writes; so it holds that of the last block."""
+    engine = engine_of(WritingLater, stage, bucket={"by_block": 2})
+    assert [bucket.name for bucket in engine.buckets] == ["0-1", "2"]
+    for _ in range(6):
+        engine.backward(loss_of(engine))
+        engine.step()
+    assert engine.schedule is not None
+    before = engine.full(f"{index}.scale")
+    engine.module[index].writes = True
+    with pytest.raises(ParameterError, match=f"'{index}.scale' written in place during a call"):
+        engine.backward(loss_of(engine))
+    engine.module[index].writes = False
+    engine.zero_grad()
+    assert torch.equal(engine.full(f"{index}.scale"), before)
+    engine.backward(loss_of(engine))
+    engine.step()
+
+
 @STAGES
 def test_an_array_of_numpy_that_shares_a_parameter_is_told(stage: int) -> None:
     """NumPy keeps the memory for good; what is copied first is the program's own."""

@@ -55,7 +55,7 @@ class Bucket(Flat):
         """which of the groups of that name it is in: whose parameters these are"""
         self.storage.resize_(layout.nbytes)  # for as long as views of it are made
         # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named.
-        self.real = [nn.Parameter(view, requires_grad=layout.requires_grad) for view in self.views(self.flat.data)]
+        self.real = [nn.Parameter(view.data, requires_grad=layout.requires_grad) for view in self.views(self.flat)]
         self.storage.resize_(0)
         self._key = storage_key(self.flat)
         self.generation = 0
