@@ -396,7 +396,7 @@ def _bucket_names(filled: Sequence[Sequence[ParameterSpec]], by_block: int) -> l
 
 
 def _base_name(members: Sequence[ParameterSpec], by_block: int) -> str:
-    """ "layers.4", "layers.4-7" for several blocks, "norm"."""
+    """Of a block "layers.4", of several "layers.4-7", else of the module: "norm"."""
     head, last = members[0], members[-1].block
     if by_block and head.block is not None and last is not None:
         return head.block if last == head.block else f"{head.block}-{last.rpartition('.')[2]}"

@@ -31,10 +31,19 @@ class Block(nn.Module):
 
 
 class Writing(Block):
+    writes = True
+
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.scale.clamp_(0.5, 0.9)
+        if self.writes:
+            with torch.no_grad():
+                self.scale.clamp_(0.5, 0.9)
         return super().forward(x)
+
+
+class WritingLater(Writing):
+    """Writes once it is told to."""
+
+    writes = False
 
 
 class Replacing(Block):
@@ -59,18 +68,6 @@ def engine_of(block: type[Block] = Block, stage: int = 3, lower: str = "eager", 
 
 def loss_of(engine: Any) -> Tensor:
     return F.mse_loss(engine(torch.ones(2, 8)), torch.zeros(2, 8))
-
-
-class WritingLater(Block):
-    """Writes once it is told to."""
-
-    writes = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.writes:
-            with torch.no_grad():
-                self.scale.clamp_(0.5, 0.9)
-        return super().forward(x)
 
 
 @STAGES

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from zeroweave._torch.storages import version
+from zeroweave._torch.storages import versions
 from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import Pending, Transport
@@ -85,7 +85,7 @@ class Snapshot:
         self._tensors: list[torch.Tensor | None] = list(tensors)
         self._sources = tuple(tensors)
         """until `arrive`: nobody may use their memory for something else while they are copied"""
-        self._versions = [version(tensor) for tensor in tensors]
+        self._versions = versions(tensors)
         self._lost: Exception | None = None
         self._copies = copies
         self._originals = {index for index, tensor in enumerate(tensors) if tensor.device.type == "cpu"}
@@ -165,7 +165,7 @@ class Snapshot:
 
     def lost(self) -> Exception | None:
         """Why it is lost, if it is. Asked by whoever changes the tensors."""
-        if any(version(tensor) != known for tensor, known in zip(self._sources, self._versions, strict=False)):
+        if any(now != known for now, known in zip(versions(self._sources), self._versions, strict=False)):
             self._lose(
                 EngineError(
                     "parameters or optimizer state were written behind save() and before the next update, and not by "
