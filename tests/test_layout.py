@@ -141,6 +141,16 @@ def test_neighbouring_blocks_of_a_list_together(by_block: int, max_bytes: int, w
     assert [slot.name for bucket in layout for slot in bucket.slots] == [s.name for s in specs]
 
 
+@pytest.mark.parametrize("regions", [["embed", "head"], ["l.0.attn", "l.0.mlp"], ["l.0.mlp", "l.1.mlp"]])
+def test_modules_with_names_of_their_own_stay_apart(regions: list[str]) -> None:
+    specs = [
+        s
+        for region in regions
+        for s in (spec(f"{region}.up", 8, block=region), spec(f"{region}.down", 8, block=region))
+    ]
+    assert [*contents(build_layout(specs, 2, LARGE, by_block=4))] == regions
+
+
 def test_blocks_together_are_split_by_kind() -> None:
     def block(index: int) -> list[ParameterSpec]:
         name = f"l.{index}"

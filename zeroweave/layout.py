@@ -102,7 +102,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One bucket: its slots in model order and the size of its flat (`numel`, padding included).
+    """One bucket: its slots, block by block in model order, and the size of its flat (`numel`, padding included).
 
     `numel` is a positive multiple of `world * ALIGN_BYTES / itemsize`. `group` names its sharding group, of which there
     are `groups`, with `world` ranks each.
@@ -294,9 +294,10 @@ def _together(
 
 
 def _list_of(block: Sequence[ParameterSpec]) -> str:
-    """The module that a block lies in."""
+    """The list that a block is a member of. One that has a name of its own is in none, and the answer is itself."""
     assert block[0].block is not None
-    return block[0].block.rpartition(".")[0]
+    parent, _, own = block[0].block.rpartition(".")
+    return parent if own.isdecimal() else block[0].block
 
 
 def _padded_bytes(specs: Iterable[ParameterSpec], world: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,22 @@ class Unfreezing(Block):
         return super().forward(x)
 
 
-def engine_of(block: type[Block] = Block, stage: int = 3, lower: str = "eager", **settings: Any) -> Any:
+class Moving(WritingLater):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            self.scale.data = torch.full((8,), 2.0)
+        return Block.forward(self, x)
+
+
+def engine_of(
+    block: type[Block] = Block, stage: int = 3, lower: str = "eager", frozen: Sequence[int] = (), **settings: Any
+) -> Any:
     torch.manual_seed(0)
     module = nn.Sequential(*(block() for _ in range(3)))
+    for index in frozen:
+        module[index].requires_grad_(False)
     compile_ = {"enabled": False} if lower == "eager" else {"lower": lower}
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
     return zw.initialize(module, optimizer, {"stage": stage, "compile": compile_, **settings})
 
 
@@ -70,38 +81,59 @@ def loss_of(engine: Any) -> Tensor:
     return F.mse_loss(engine(torch.ones(2, 8)), torch.zeros(2, 8))
 
 
-@STAGES
+@pytest.mark.parametrize(
+    ("stage", "by_block", "keep", "frozen"),
+    [
+        (1, 2, None, ()),
+        (2, 2, None, ()),
+        (3, 1, "all", ()),
+        (3, 2, "none", ()),
+        (3, 2, "all", ()),
+        (3, 3, "none", ()),
+        (3, 1, "all", (0, 1)),
+        (3, 2, "all", (0, 1)),
+    ],
+)
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_write_into_a_bucket_of_several_blocks_is_refused_before_the_step(stage: int, index: int) -> None:
-    """The schedule holds the bucket over the end of the call that writes; so it holds that of the last block."""
-    engine = engine_of(WritingLater, stage, bucket={"by_block": 2})
-    assert [bucket.name for bucket in engine.buckets] == ["0-1", "2"]
+@pytest.mark.parametrize("block", [WritingLater, Moving])
+def test_a_write_is_refused_in_its_forward_whoever_holds_the_bucket(
+    block: type[Writing], stage: int, by_block: int, keep: str | None, frozen: tuple[int, ...], index: int
+) -> None:
+    """A schedule may hold it over the end of the call, and up to the end of the window, behind the updates."""
+    compile_ = {"enabled": False, **({"keep": keep} if keep else {})}
+    engine = engine_of(block, stage, frozen=frozen, compile=compile_, bucket={"by_block": by_block})
     for _ in range(6):
         engine.backward(loss_of(engine))
         engine.step()
     assert engine.schedule is not None
-    before = engine.full(f"{index}.scale")
+    before = {f"{number}.scale": engine.full(f"{number}.scale") for number in range(3)}
     engine.module[index].writes = True
-    with pytest.raises(ParameterError, match=f"'{index}.scale' written in place during a call"):
-        engine.backward(loss_of(engine))
+    how = "written in place" if block is WritingLater else "was replaced by another tensor"
+    with pytest.raises(ParameterError, match=f"'{index}.scale' {how} during a call"):
+        loss_of(engine)
     engine.module[index].writes = False
     engine.zero_grad()
-    assert torch.equal(engine.full(f"{index}.scale"), before)
+    assert all(torch.equal(engine.full(name), scale) for name, scale in before.items())
     engine.backward(loss_of(engine))
     engine.step()
+    assert engine.global_steps == 7
+    assert engine.full(f"{index}.scale").equal(before[f"{index}.scale"]) == (index in frozen)
+    engine.destroy()
 
 
 @STAGES
-def test_an_array_of_numpy_that_shares_a_parameter_is_told(stage: int) -> None:
-    """NumPy keeps the memory for good; what is copied first is the program's own."""
+@pytest.mark.parametrize("share", [Tensor.numpy, Tensor.share_memory_])
+def test_memory_of_a_parameter_that_others_share_is_told(stage: int, share: Callable[[Tensor], object]) -> None:
+    """They keep it for good; what is copied first is the program's own."""
     with engine_of(stage=stage) as engine:
         with engine.full_parameters() as full:
-            copy = full["0.scale"].detach().clone().numpy()
+            copy = full["0.scale"].detach().clone()
+            share(copy)
         assert copy.sum() == 8
     engine = engine_of(stage=stage)
-    told = r"memory of '0' cannot be given back: an array of NumPy shares it.*detach\(\).clone\(\).numpy\(\)"
+    told = r"memory of '0' cannot be given back: an array of NumPy, or another process, shares it.*detach\(\).clone\(\)"
     with pytest.raises(EngineError, match=told), engine.full_parameters() as full:
-        full["0.scale"].detach().numpy()
+        share(full["0.scale"].detach())
     with pytest.raises(EngineError, match=told):
         engine.destroy()
 

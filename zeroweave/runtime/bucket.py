@@ -125,6 +125,9 @@ class Bucket(Flat):
                 "the next gather; write parameters inside `with engine.full_parameters():`"
             )
         if moved := self._changed(now, 1):
+            for p, view in zip(self.real, self.views(self.flat), strict=True):
+                p.data = view.data
+            self._accept_writes()
             raise ParameterError(
                 f"the data of {moved} was replaced by another tensor during a call; write values "
                 "with `copy_` inside `with engine.full_parameters():`"

@@ -187,11 +187,15 @@ class Flat:
             self._at = self._place
 
     def _give_up(self) -> None:
-        """Lets go of the memory, in stream order. EngineError where NumPy shares it, which keeps it for good."""
-        if not self.storage.resizable():
+        """Lets go of the memory, in stream order.
+
+        EngineError where NumPy or other processes share it: they keep it for good, and write it without a trace.
+        """
+        shared = self.storage.device.type == "cpu" and self.storage.is_shared()
+        if shared or not self.storage.resizable():
             raise EngineError(
-                f"the memory of {self.layout.name!r} cannot be given back: an array of NumPy shares it. Copy before "
-                "you make one of a parameter: parameter.detach().clone().numpy()"
+                f"the memory of {self.layout.name!r} cannot be given back: an array of NumPy, or another process, "
+                "shares it. Copy before you make one of a parameter, or send it: parameter.detach().clone()"
             )
         self.storage.resize_(0)
         if self._at is not None:

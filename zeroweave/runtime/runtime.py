@@ -202,9 +202,8 @@ class Runtime:
         if not frame.covered:
             self._release(frame)
             for bucket in map(self.buckets.__getitem__, frame.uses):
-                # What has gone was looked at as it went, and what another call holds will be.
-                stays = not bucket.holds or bucket.id in self.policy.kept_by_stage
-                if bucket.resident and stays and not self.writable:
+                # What has gone was looked at as it went. What stays may not go before the update.
+                if bucket.resident and not self.writable:
                     bucket.check_unchanged()
         elif frame.call.phase == "backward":
             self._back.left(frame)
