@@ -131,11 +131,19 @@ def test_memory_of_a_parameter_that_others_share_is_told(stage: int, share: Call
             share(copy)
         assert copy.sum() == 8
     engine = engine_of(stage=stage)
-    told = r"memory of '0' cannot be given back: an array of NumPy, or another process, shares it.*detach\(\).clone\(\)"
+    engine.backward(loss_of(engine))
+    engine.step()
+    told = r"an array of NumPy, or another process, shares the memory of '0'.*detach\(\).clone\(\)"
     with pytest.raises(EngineError, match=told), engine.full_parameters() as full:
         share(full["0.scale"].detach())
-    with pytest.raises(EngineError, match=told):
-        engine.destroy()
+        full["0.scale"].data.fill_(2.0)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=told):
+            loss_of(engine)
+        engine.zero_grad()
+    assert engine.state_dict()["0.scale"].eq(2.0).all()
+    engine.destroy()
+    assert engine.module[0].scale.eq(2.0).all()
 
 
 @STAGES

@@ -196,6 +196,8 @@ class Values:
                     self._runtime.replay.lingering.gather_again()
             if self._parts.config.gather_after_step and not self._guard.lost:
                 self.shown.open()
+        for bucket in buckets:
+            bucket.check_alone()
 
     def _places_of_buckets(self) -> dict[str, tuple[Bucket, int]]:
         places, buckets = self._runtime.directory.places, self._runtime.buckets

@@ -85,7 +85,22 @@ class Flat:
 
     def kept(self, handed_in: int) -> bool:
         """Could somebody still read the storage, other than through `handed_in` views?"""
-        return self._views() > handed_in
+        return self._is_shared or self._views() > handed_in
+
+    @property
+    def _is_shared(self) -> bool:
+        """Does NumPy, or another process, share the memory? It cannot go any more."""
+        storage = self.storage
+        return storage.device.type == "cpu" and (storage.is_shared() or not storage.resizable())
+
+    def check_alone(self) -> None:
+        """EngineError if NumPy or another process shares the memory, which they keep, and write without a trace."""
+        if self._is_shared:
+            raise EngineError(
+                f"an array of NumPy, or another process, shares the memory of {self.layout.name!r}, where the next "
+                "parameters are gathered. Copy before you make one of a parameter, or send it: "
+                "parameter.detach().clone()"
+            )
 
     def unshard(self) -> None:
         """Takes a hold; the first one starts the all-gather, unless the flat is standing.
@@ -187,16 +202,7 @@ class Flat:
             self._at = self._place
 
     def _give_up(self) -> None:
-        """Lets go of the memory, in stream order.
-
-        EngineError where NumPy or other processes share it: they keep it for good, and write it without a trace.
-        """
-        shared = self.storage.device.type == "cpu" and self.storage.is_shared()
-        if shared or not self.storage.resizable():
-            raise EngineError(
-                f"the memory of {self.layout.name!r} cannot be given back: an array of NumPy, or another process, "
-                "shares it. Copy before you make one of a parameter, or send it: parameter.detach().clone()"
-            )
+        """Lets go of the memory, in stream order."""
         self.storage.resize_(0)
         if self._at is not None:
             self._at.left()

@@ -205,6 +205,7 @@ class Runtime:
                 # What has gone was looked at as it went. What stays may not go before the update.
                 if bucket.resident and not self.writable:
                     bucket.check_unchanged()
+                    bucket.check_alone()
         elif frame.call.phase == "backward":
             self._back.left(frame)
 
