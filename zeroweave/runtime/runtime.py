@@ -202,7 +202,7 @@ class Runtime:
         if not frame.covered:
             self._release(frame)
             for bucket in map(self.buckets.__getitem__, frame.uses):
-                # What has gone was looked at as it went. What stays may not go before the update.
+                # What has gone was looked at as it went. What stays may go behind the update only, which is too late.
                 if bucket.resident and not self.writable:
                     bucket.check_unchanged()
                     bucket.check_alone()
