@@ -58,7 +58,8 @@ class Groups:
         ):
             raise ParameterError(
                 "the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "
-                "group, such as lr, can change at any time, its parameters cannot"
+                "group, such as lr, can change at any time, its parameters cannot: call engine.destroy(), change them, "
+                "and initialize again"
             )
 
     def rest(self) -> None:
