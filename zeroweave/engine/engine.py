@@ -21,6 +21,7 @@ from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.untraced import untraced
 from zeroweave.engine.values import Values, tell_dropped
 from zeroweave.engine.window import Window
 from zeroweave.layout import BucketLayout, Fragment
@@ -98,11 +99,13 @@ class Engine:
         return self._stats()
 
     # ------------------------------------------------------------------ forward and backward
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
         self._followers.batch(self.module.training and torch.is_grad_enabled(), args, kwargs)
         return self._graphs.forward(args, kwargs)
 
+    @untraced
     def train_step(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
         """One micro-step: forward, loss, backward, `step()`. Returns the detached, unscaled loss.
 
@@ -117,11 +120,13 @@ class Engine:
         self._followers.step_ended(boundary)
         return loss
 
+    @untraced
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
         self._graphs.backward(loss, retain_graph, scale_wrt_gas)
         self._followers.loss(loss, self._window.divisor if scale_wrt_gas else 1)
 
+    @untraced
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale, divided by the accumulated micro-steps; float32 at least where it is scaled."""
         self._followers.loss(loss, self._window.divisor)
@@ -166,6 +171,7 @@ class Engine:
         """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
         self._graphs.set_boundary(is_boundary)
 
+    @untraced
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
         self._followers.step_ended(self._graphs.step())
@@ -174,6 +180,7 @@ class Engine:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
         return self._step.applied
 
+    @untraced
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scales the window's gradients to a global 2-norm of at most `max_norm`; returns the norm before.
 
@@ -186,6 +193,7 @@ class Engine:
         """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
         return self._step.norm
 
+    @untraced
     def zero_grad(self) -> None:
         """Drops the window's gradients; after an exception on all ranks, whatever it left behind."""
         with self._guard("zero_grad", clean=False):

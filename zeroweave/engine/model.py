@@ -54,15 +54,16 @@ def specs_of(
 
 
 def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], settings: Config) -> None:
+    parameters = [_spelled(spec) for spec in specs]
     buffers = [f"buffer {name!r} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    mine = (specs, buffers, settings.model_dump(), torch.__version__)
+    mine = (parameters, buffers, settings.model_dump(), torch.__version__)
     for rank, theirs in enumerate(control.all_gather_object(mine)):
         if mine[3] != theirs[3]:
             raise EngineError(
                 f"the ranks run different versions of PyTorch: {mine[3]} on rank {control.rank}, {theirs[3]} on rank "
                 f"{rank}; install the same one on all machines"
             )
-        for kind, ours, others in (("parameters", specs, theirs[0]), ("buffers", buffers, theirs[1])):
+        for kind, ours, others in (("parameters", parameters, theirs[0]), ("buffers", buffers, theirs[1])):
             for a, b in zip(ours, others, strict=False):
                 if a != b:
                     raise EngineError(f"ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}")
@@ -74,6 +75,14 @@ def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], set
         if mine[2] != theirs[2]:
             differing = sorted(key for key in mine[2] if mine[2][key] != theirs[2][key])
             raise EngineError(f"the config differs between ranks {control.rank} and {rank}: {', '.join(differing)}")
+
+
+def _spelled(spec: ParameterSpec) -> str:
+    """What ranks have to have alike, for people. The optimizer's groups are compared with its options."""
+    trained = "trained" if spec.requires_grad else "frozen"
+    block = "in no block" if spec.block is None else f"in block {spec.block!r}"
+    group = "" if spec.group == WORLD else f", of the group {spec.group!r}"
+    return f"parameter {spec.name!r} {list(spec.shape)} of {spec.dtype}, {trained}, {block}{group}"
 
 
 @torch.no_grad()

@@ -281,7 +281,8 @@ class Window(Observer):
     def refuse_waiting(self, what: str) -> None:
         """While gradients wait."""
         if self._parts.stubs.gradients_pending:
-            raise EngineError(f"{what} while gradients wait: call it after step() or zero_grad()")
+            ending = f"the step() that ends the window (micro-steps so far: {self._steps})" if self._steps else "step()"
+            raise EngineError(f"{what} while gradients wait: call it after {ending} or zero_grad()")
 
     def refuse_unstepped(self, what: str) -> None:
         """While gradients wait that `micro_steps` does not count yet."""

@@ -14,7 +14,8 @@ MODULES = (
     "2 the modules may differ, too"
 )
 _ALONE = (
-    "make it on all ranks, or, so that one rank may, inside `with engine.full_parameters():`, which all ranks enter"
+    "make it on all ranks and equally often, with as many batches on each, or, so that one rank alone may, inside "
+    "`with engine.full_parameters():`, which all ranks enter"
 )
 _FORWARD = (
     "at stages 1 and 2 the first forward behind a step() gathers the new weights, and needs all ranks for it: "

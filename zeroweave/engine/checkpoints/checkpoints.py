@@ -84,6 +84,8 @@ class Checkpoints:
             raise EngineError(f"client_state is a {type(client_state).__name__}: pass a dictionary, or nothing")
         client = dict(client_state or {})
         with self.alone("save", in_window=True):
+            if self._parts.optimizer is not None:  # what groups hold by now has no name, or no values that were trained
+                self._parts.optimizer.groups.refuse_changed()
             # The directory that the process works in may be another one by the time that a thread writes.
             step, folder = self._parts.progress.step, Folder(Path(path).absolute() if asynchronous else path)
             tag = folder.free(f"step-{step:08d}") if tag is None else tag

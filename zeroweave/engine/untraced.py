@@ -1,0 +1,29 @@
+"""Calls of the engine inside of code that the program compiles by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`method`, at which a program's own `torch.compile` breaks its graph.
+
+    The engine compiles what the model computes. Around that it talks to other ranks and exchanges parameters, and
+    Dynamo would end with an internal error in the middle of it.
+    """
+    apart = torch.compiler.disable(method)  # what it compiles itself is compiled in there as ever
+
+    @wraps(method)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_dynamo_compiling():
+            return apart(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return called
