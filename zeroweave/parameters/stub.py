@@ -80,7 +80,7 @@ _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad
 
 VALUES = (
     "its values are sharded over the ranks between engine calls; read or write them inside "
-    "`with engine.full_parameters():`, or take engine.state_dict()"
+    "`with engine.full_parameters():`, or take engine.state_dict(), which all ranks call"
 )
 _GRADIENTS = (
     "its gradients are kept by the engine, sharded over the ranks; use engine.clip_grad_norm_() to clip "
