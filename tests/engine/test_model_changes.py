@@ -115,6 +115,93 @@ def test_modules_that_were_replaced_are_named(stage: int) -> None:
         train(model, engine)
 
 
+def head(model: Any) -> None:
+    model.layers.append(Block())
+
+
+def bias(model: Any) -> None:
+    model.layers[0].scale2 = nn.Parameter(torch.ones(8))
+
+
+def in_an_empty_place(model: Any) -> None:
+    model.spare.bias = nn.Parameter(torch.ones(8))
+
+
+def in_the_place_of_one_without_parameters(model: Any) -> None:
+    model.drop = nn.Linear(8, 8)
+
+
+def second_name(model: Any) -> None:
+    model.layers[0].again = model.head
+
+
+def inside_of_one_that_came(model: Any) -> None:
+    model.late.append(nn.Sequential(nn.Linear(8, 8).requires_grad_(False)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("add", "name", "take_away"),
+    [
+        (head, r"layers\.2", lambda model: model.layers.pop(-1)),
+        (bias, r"layers\.0\.scale2", lambda model: delattr(model.layers[0], "scale2")),
+        (in_an_empty_place, r"spare\.bias", lambda model: setattr(model.spare, "bias", None)),
+        (in_the_place_of_one_without_parameters, "drop", lambda model: setattr(model, "drop", nn.Dropout(0.0))),
+        (second_name, r"layers\.0\.again", lambda model: delattr(model.layers[0], "again")),
+        (inside_of_one_that_came, r"late\.0", lambda model: model.late.pop(-1)),
+    ],
+)
+def test_what_is_added_is_named(
+    stage: int, add: Callable[[Any], None], name: str, take_away: Callable[[Any], Any]
+) -> None:
+    """It would have values of its own on each rank, and nobody would train or save it."""
+    model = made()
+    model.spare, model.drop = nn.Linear(8, 8, bias=False), nn.Dropout(0.0)
+    with initialized(model, stage=stage) as engine:
+        model.late = nn.Sequential()  # what has no parameters may come, and what it has may go
+        train(model, engine)
+        add(model)
+        for call in (
+            lambda: engine(torch.ones(4, 8)),
+            engine.state_dict,
+            lambda: list(engine.stream_state_dict()),
+            lambda: engine.full_parameters().__enter__(),
+        ):
+            with pytest.raises(ParameterError, match=rf"^{name}: added to the model since zeroweave.initialize"):
+                call()
+            engine.zero_grad()
+        take_away(model)
+        del model.late
+        train(model, engine)
+        assert engine.state_dict().keys() == model_keys(model)
+        add(model) if add is not inside_of_one_that_came else None
+    train(model)  # the engine has ended, and the model is an ordinary one, with what was added
+
+
+def model_keys(model: nn.Module) -> set[str]:
+    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_functional_call_needs_a_model_without_an_engine() -> None:
+    model, other = made(), made().eval()
+    with initialized(model) as engine, engine.full_parameters() as parameters, torch.no_grad():
+        twice = {name: 2.0 * value for name, value in parameters.items()}
+        with pytest.raises(ParameterError, match=r"copy_.*torch.func.functional_call.*without an engine"):
+            torch.func.functional_call(engine.module, twice, (torch.ones(4, 8),))
+        assert torch.func.functional_call(other, twice, (torch.ones(4, 8),)).shape == (4, 8)
+
+
+def test_a_loss_that_is_none_is_told() -> None:
+    model = made()
+    with initialized(model) as engine:
+        with pytest.raises(TypeError, match=r"needs a tensor as its loss, and loss_fn has returned None"):
+            engine.train_step(torch.ones(4, 8), lambda output, _: None)
+        engine.zero_grad()
+        model.head.register_forward_hook(lambda *_: {"loss": 1.0})
+        with pytest.raises(TypeError, match=r"and the .loss of a dict is None"):
+            engine.train_step(torch.ones(4, 8))
+
+
 # ---------------------------------------------------------------------- what is no write to a parameter
 def train(model: nn.Module, engine: zw.Engine | None = None) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if engine is None else None

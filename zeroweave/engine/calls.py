@@ -206,9 +206,12 @@ class Calls:
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
     """See `Engine.train_step`."""
-    if loss_fn is not None:
-        return loss_fn(output, batch)
-    return output if isinstance(output, torch.Tensor) else output.loss
+    given = output if loss_fn is None else loss_fn(output, batch)
+    loss = getattr(output, "loss", None) if loss_fn is None and not isinstance(output, torch.Tensor) else given
+    if not isinstance(loss, torch.Tensor):
+        what = "loss_fn has returned" if loss_fn is not None else f"the .loss of a {type(output).__name__} is"
+        raise TypeError(f"train_step() needs a tensor as its loss, and {what} {loss!r}")
+    return loss
 
 
 def arguments_of(batch: Any) -> tuple[Sequence[Any], Mapping[str, Any]]:

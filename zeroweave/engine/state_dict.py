@@ -102,7 +102,11 @@ def state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
 
 
 def _keys(parts: EngineParts) -> dict[str, tuple[str, ...]]:
-    """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`."""
+    """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`.
+
+    ParameterError where the model is another one.
+    """
+    parts.places.check()
     buckets, places, aliases = parts.runtime.buckets, parts.runtime.directory.places, parts.places.aliases
     names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
     return {name: buckets[places[aliases.get(name, name)][0]].layout.keys(name) for name in names}
@@ -152,7 +156,8 @@ def keys(parts: EngineParts) -> Iterator[tuple[str, str, Slot]]:
 
 
 def _all_names(parts: EngineParts) -> dict[str, list[str]]:
-    """Canonical name -> all names of the parameter, that one first."""
+    """Canonical name -> all names of the parameter, that one first. ParameterError where the model is another one."""
+    parts.places.check()
     names = {name: [name] for name in parts.places.names}
     for alias, name in parts.places.aliases.items():
         names[name].append(alias)

@@ -18,7 +18,10 @@ def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
     The engine compiles what the model computes. Around that it talks to other ranks and exchanges parameters, and
     Dynamo would end with an internal error in the middle of it.
     """
-    apart = torch.compiler.disable(method)  # what it compiles itself is compiled in there as ever
+    # What the engine compiles itself is compiled in there as ever.
+    apart = torch.compiler.disable(
+        method, reason="the engine compiles the model itself, and nothing can span its calls"
+    )
 
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -109,6 +109,12 @@ class Places:
         """so often what the modules show has become something else"""
         self._anatomy = Anatomy(model)
 
+    def check(self) -> None:
+        """ParameterError if modules with parameters, or parameters, were replaced, or have come, since then."""
+        if replaced := self._replaced():
+            self._refuse(replaced)
+        self._anatomy.check()
+
     def show_real(self) -> None:
         """Puts the real parameters into the modules. No-op if they are there.
 
@@ -200,9 +206,7 @@ class Places:
     def _show(self, wanted: list[nn.Parameter]) -> None:
         if wanted is self._shown:
             return
-        if replaced := self._replaced():
-            self._refuse(replaced)
-        self._anatomy.check()
+        self.check()
         self._put(wanted, frozenset())
 
     def _replaced(self) -> frozenset[int]:
@@ -227,10 +231,12 @@ class Places:
 
     def _refuse(self, replaced: frozenset[int]) -> NoReturn:
         labels = ", ".join(self._labels[i] for i in sorted(replaced))
+        is_open = self._status.showing is Showing.OPEN
+        where = "with copy_()" if is_open else "inside `with engine.full_parameters():`"
         raise ParameterError(
             f"{labels}: replaced or deleted in the module since zeroweave.initialize, so it would not be "
-            "trained; assign values inside `with engine.full_parameters():` instead, or call "
-            "engine.destroy(), replace it, and initialize again with a new optimizer"
+            f"trained; assign values {where} instead, or call engine.destroy(), replace it, and initialize again with "
+            "a new optimizer; torch.func.functional_call replaces parameters, too: call it on a model without an engine"
         )
 
 
