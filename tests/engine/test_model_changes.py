@@ -119,8 +119,10 @@ def head(model: Any) -> None:
     model.layers.append(Block())
 
 
-def bias(model: Any) -> None:
-    model.layers[0].scale2 = nn.Parameter(torch.ones(8))
+def parameter(model: Any) -> None:
+    """Beside a module that may come."""
+    model.layers.append(nn.Dropout(0.0))
+    model.layers[0].shift = nn.Parameter(torch.ones(8))
 
 
 def in_an_empty_place(model: Any) -> None:
@@ -143,12 +145,24 @@ def inside_of_one_that_came(model: Any) -> None:
 @pytest.mark.parametrize(
     ("add", "name", "take_away"),
     [
-        (head, r"layers\.2", lambda model: model.layers.pop(-1)),
-        (bias, r"layers\.0\.scale2", lambda model: delattr(model.layers[0], "scale2")),
+        (
+            head,
+            r"layers\.2\.scale, layers\.2\.linear\.weight, .*, layers\.2\.norm\.bias",
+            lambda model: model.layers.pop(-1),
+        ),
+        (parameter, r"layers\.0\.shift", lambda model: delattr(model.layers[0], "shift")),
         (in_an_empty_place, r"spare\.bias", lambda model: setattr(model.spare, "bias", None)),
-        (in_the_place_of_one_without_parameters, "drop", lambda model: setattr(model, "drop", nn.Dropout(0.0))),
-        (second_name, r"layers\.0\.again", lambda model: delattr(model.layers[0], "again")),
-        (inside_of_one_that_came, r"late\.0", lambda model: model.late.pop(-1)),
+        (
+            in_the_place_of_one_without_parameters,
+            r"drop\.weight, drop\.bias",
+            lambda model: setattr(model, "drop", nn.Dropout(0.0)),
+        ),
+        (
+            second_name,
+            r"layers\.0\.again\.weight, layers\.0\.again\.bias",
+            lambda model: delattr(model.layers[0], "again"),
+        ),
+        (inside_of_one_that_came, r"late\.0\.0\.weight, late\.0\.0\.bias", lambda model: model.late.pop(-1)),
     ],
 )
 def test_what_is_added_is_named(
