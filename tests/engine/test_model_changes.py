@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,8 +134,14 @@ def in_the_place_of_one_without_parameters(model: Any) -> None:
     model.drop = nn.Linear(8, 8)
 
 
-def second_name(model: Any) -> None:
-    model.layers[0].again = model.head
+def in_the_second_place_of_one(model: Any) -> None:
+    model.pair[1] = nn.Linear(8, 8)
+
+
+def behind_one_that_went(model: Any) -> None:
+    """Lists and sequences have another dictionary of children then."""
+    del model.empty[0]
+    model.empty[0] = nn.Linear(8, 8)
 
 
 def inside_of_one_that_came(model: Any) -> None:
@@ -158,9 +165,14 @@ def inside_of_one_that_came(model: Any) -> None:
             lambda model: setattr(model, "drop", nn.Dropout(0.0)),
         ),
         (
-            second_name,
-            r"layers\.0\.again\.weight, layers\.0\.again\.bias",
-            lambda model: delattr(model.layers[0], "again"),
+            in_the_second_place_of_one,
+            r"pair\.1\.weight, pair\.1\.bias",
+            lambda model: model.pair.__setitem__(1, model.pair[0]),
+        ),
+        (
+            behind_one_that_went,
+            r"empty\.0\.weight, empty\.0\.bias",
+            lambda model: setattr(model, "empty", nn.ModuleList([nn.ReLU(), nn.ReLU()])),
         ),
         (inside_of_one_that_came, r"late\.0\.0\.weight, late\.0\.0\.bias", lambda model: model.late.pop(-1)),
     ],
@@ -171,6 +183,7 @@ def test_what_is_added_is_named(
     """It would have values of its own on each rank, and nobody would train or save it."""
     model = made()
     model.spare, model.drop = nn.Linear(8, 8, bias=False), nn.Dropout(0.0)
+    model.empty, model.pair = nn.ModuleList([nn.ReLU(), nn.ReLU()]), nn.ModuleList([nn.Linear(8, 8)] * 2)
     with initialized(model, stage=stage) as engine:
         model.late = nn.Sequential()  # what has no parameters may come, and what it has may go
         train(model, engine)
@@ -188,12 +201,52 @@ def test_what_is_added_is_named(
         del model.late
         train(model, engine)
         assert engine.state_dict().keys() == model_keys(model)
-        add(model) if add is not inside_of_one_that_came else None
+        model.late = nn.Sequential()
+        add(model)
+        with pytest.raises(ParameterError, match=rf"^{name}: added to the model since zeroweave.initialize"):
+            engine(torch.ones(4, 8))
     train(model)  # the engine has ended, and the model is an ordinary one, with what was added
 
 
+def renamed(model: Any) -> None:
+    del model.tail[0]
+
+
+def scripted(model: Any) -> None:
+    model.late = torch.jit.script(nn.Sequential(nn.GELU()))
+
+
+def named_again(model: Any) -> None:
+    model.layers[0].again = model.head
+
+
+def exchanged(model: Any) -> None:
+    model.tail[0] = nn.Dropout(0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("change", [renamed, scripted, named_again, exchanged])
+def test_what_brings_no_parameters_may_come_and_go(change: Callable[[Any], None]) -> None:
+    """State dicts have the names of `initialize`."""
+    plain, model = made(), made()
+    for each in (plain, model):
+        torch.manual_seed(1)
+        each.tail = nn.Sequential(nn.Dropout(0.0), nn.Linear(8, 8))
+        each.head = nn.Sequential(each.head, each.tail)
+    names = model_keys(model)
+    with initialized(model) as engine:
+        assert train(model, engine) == train(plain)
+        for each in (plain, model):
+            change(each)
+        assert train(model, engine) == train(plain)
+        found = engine.state_dict()
+    assert found.keys() == names
+    assert torch.equal(found["tail.1.weight"], plain.tail[-1].weight)
+
+
 def model_keys(model: nn.Module) -> set[str]:
-    return {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    """Those of its state dicts."""
+    return {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
 
 
 def test_functional_call_needs_a_model_without_an_engine() -> None:
@@ -208,11 +261,11 @@ def test_functional_call_needs_a_model_without_an_engine() -> None:
 def test_a_loss_that_is_none_is_told() -> None:
     model = made()
     with initialized(model) as engine:
-        with pytest.raises(TypeError, match=r"needs a tensor as its loss, and loss_fn has returned None"):
+        with pytest.raises(TypeError, match=r"needs a tensor as its loss; loss_fn gave it something of .*NoneType"):
             engine.train_step(torch.ones(4, 8), lambda output, _: None)
         engine.zero_grad()
-        model.head.register_forward_hook(lambda *_: {"loss": 1.0})
-        with pytest.raises(TypeError, match=r"and the .loss of a dict is None"):
+        model.head.register_forward_hook(lambda *_: SimpleNamespace(loss=1.0))
+        with pytest.raises(TypeError, match=r"its loss; the output's .loss gave it something of .*float"):
             engine.train_step(torch.ones(4, 8))
 
 

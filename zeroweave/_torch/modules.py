@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from operator import itemgetter
+from operator import itemgetter, methodcaller
 from typing import Any, Final
 
 from torch import nn
@@ -12,6 +12,9 @@ from torch.nn.modules import module as all_modules
 
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _THEIRS: Final = itemgetter(*_HOOKS)
+_CHILDREN: Final = itemgetter("_modules")
+_PARAMETERS: Final = itemgetter("_parameters")
+_VALUES: Final = methodcaller("values")
 
 
 def parameter_entries(module: nn.Module) -> dict[str, nn.Parameter | None]:
@@ -22,6 +25,40 @@ def parameter_entries(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def child_modules(module: nn.Module) -> dict[str, nn.Module | None]:
     """The live dictionary of a module's children. Why: `_parameters` is not all that can be replaced."""
     return module._modules
+
+
+class Inside:
+    """Which modules are inside of a model, and where parameters stand in each, when this is made.
+
+    Why: nothing public tells that they come and go. A program may exchange a module's dictionaries, so that they are
+    looked at in place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        owns = map(vars, model.modules())
+        self._insides = [
+            own for own in owns if own.keys() >= {"_modules", "_parameters"}
+        ]  # TorchScript's may have none
+        entries = [own["_parameters"] for own in self._insides]
+        self._spare = [(each, name) for each in entries for name, p in each.items() if p is None]
+        """where none stands, such as a bias that is left out"""
+        self._children, self._sizes = self._children_now(), self._sizes_now()
+
+    @property
+    def holds(self) -> bool:
+        """Is nothing else there? Asked in each forward, of thousands, so with few steps of Python's own."""
+        return (
+            self._children_now() == self._children
+            and self._sizes_now() == self._sizes
+            and all(entries.get(name) is None for entries, name in self._spare)
+        )
+
+    def _children_now(self) -> list[tuple[nn.Module | None, ...]]:
+        """Of each module that has some."""
+        return list(map(tuple, map(_VALUES, filter(None, map(_CHILDREN, self._insides)))))
+
+    def _sizes_now(self) -> list[int]:
+        return list(map(len, map(_PARAMETERS, self._insides)))
 
 
 def forward_pre_hooks(module: nn.Module) -> tuple[Callable[..., Any], ...]:

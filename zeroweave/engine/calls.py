@@ -206,11 +206,12 @@ class Calls:
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:
     """See `Engine.train_step`."""
-    given = output if loss_fn is None else loss_fn(output, batch)
-    loss = getattr(output, "loss", None) if loss_fn is None and not isinstance(output, torch.Tensor) else given
+    if loss_fn is not None:
+        loss, giver = loss_fn(output, batch), "loss_fn"
+    else:
+        loss, giver = output if isinstance(output, torch.Tensor) else output.loss, "the output's .loss"
     if not isinstance(loss, torch.Tensor):
-        what = "loss_fn has returned" if loss_fn is not None else f"the .loss of a {type(output).__name__} is"
-        raise TypeError(f"train_step() needs a tensor as its loss, and {what} {loss!r}")
+        raise TypeError(f"train_step() needs a tensor as its loss; {giver} gave it something of {type(loss)}")
     return loss
 
 

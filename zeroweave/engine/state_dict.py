@@ -104,12 +104,12 @@ def state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
 def _keys(parts: EngineParts) -> dict[str, tuple[str, ...]]:
     """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`.
 
-    ParameterError where the model is another one.
+    Without the names that were added to a parameter since then.
     """
-    parts.places.check()
-    buckets, places, aliases = parts.runtime.buckets, parts.runtime.directory.places, parts.places.aliases
+    buckets, places = parts.runtime.buckets, parts.runtime.directory.places
     names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-    return {name: buckets[places[aliases.get(name, name)][0]].layout.keys(name) for name in names}
+    whose = {name: parts.places.aliases.get(name, name) for name in names}
+    return {name: buckets[places[own][0]].layout.keys(name) for name, own in whose.items() if own in places}
 
 
 def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -156,7 +156,7 @@ def keys(parts: EngineParts) -> Iterator[tuple[str, str, Slot]]:
 
 
 def _all_names(parts: EngineParts) -> dict[str, list[str]]:
-    """Canonical name -> all names of the parameter, that one first. ParameterError where the model is another one."""
+    """Canonical name -> all names of the parameter, that one first. ParameterError where others have come."""
     parts.places.check()
     names = {name: [name] for name in parts.places.names}
     for alias, name in parts.places.aliases.items():
@@ -217,7 +217,7 @@ def load_state_dict(given: Mapping[str, torch.Tensor], parts: EngineParts) -> No
     layouts = [bucket.layout for bucket in runtime.buckets.values()]
     shapes = {key: slot.shape for each in layouts for slot in each.slots for key in each.keys(slot.name)}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    known = {key for keys in _keys(parts).values() for key in keys}
+    known = {key for key, _, _ in keys(parts)}
     problems = None
     if parts.control.rank == 0:
         present = set(given)  # asking `given` itself might read a tensor each time

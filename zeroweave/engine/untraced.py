@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_REASON: Final = "the engine compiles the model itself, and nothing can span its calls"
 
 
 def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -18,15 +19,12 @@ def untraced(method: Callable[_P, _R]) -> Callable[_P, _R]:
     The engine compiles what the model computes. Around that it talks to other ranks and exchanges parameters, and
     Dynamo would end with an internal error in the middle of it.
     """
-    # What the engine compiles itself is compiled in there as ever.
-    apart = torch.compiler.disable(
-        method, reason="the engine compiles the model itself, and nothing can span its calls"
-    )
 
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_dynamo_compiling():
-            return apart(*args, **kwargs)
+            # What the engine compiles itself is compiled in there as ever. Made here: it imports all of Dynamo.
+            return torch.compiler.disable(method, reason=_REASON)(*args, **kwargs)
         return method(*args, **kwargs)
 
     return called

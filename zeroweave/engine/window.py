@@ -281,8 +281,9 @@ class Window(Observer):
     def refuse_waiting(self, what: str) -> None:
         """While gradients wait."""
         if self._parts.stubs.gradients_pending:
-            ending = f"the step() that ends the window (micro-steps so far: {self._steps})" if self._steps else "step()"
-            raise EngineError(f"{what} while gradients wait: call it after {ending} or zero_grad()")
+            raise EngineError(
+                f"{what} while gradients wait: call it after the step() that ends the window, or zero_grad()"
+            )
 
     def refuse_unstepped(self, what: str) -> None:
         """While gradients wait that `micro_steps` does not count yet."""

@@ -110,10 +110,10 @@ class Places:
         self._anatomy = Anatomy(model)
 
     def check(self) -> None:
-        """ParameterError if modules with parameters, or parameters, were replaced, or have come, since then."""
+        """ParameterError if modules with parameters, or parameters, were replaced, or others have come."""
         if replaced := self._replaced():
-            self._refuse(replaced)
-        self._anatomy.check()
+            self._refuse(replaced, self._status.showing)
+        self._anatomy.check(self._shown)
 
     def show_real(self) -> None:
         """Puts the real parameters into the modules. No-op if they are there.
@@ -154,10 +154,10 @@ class Places:
         Places where someone replaced the entry meanwhile keep it, and are named by the ParameterError that
         is raised after all others are at rest.
         """
-        replaced = self._replaced()
+        replaced, showing = self._replaced(), self._status.showing
         self._put(self._stubs, replaced)
         if replaced:
-            self._refuse(replaced)
+            self._refuse(replaced, showing)
 
     def retire(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         """Makes a real parameter, or a view of one, a stub for all who refer to it, while the modules do not show it.
@@ -229,14 +229,14 @@ class Places:
         elif self._status.showing is Showing.STUBS:
             self._status.show(Showing.REAL)
 
-    def _refuse(self, replaced: frozenset[int]) -> NoReturn:
+    def _refuse(self, replaced: frozenset[int], showing: Showing) -> NoReturn:
+        """`showing`: what the modules showed when somebody replaced these."""
         labels = ", ".join(self._labels[i] for i in sorted(replaced))
-        is_open = self._status.showing is Showing.OPEN
-        where = "with copy_()" if is_open else "inside `with engine.full_parameters():`"
+        where = "with copy_()" if showing is Showing.OPEN else "inside `with engine.full_parameters():`"
         raise ParameterError(
             f"{labels}: replaced or deleted in the module since zeroweave.initialize, so it would not be "
             f"trained; assign values {where} instead, or call engine.destroy(), replace it, and initialize again with "
-            "a new optimizer; torch.func.functional_call replaces parameters, too: call it on a model without an engine"
+            "a new optimizer; torch.func.functional_call of a model replaces them, too: give it one without an engine"
         )
 
 

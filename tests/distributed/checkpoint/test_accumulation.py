@@ -302,8 +302,7 @@ def refusals(folder: Path) -> None:
         assert "accumulation" not in Folder(folder).manifest("between").values
         engine.zero_grad()
         engine.load(folder, "open")
-        ending = "the step() that ends the window (micro-steps so far: 1)"
-        waiting = f"while gradients wait: call it after {ending} or zero_grad()"
+        waiting = "while gradients wait: call it after the step() that ends the window, or zero_grad()"
         assert message(lambda: engine.load(folder, "open")) == f"load() {waiting}"
         assert message(lambda: engine.export(folder / "exported")) == f"export() {waiting}"
         assert "in the middle of a window" in message(lambda: engine.profiling().__enter__())

@@ -311,7 +311,8 @@ def test_refusals(pools: Pools) -> None:
             "first step with a gradient",
             "EngineError: full(): 'blocks.0.mlp.up.weight' is frozen and has no 'grad'",
             "EngineError: there is no gradient of 'enter.weight' to be replaced: call it after the backward",
-            "EngineError: writing 'enter.weight' while gradients wait: call it after step() or zero_grad()",
+            "EngineError: writing 'enter.weight' while gradients wait: call it after the step() that ends the window, "
+            "or zero_grad()",
             "EngineError: the optimizer holds no 'momentum_buffer' of 'enter.weight'; it holds exp_avg, exp_avg_sq, "
             "step",
             "EngineError: 'param' of 'enter.weight' has the shape [16, 16], and not [16]",
