@@ -269,6 +269,25 @@ def test_a_loss_that_is_none_is_told() -> None:
             engine.train_step(torch.ones(4, 8))
 
 
+class Keeping(nn.Linear):
+    """Its forward gives a parameter another name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.weight
+        return torch.nn.functional.linear(x, self.last, self.bias)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("mode", [{"enabled": False}, pytest.param({"lower": "aot_eager"}, marks=pytest.mark.matrix)])
+def test_a_forward_may_give_its_parameters_other_names(stage: int, mode: dict[str, Any]) -> None:
+    plain, model = nn.Sequential(nn.Linear(8, 8)), nn.Sequential(Keeping(8, 8))
+    model.load_state_dict(plain.state_dict())
+    with initialized(model, stage=stage, compile=mode) as engine:
+        assert train(model, engine) == train(plain)
+        found = engine.state_dict()
+        assert list(found) == ["0.weight", "0.bias"] and torch.equal(found["0.weight"], plain[0].weight)
+
+
 # ---------------------------------------------------------------------- what is no write to a parameter
 def train(model: nn.Module, engine: zw.Engine | None = None) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if engine is None else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from torch import nn
 
 from zeroweave._torch.modules import Inside, child_modules, is_compiled_function
 from zeroweave.errors import ParameterError
+from zeroweave.parameters.stub import AtRest
 
 _NAMED: Final = 6
 """So many of the parameters that have come are named in an error."""
@@ -32,10 +33,10 @@ class Anatomy:
         ]
         self._model, self._inside = model, Inside(model)
 
-    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+    def check(self, own: Callable[[], Iterable[nn.Parameter]]) -> None:
         """ParameterError that names what was replaced or has come, or every module whose forward was compiled.
 
-        `parameters`: those that the model should have, under whatever names.
+        `own()`: the parameters that the model may have, under whatever names, beside some that are at rest.
         """
         replaced = [name for name, children, child, inner in self._children if children.get(child) is not inner]
         if replaced:
@@ -45,9 +46,9 @@ class Anatomy:
                 "change the model, and initialize again with a new optimizer"
             )
         if not self._inside.holds:
-            known = set(map(id, parameters))
+            known = set(map(id, own()))
             named = self._model.named_parameters(remove_duplicate=False)
-            if came := [name for name, parameter in named if id(parameter) not in known]:
+            if came := [name for name, p in named if not (id(p) in known or isinstance(p, AtRest))]:
                 more = f" and {len(came) - _NAMED} more" if len(came) > _NAMED else ""
                 raise ParameterError(
                     f"{', '.join(came[:_NAMED])}{more}: added to the model since zeroweave.initialize, so it would not "

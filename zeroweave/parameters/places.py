@@ -113,7 +113,8 @@ class Places:
         """ParameterError if modules with parameters, or parameters, were replaced, or others have come."""
         if replaced := self._replaced():
             self._refuse(replaced, self._status.showing)
-        self._anatomy.check(self._shown)
+        # A forward may have given a real one another name.
+        self._anatomy.check(lambda: (*self._shown, *self._reals))
 
     def show_real(self) -> None:
         """Puts the real parameters into the modules. No-op if they are there.
