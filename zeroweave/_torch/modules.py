@@ -35,10 +35,8 @@ class Inside:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        owns = map(vars, model.modules())
-        self._insides = [
-            own for own in owns if own.keys() >= {"_modules", "_parameters"}
-        ]  # TorchScript's may have none
+        # Some of TorchScript's modules have no such dictionaries.
+        self._insides = [own for own in map(vars, model.modules()) if own.keys() >= {"_modules", "_parameters"}]
         entries = [own["_parameters"] for own in self._insides]
         self._spare = [(each, name) for each in entries for name, p in each.items() if p is None]
         """where none stands, such as a bias that is left out"""
@@ -48,10 +46,15 @@ class Inside:
     def holds(self) -> bool:
         """Is nothing else there? Asked in each forward, of thousands, so with few steps of Python's own."""
         return (
-            self._children_now() == self._children
+            self.modules_hold
             and self._sizes_now() == self._sizes
             and all(entries.get(name) is None for entries, name in self._spare)
         )
+
+    @property
+    def modules_hold(self) -> bool:
+        """Are the modules the same, in the same order?"""
+        return self._children_now() == self._children
 
     def _children_now(self) -> list[tuple[nn.Module | None, ...]]:
         """Of each module that has some."""
@@ -76,19 +79,17 @@ class Hooks:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._insides: list[dict[str, Any]] = []
-        self._children: list[tuple[nn.Module | None, ...]] = []
+        self._inside = Inside(module)
         self.exchanges = 0
         """how often other modules were found inside"""
         self._walk()
 
     def now(self) -> tuple[int, ...]:
         """Their numbers, which are never given twice, in their order. Asked in each step, of all modules."""
-        for inside, children in zip(self._insides, self._children, strict=True):
-            now = inside["_modules"]
-            if (now or children) and tuple(now.values()) != children:
-                self.exchanges += 1
-                self._walk()
-                break
+        if not self._inside.modules_hold:
+            self.exchanges += 1
+            self._inside = Inside(self._module)
+            self._walk()
         numbers = [
             *all_modules._global_forward_pre_hooks,
             *all_modules._global_forward_hooks,
@@ -109,7 +110,6 @@ class Hooks:
 
     def _walk(self) -> None:
         self._insides = [vars(module) for module in self._module.modules()]
-        self._children = [tuple(inside["_modules"].values()) for inside in self._insides]
 
 
 def hooks_as_called(module: nn.Module) -> tuple[tuple[str, Callable[..., Any], bool, bool], ...]:
