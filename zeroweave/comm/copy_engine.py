@@ -16,6 +16,7 @@ import torch
 
 from zeroweave._torch.distributed import copying_communicator
 from zeroweave.comm.around import Apart
+from zeroweave.comm.everywhere import done_by_all
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
@@ -158,11 +159,5 @@ class CopyEngines:
 
     def done_by_all(self, step: Callable[[], None]) -> bool:
         """Takes a step that may fail; has it failed on no rank?"""
-        why = ""
-        try:
-            step()
-        except RuntimeError as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reasons = self._control.all_gather_object(why, "memory for gathers by copy engines")
-        self.why_not = next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
+        self.why_not = done_by_all(self._control, step, "memory for gathers by copy engines")
         return not self.why_not

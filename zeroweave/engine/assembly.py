@@ -19,6 +19,7 @@ from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
+from zeroweave.comm.peers import Pulling
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import device_of
 from zeroweave.comm.wire import Wire
@@ -49,7 +50,7 @@ from zeroweave.engine.settings import facts_of, policy_of, settings_of
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
-from zeroweave.engine.ways import Links, gather_by
+from zeroweave.engine.ways import Links, gather_by, reduce_by
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError, ParameterError
 from zeroweave.experts import groups_of
@@ -174,14 +175,18 @@ def _assemble(
     links = Links(group, control, device, ledger, groups, ends)
     transports = links.transports()
     gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
+    reduced = Pulling("nothing is trained")
     if optimizer is not None:
         gathered_in, choice = gather_by(settings.transport.gathers, transports, links, layouts, journal)
+        reduced = reduce_by(settings, transports, links, layouts)
     meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
     trains = optimizer is not None
-    runtime = Runtime(layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in)
+    runtime = Runtime(
+        layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in, room=reduced.room
+    )
     fill(runtime, named, asked.weights)
     runtime.transfers.finish()
     asked.buffers.give()
@@ -224,6 +229,7 @@ def _assemble(
         original_dtypes=original,
         device=device,
         gathers=choice,
+        reductions=reduced.why,
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)

@@ -41,6 +41,7 @@ class EngineParts:
     original_dtypes: Mapping[str, torch.dtype]
     device: torch.device
     gathers: Choice
+    reductions: str
     """which way they take, and why"""
     ends: ExitStack
     """ends what was started for the engine: its communicators, last the control group"""

@@ -102,8 +102,8 @@ class Stats:
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
     storages among them that a backward asked for before its schedule had brought them back. `gathers`: by kernel or by
-    copy engine, and why. `last_step`, `total`: traffic by kind of collective. `memory`: of the model state; `device`:
-    of everything.
+    copy engine, and why. `reductions`: by kernel or by pulling, and why. `last_step`, `total`: traffic by kind of
+    collective. `memory`: of the model state; `device`: of everything.
     """
 
     compiled_calls: int
@@ -126,6 +126,7 @@ class Stats:
     offloaded_peak: int
     on_demand_reloads: int
     gathers: str
+    reductions: str
     last_step: dict[str, Traffic]
     total: dict[str, Traffic]
     memory: Memory
@@ -159,6 +160,7 @@ class Stats:
             offloaded_peak=0 if offloading is None else offloading.host.peak,
             on_demand_reloads=0 if offloading is None else offloading.on_demand,
             gathers=_gathers(parts),
+            reductions=parts.reductions,
             last_step=dict(last_step),
             total=dict(parts.progress.ledger.totals()),
             memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),

@@ -1,4 +1,4 @@
-"""How data of one engine crosses ranks: its communicators, and what gathers by which."""
+"""How data of one engine crosses ranks: its communicators, and what gathers and reduces by which."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.choose import Asked, Choice, choose, no_room, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.peers import Pulling, pulling
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import make_transport, own_group
 from zeroweave.comm.transport import Transport
+from zeroweave.config import Config
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal
 from zeroweave.ranks.control import Control
@@ -83,3 +85,29 @@ def gather_by(
         if own is not None:
             transports[name] = engines.around(transports[name], own, links.ledger, name)
     return places, choice
+
+
+def reduce_by(
+    config: Config, transports: dict[str, Transport], links: Links, layouts: Sequence[BucketLayout]
+) -> Pulling:
+    """Whether gradients are pulled, and why; puts what pulls around the transport of all ranks. Collective."""
+    reduced = {b.id: getattr(torch, config.precision.reduce or b.dtype) for b in layouts if _is_reduced(b)}
+    found = pulling(
+        config.transport.reductions,
+        config.compile.enabled,
+        transports[WORLD],
+        links.control,
+        links.device,
+        links.ledger,
+        [b.numel * reduced[b.id].itemsize for b in layouts if b.id in reduced],
+        dict.fromkeys(reduced.values()),
+        config.reduce.depth + 1,
+    )
+    if found.transport is not None:
+        transports[WORLD] = found.transport
+    return found
+
+
+def _is_reduced(layout: BucketLayout) -> bool:
+    """Over all ranks."""
+    return layout.trainable and layout.group == WORLD

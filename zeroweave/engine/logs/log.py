@@ -51,6 +51,7 @@ class Log:
             "world": parts.control.world,
             "device": device_name(parts.device),
             "gathers": str(parts.gathers),
+            "reductions": parts.reductions,
             "versions": versions(),
             "config": parts.config.model_dump(mode="json"),
         }
