@@ -32,9 +32,10 @@ _OLDEST: Final = (9, 0)
 
 @dataclass(frozen=True)
 class Pulling:
-    """Which way reductions take and `why`; `transport` and `room` where some are pulled."""
+    """Which way reductions take and `why`; `transport`, `flats` to be closed and `room` where some are pulled."""
 
     why: str
+    flats: PeerFlats | None = None
     transport: PulledReductions | None = None
     room: Room | None = None
 
@@ -150,8 +151,10 @@ def _make(
     if why:
         return why, Pulling("")
     least = LEAST if asked == "auto" else 1
-    transport = PulledReductions(inner, PeerFlats(memory[:-1]), pulls, least, ledger, side_of(device, priority=-1))
-    return "", Pulling(f"by pulling from {least / (1 << 20):g} to {nbytes / (1 << 20):g} MiB", transport, rooms[0])
+    found = PeerFlats(memory[:-1], memory[-1])
+    transport = PulledReductions(inner, found, pulls, least, ledger, side_of(device, priority=-1))
+    why = f"by pulling from {least / (1 << 20):g} to {nbytes / (1 << 20):g} MiB"
+    return "", Pulling(why, found, transport, rooms[0])
 
 
 def _reach(control: Control, device: torch.device, sizes: Sequence[int], found: list[Shared]) -> str:

@@ -30,15 +30,21 @@ class PeerFlats:
     """Memory for gradients that other GPUs read: some tensors of one size, by number, which nobody views yet.
 
     The last one takes copies of what lies elsewhere. The others are lent; who has one, or a view of it, keeps it.
+    `pads`: what ranks meet by. It is all there as long as this is.
     """
 
-    def __init__(self, memory: Sequence[Shared]) -> None:
-        self._memory = tuple(memory)
+    def __init__(self, memory: Sequence[Shared], pads: Shared) -> None:
+        self._memory: tuple[Shared, ...] = (*memory, pads)
         self._storages = [each.tensor.untyped_storage() for each in memory]
         self._alone = [storage_use_count(storage) for storage in self._storages]
         self._numbers = {each.tensor.data_ptr(): number for number, each in enumerate(memory)}
         self.nbytes = memory[0].tensor.nbytes
         """of each"""
+
+    def close(self) -> None:
+        """Gives the memory back, when nothing is under way; nothing fits here any more."""
+        self._memory, self._storages, self.nbytes = (), [], 0
+        self._numbers.clear()
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """One that nobody has, as a 1-D tensor; None where all are lent, which delays nobody: gradients are copied."""
@@ -50,7 +56,7 @@ class PeerFlats:
     @property
     def staging(self) -> int:
         """The number of the one for copies. Each use comes behind the one before, on the stream that copies."""
-        return len(self._memory) - 1
+        return len(self._storages) - 1
 
     def view(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The beginning of one of them, 1-D."""

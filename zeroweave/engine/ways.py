@@ -103,7 +103,8 @@ def reduce_by(
         dict.fromkeys(reduced.values()),
         config.reduce.depth + 1,
     )
-    if found.transport is not None:
+    if found.transport is not None and found.flats is not None:
+        links.ends.callback(found.flats.close)
         transports[WORLD] = found.transport
     return found
 
