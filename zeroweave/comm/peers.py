@@ -14,7 +14,7 @@ from zeroweave._torch.peers import Shared, are_linked, memory_for_peers, shared
 from zeroweave.comm.everywhere import done_by_all
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import side_of
-from zeroweave.comm.pull import PeerFlats, PulledReductions
+from zeroweave.comm.pull import FLATS, PeerFlats, PulledReductions
 from zeroweave.comm.pull_kernel import BLOCKS, DTYPES, MOST_RANKS, PADS, Pull, pull_kernel
 from zeroweave.comm.room import Room
 from zeroweave.comm.transport import Transport
@@ -63,18 +63,16 @@ def pulling(
     ledger: Ledger,
     sizes: Sequence[int],
     dtypes: Iterable[torch.dtype],
-    lent: int,
 ) -> Pulling:
     """What all ranks do; nothing here is measured, as it decides in which order values are added. Collective.
 
     `compiles`: are there compiled backwards, whose matmuls leave room? `sizes`: bytes of the flats of gradients, which
-    have `dtypes`; `lent`: so many are written or in flight at once. ConfigError where pulling is asked for and cannot
-    be.
+    have `dtypes`. ConfigError where pulling is asked for and cannot be.
     """
     nbytes = typical(sizes)
     why, made = _refused(asked, compiles, control, device, nbytes), Pulling("")
     if not why:
-        why, made = _make(asked, inner, control, device, ledger, nbytes, [d for d in dtypes if d in DTYPES], lent)
+        why, made = _make(asked, inner, control, device, ledger, nbytes, [d for d in dtypes if d in DTYPES])
     if not why:
         return made
     if asked == "pull" and control.world > 1:
@@ -111,16 +109,15 @@ def _apart(control: Control, device: torch.device) -> str:
             return f"rank {rank} is on {host}, rank 0 on {ranks[0][0]}: it works inside one machine"
         if (other := [each[2] for each in ranks].index(gpu)) != rank:
             return f"ranks {other} and {rank} share a GPU"
-    linked = [False]
+    indices = [each[3] for each in ranks]
+    if len(set(indices)) < len(indices):
+        return "each process sees GPUs of its own (CUDA_VISIBLE_DEVICES), and so none tells whether they are linked"
 
     def look() -> None:
-        # Each process may see other GPUs, or in another order: then it cannot be told.
-        linked[0] = len({each[3] for each in ranks}) == len(ranks) and are_linked([each[3] for each in ranks])
+        if not are_linked(indices):
+            raise RuntimeError("there is not NVLink between each two of the GPUs")
 
-    why = done_by_all(control, look, "whether GPUs are linked")
-    if not why and not all(control.all_gather_object(linked[0], "whether GPUs are linked")):
-        why = "there is not NVLink between each two of the GPUs"
-    return why
+    return done_by_all(control, look, "whether GPUs are linked")
 
 
 def _make(
@@ -131,14 +128,13 @@ def _make(
     ledger: Ledger,
     nbytes: int,
     dtypes: Sequence[torch.dtype],
-    lent: int,
 ) -> tuple[str, Pulling]:
     """Why it could not be had, or ""; and what was made. Collective."""
     rooms: list[Room] = []
     why = done_by_all(control, lambda: rooms.append(Room(device, BLOCKS)), "room beside matmuls")
     memory: list[Shared] = []
     if not why:
-        why = _reach(control, device, [nbytes] * (lent + 1) + [PADS], memory)
+        why = _reach(control, device, [nbytes] * FLATS + [PADS], memory)
     pulls: dict[torch.dtype, Pull] = {}
     if not why:
         *flats, pads = (torch.tensor(each.addresses, dtype=torch.int64, device=device) for each in memory)

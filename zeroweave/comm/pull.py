@@ -11,6 +11,8 @@ is copied there first.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Final
+from weakref import ref
 
 import torch
 
@@ -25,12 +27,41 @@ from zeroweave.comm.pull_kernel import Pull
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
+FLATS: Final = 2
+"""One is written while the one before is reduced."""
+
+
+class _Noted:
+    """A reduction under way, which the ledger knows as collective number `count`."""
+
+    __slots__ = ("__weakref__", "_beside", "_count", "_ledger", "waited")
+
+    def __init__(self, beside: Beside, ledger: Ledger) -> None:
+        self._beside, self._ledger, self._count = beside, ledger, ledger.count
+        self.waited = False
+
+    def wait(self) -> None:
+        self._ledger.waits(self._count)
+        self._beside.wait()
+        self.waited = True
+
+    def reach(self) -> None:
+        """The current stream goes on behind it, and somebody else will wait for it."""
+        self._beside.reach()
+
+    def over(self, clock: Clock) -> Mark:
+        return self._beside.over(clock)
+
 
 class PeerFlats:
     """Memory for gradients that other GPUs read: some tensors of one size, by number, which nobody views yet.
 
-    The last one takes copies of what lies elsewhere. The others are lent; who has one, or a view of it, keeps it.
-    `pads`: what ranks meet by. It is all there as long as this is.
+    One is lent to be written until it is reduced from, which nobody may do with what he has of it then: in its turn
+    it is lent again, to be written when the kernel that reads it is over. All but one may be lent and not reduced from
+    yet. So there is always one for gradients that lie elsewhere and are copied. Who has a view of one that he has lent,
+    and that was not reduced from, keeps it: nobody else gets that.
+
+    `pads`: what ranks meet by. All of it is there as long as this is.
     """
 
     def __init__(self, memory: Sequence[Shared], pads: Shared) -> None:
@@ -38,6 +69,8 @@ class PeerFlats:
         self._storages = [each.tensor.untyped_storage() for each in memory]
         self._alone = [storage_use_count(storage) for storage in self._storages]
         self._numbers = {each.tensor.data_ptr(): number for number, each in enumerate(memory)}
+        self._flying: dict[int, ref[_Noted]] = {}
+        """number -> the last reduction from it, oldest first; one that nobody will wait for any more is none"""
         self.nbytes = memory[0].tensor.nbytes
         """of each"""
 
@@ -45,18 +78,46 @@ class PeerFlats:
         """Gives the memory back, when nothing is under way; nothing fits here any more."""
         self._memory, self._storages, self.nbytes = (), [], 0
         self._numbers.clear()
+        self._flying.clear()
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """One that nobody has, as a 1-D tensor; None where all are lent, which delays nobody: gradients are copied."""
-        for number in range(self.staging):
-            if storage_use_count(self._storages[number]) == self._alone[number]:
-                return self.view(number, numel, dtype)
-        return None
+        """One to be written on the current stream, 1-D; None where another one is lent, and gradients are copied."""
+        number = self._next()
+        lent = sum(self._flight(n) is None and not self._is_free(n) for n in range(len(self._storages)))
+        if number is None or lent >= len(self._storages) - 1:
+            return None
+        if (flight := self._flight(number)) is not None:
+            flight.reach()
+            del self._flying[number]
+        return self.view(number, numel, dtype)
 
-    @property
-    def staging(self) -> int:
-        """The number of the one for copies. Each use comes behind the one before, on the stream that copies."""
-        return len(self._storages) - 1
+    def for_copies(self) -> int:
+        """The number of one to be written on the stream that reduces: there it comes behind the kernel that reads it.
+
+        Nothing else has it from here on.
+        """
+        number = self._next()
+        assert number is not None
+        return number
+
+    def _next(self) -> int | None:
+        """One that is free, or else that was reduced from first; None where all are lent, or closed."""
+        free = next((n for n in range(len(self._storages)) if self._flight(n) is None and self._is_free(n)), None)
+        return next((n for n in self._flying if self._flight(n) is not None), None) if free is None else free
+
+    def _is_free(self, number: int) -> bool:
+        """Has nobody a view of it?"""
+        return storage_use_count(self._storages[number]) == self._alone[number]
+
+    def _flight(self, number: int) -> _Noted | None:
+        """The reduction from it that somebody will wait for."""
+        found = self._flying[number]() if number in self._flying else None
+        return None if found is None or found.waited else found
+
+    def reduces(self, number: int, flight: _Noted) -> None:
+        """It is reduced from."""
+        self._flying.pop(number, None)
+        self._flying[number] = ref(flight)
 
     def view(self, number: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The beginning of one of them, 1-D."""
@@ -65,22 +126,6 @@ class PeerFlats:
     def number(self, flat: torch.Tensor) -> int | None:
         """Which of them this is; None: it lies elsewhere."""
         return self._numbers.get(flat.data_ptr())
-
-
-class _Noted:
-    """A reduction under way, which the ledger knows as collective number `count`."""
-
-    __slots__ = ("_beside", "_count", "_ledger")
-
-    def __init__(self, beside: Beside, ledger: Ledger) -> None:
-        self._beside, self._ledger, self._count = beside, ledger, ledger.count
-
-    def wait(self) -> None:
-        self._ledger.waits(self._count)
-        self._beside.wait()
-
-    def over(self, clock: Clock) -> Mark:
-        return self._beside.over(clock)
 
 
 class PulledReductions(Apart):
@@ -124,15 +169,17 @@ class PulledReductions(Apart):
             self._launch(self._inner)
             return self._inner.reduce_scatter(out, parts, layout, op)
         self._launch(None)
+        number = None
+        if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
+            number = self._flats.number(parts)
         with beside(self._side):
-            number = None
-            if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
-                number = self._flats.number(parts)
             if number is None:
-                number = self._flats.staging
+                number = self._flats.for_copies()
                 lay_out(self._flats.view(number, layout.numel, out.dtype), parts, layout)
             nbytes = layout.numel * out.itemsize
             self._ledger.record("reduce_scatter", layout.id, dtype_name(out.dtype), nbytes, "world by pulling")
             self._pulls[out.dtype](out, layout.place(self.rank) * len(out), number)
         alive = out, *tensors_of(parts)
-        return _Noted(Beside() if self._side is None else self._side.pending(*alive), self._ledger)
+        flight = _Noted(Beside() if self._side is None else self._side.pending(*alive), self._ledger)
+        self._flats.reduces(number, flight)
+        return flight

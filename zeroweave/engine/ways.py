@@ -101,7 +101,6 @@ def reduce_by(
         links.ledger,
         [b.numel * reduced[b.id].itemsize for b in layouts if b.id in reduced],
         dict.fromkeys(reduced.values()),
-        config.reduce.depth + 1,
     )
     if found.transport is not None and found.flats is not None:
         links.ends.callback(found.flats.close)
