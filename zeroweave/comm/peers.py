@@ -39,6 +39,11 @@ class Pulling:
     transport: PulledReductions | None = None
     room: Room | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that is there for it."""
+        return 0 if self.flats is None else FLATS * self.flats.nbytes
+
 
 def typical(sizes: Iterable[int]) -> int:
     """The size of flat for which memory is had: half of all bytes lie in flats that are no larger. 0 if there are none.

@@ -229,7 +229,7 @@ def _assemble(
         original_dtypes=original,
         device=device,
         gathers=choice,
-        reductions=reduced.why,
+        reductions=reduced,
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)

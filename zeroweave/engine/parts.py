@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroweave.comm.choose import Choice
+from zeroweave.comm.peers import Pulling
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.agreements import Agreements
@@ -41,8 +42,7 @@ class EngineParts:
     original_dtypes: Mapping[str, torch.dtype]
     device: torch.device
     gathers: Choice
-    reductions: str
-    """which way they take, and why"""
+    reductions: Pulling
     ends: ExitStack
     """ends what was started for the engine: its communicators, last the control group"""
 
