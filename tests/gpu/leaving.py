@@ -1,4 +1,4 @@
-"""A script that gathers by copy engine, reduces by pulling, and does not end its engine, or its graphs, in several ways.
+"""Gathers by copy engine, reduces by pulling, and ends in one of several ways without ending its engine, or its graphs.
 
 python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.gpu.leaving WAY
 """

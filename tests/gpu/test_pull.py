@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from tests.gpu import graph_jobs
 from tests.gpu import pull_jobs as jobs
 from tests.gpu.graph_jobs import Case
+from tests.gpu.jobs import free_port
 
 pytestmark = pytest.mark.gpus(2)
 Ranks = Callable[..., list[Any]]
@@ -66,3 +69,19 @@ def test_memory_is_counted_and_given_back(ranks: Ranks) -> None:
     for more, left_by_kernel, left in ranks(jobs.memory):
         assert 0 < more < 64 << 20, more
         assert left <= left_by_kernel + (8 << 20), (left, left_by_kernel)
+
+
+def test_nobody_waits_for_a_rank_that_is_gone() -> None:
+    port = str(free_port())
+    commands = [[sys.executable, "-m", "tests.gpu.missing", str(rank), port] for rank in (0, 1)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for command in commands]
+    try:
+        told = [process.communicate(timeout=150)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[1].returncode == 5, told
+    assert processes[0].returncode not in (0, -9), told
+    assert "rank 0 has made step 3" in told[0] and "rank 0 has made step 4" not in told[0], told
+    assert "rank 1" in told[0].split("step 3", 1)[1], told
