@@ -62,14 +62,15 @@ class Pulled:
 
     def __init__(self) -> None:
         self.noted: list[str] = []
+        self.gone = torch.zeros(1, dtype=torch.int32)
         memory = [Shared(torch.full((4 * NUMEL,), 255, dtype=torch.uint8), (), None) for _ in range(FLATS)]
-        self.flats = PeerFlats(memory, Shared(torch.zeros(8, dtype=torch.uint8), (), None))
+        self.flats = PeerFlats(memory, Shared(torch.zeros(8, dtype=torch.uint8), (), None), self.gone)
         self.pulled: list[torch.Tensor] = []
         self.numbers: list[int] = []
         side: Any = Side(self.noted)
         pulls = {torch.float32: self._pull}
         inner = Noting("kernel", self.noted)
-        self.transport = PulledReductions(inner, self.flats, pulls, 2 * NUMEL, Ledger(2, 0), side)
+        self.transport = PulledReductions(inner, self.flats, pulls, Ledger(2, 0), side)
 
     def _pull(self, out: torch.Tensor, start: int, number: int) -> None:
         self.numbers.append(number)
@@ -152,7 +153,8 @@ def test_what_nobody_will_wait_for_is_free() -> None:
         (bucket(), torch.float32, True),
         (bucket(NUMEL // 2), torch.float32, True),
         (bucket(2 * NUMEL), torch.float32, False),
-        (bucket(NUMEL // 4), torch.float32, False),
+        (bucket(NUMEL // 4), torch.float32, True),
+        (bucket(12), torch.float32, False),
         (bucket(), torch.float64, False),
         (bucket(group="experts"), torch.float32, False),
     ],
@@ -167,7 +169,7 @@ def test_all_else_is_reduced_as_ever(shape: BucketLayout, dtype: torch.dtype, pu
 
 def test_what_is_pulled_lies_outside_of_launches() -> None:
     made = Pulled()
-    small = bucket(NUMEL // 4)
+    small = bucket(12)  # a part of which is no multiple of 16 bytes
     with made.transport.together():
         for shape in (small, small, bucket(), small):
             made.reduce(torch.zeros(shape.numel), shape)
@@ -184,35 +186,58 @@ def test_behind_the_end_nothing_fits() -> None:
     assert made.noted[-1] == "kernel reduces"
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_reduction_reads_what_was_written_for_it(seed: int) -> None:
-    """Buckets are begun, left waiting, given up and reduced in any order; at most three are in flight."""
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_reduction_reads_what_was_written_for_it(seed: int, ordered: bool, held: bool) -> None:
+    """Buckets are begun, left waiting, given up and reduced in any order, and waited for in any, or not at all.
+
+    `held`: somebody keeps views of what was reduced.
+    """
     made, draw = Pulled(), random.Random(seed)
     waiting: list[tuple[float, torch.Tensor]] = []
-    flying: deque[Any] = deque()
+    flying: list[Any] = []
+    kept: deque[torch.Tensor] = deque(maxlen=3)
     expected: list[float] = []
     there = 0
-    for value in range(1, 120):
+    for value in range(1, 150):
         action = draw.random()
-        if action < 0.4:
+        if action < 0.4 and len(waiting) < 3:
             flat = made.flat(value)
             there += made.lies_there(flat)
             waiting.append((value, flat))
         elif action < 0.5 and waiting:
             waiting.pop(draw.randrange(len(waiting)))
+        elif action < 0.55:
+            kept.clear()
         elif waiting:
             number, flat = waiting.pop(draw.randrange(len(waiting)))
             expected.append(number)
             halves = {0: flat[:28], 1: flat[32:]}
             flying.append(made.reduce(halves if draw.random() < 0.3 else flat))
-            del flat, halves
+            if held:
+                kept.append(flat[:5])
+            del halves
+        flat = torch.empty(0)
         while len(flying) > draw.choice((0, 1, 2, 3)):
-            flying.popleft().wait()
+            pending = flying.pop(0 if ordered else draw.randrange(len(flying)))
+            if ordered or draw.random() < 0.9:
+                pending.wait()
+        pending = None
         for number, flat in waiting:
             assert flat.unique().tolist() == [number]
     assert there > 5
     for number, read in zip(expected, made.pulled, strict=True):
         assert set(read.unique().tolist()) <= {number, 0.0} and number in read
+
+
+def test_what_is_given_up_is_told_to_kernels() -> None:
+    made = Pulled()
+    made.flats.close()
+    assert made.gone.item() == 0
+    other = Pulled()
+    other.flats.close(failed=True)
+    assert other.gone.item() == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from typing import Any
@@ -58,7 +59,7 @@ def sums(dtype: str, rounds: int = 40) -> tuple[int, int, str]:
     inner = make_transport(dist.group.WORLD, device, ledger)
     kind = getattr(torch, dtype)
     torch.manual_seed(7 + dist.get_rank())
-    made = pulling("pull", True, inner, control, device, ledger, [sizes[-1] * itemsize], [kind])
+    made = pulling("pull", inner, control, device, ledger, [sizes[-1] * itemsize], [kind])
     assert made.transport is not None and made.room is not None
     transport, flying, right = made.transport, [], 0
     for index in range(rounds):
@@ -134,18 +135,24 @@ def room() -> tuple[int, int, int, bool]:
     return inside, both, now(), torch.allclose(product, a @ a)
 
 
-def memory() -> tuple[int, int, int]:
-    """Bytes that an engine which pulls has more, of PyTorch's and of the GPU; what is left of that behind its end."""
-    device, found = join(), []
-    for settings in ({"transport": {"reductions": "kernel"}}, PULL):
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-        with start(SMALL, {**config(2, "aot_eager", torch.bfloat16), **settings}, torch.bfloat16) as engine:
+def memory() -> tuple[int, int, int, int]:
+    """Bytes in use more while an engine trains that pulls, and what it says that it has for that.
+
+    Then the bytes of the GPU in use behind the end of an engine that does not pull, and of one that does.
+    """
+    device, more, left, told = join(), [], [], 0
+    for way in ("kernel", "kernel", "pull"):  # the first one is for what a process has once
+        settings = {**config(2, "aot_eager", torch.bfloat16), "transport": {"reductions": way}}
+        before = torch.cuda.memory_allocated()
+        with start(SMALL, settings, torch.bfloat16) as engine:
             step(engine, tokens(SMALL, device, 0))
-            found.append(torch.cuda.memory_allocated() - before[0])
+            more.append(torch.cuda.memory_allocated() - before)
+            told = engine.stats.memory.pulled
         del engine
+        gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         dist.barrier()
-        found.append(before[1] - torch.cuda.mem_get_info()[0])
-    return found[2] - found[0], found[1], found[3]
+        free, total = torch.cuda.mem_get_info()
+        left.append(total - free)
+    return more[2] - more[1], told, left[1], left[2]

@@ -66,9 +66,10 @@ def test_matmuls_leave_room_where_they_are_told_to(ranks: Ranks) -> None:
 
 
 def test_memory_is_counted_and_given_back(ranks: Ranks) -> None:
-    for more, left_by_kernel, left in ranks(jobs.memory):
-        assert 0 < more < 64 << 20, more
-        assert left <= left_by_kernel + (8 << 20), (left, left_by_kernel)
+    for more, told, without, left in ranks(jobs.memory):
+        assert told > 1 << 20
+        assert told <= more <= told + (8 << 20), (told, more)
+        assert left <= without + (8 << 20), (left, without)
 
 
 def test_nobody_waits_for_a_rank_that_is_gone() -> None:

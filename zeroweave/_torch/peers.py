@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d as c10d
+
+_NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 class Shared(NamedTuple):
@@ -32,21 +36,63 @@ def memory_for_peers(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def shared(tensor: torch.Tensor, name: str, rank: int, world: int, store: Any) -> Shared:
+class _Meeting(c10d.Store):
+    """A store in which ranks exchange one value after the other, each waiting for all others.
+
+    Why: PyTorch meets in C++ while it holds the interpreter, so that no thread of this process could tell that a rank
+    is missing, or hear of it. And it numbers exchanges by how many a process has had, which ranks may differ in.
+    """
+
+    def __init__(self, store: Any, rank: int, seconds: float) -> None:
+        """`seconds`: how long a rank is waited for."""
+        super().__init__()
+        self._store, self._rank, self._seconds, self._sent = store, rank, seconds, 0
+
+    def _key(self, key: str) -> str:
+        """What that rank has for the present exchange. PyTorch's keys end with the rank."""
+        return f"{self._sent}/{key.rsplit('/', 1)[-1]}"
+
+    def set(self, key: str, value: Any) -> None:
+        """An exchange begins with what this rank has."""
+        self._sent += 1
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        end = time.monotonic() + self._seconds
+        for key in map(self._key, keys):
+            while not self._store.check([key]):
+                if time.monotonic() > end:
+                    raise RuntimeError(f"rank {key.rsplit('/', 1)[-1]} has not come within {self._seconds:g} s")
+                time.sleep(0.001)
+
+
+def shared(tensor: torch.Tensor, name: str, rank: int, world: int, store: Any, seconds: float) -> Shared:
     """`tensor` of `memory_for_peers`, with that of each other rank. Collective; `name` is the group's, and new.
 
-    Why: the public function asks for a registered process group, and meets in the store that it was made with, which
-    nobody watches.
+    `store` is a new one, too. Each rank is waited for `seconds`. Why: the public function asks for a registered process
+    group, and meets in the store that it was made with. It sets up multicast, too, which nobody needs here, unless the
+    environment tells it not to.
     """
     from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
 
     name = c10d.GroupName(name)
-    group = torch.distributed.ProcessGroup(store, rank, world)  # which the registry does not keep
+    meeting = _Meeting(store, rank, seconds)
+    group = torch.distributed.ProcessGroup(meeting, rank, world)  # neither is kept by the registry
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
     _register_process_group(name, group)
     try:
         mapping = _SymmetricMemory.rendezvous(tensor, name)
     finally:
         _unregister_process_group(name)
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
     return Shared(tensor, tuple(mapping.buffer_ptrs), mapping)
 
 

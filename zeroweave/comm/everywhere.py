@@ -12,7 +12,7 @@ def done_by_all(control: Control, step: Callable[[], object], what: str) -> str:
     why = ""
     try:
         step()
-    except (RuntimeError, OSError) as error:
+    except Exception as error:  # of any kind: of CUDA, its libraries, the compiler of kernels
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     reasons = control.all_gather_object(why, what)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")

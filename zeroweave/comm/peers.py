@@ -15,17 +15,16 @@ from zeroweave.comm.everywhere import done_by_all
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import side_of
 from zeroweave.comm.pull import FLATS, PeerFlats, PulledReductions
-from zeroweave.comm.pull_kernel import BLOCKS, DTYPES, MOST_RANKS, PADS, Pull, pull_kernel
+from zeroweave.comm.pull_kernel import BLOCKS, DTYPES, MOST_RANKS, PADS, Met, Pull, pull_kernel
 from zeroweave.comm.room import Room
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
+from zeroweave.ranks.start import backstop
 
-Asked = Literal["auto", "pull", "kernel"]
+Asked = Literal["kernel", "pull"]
 
-LEAST: Final = 16 << 20
-"""Bytes of a flat from which on "auto" pulls. What is smaller is reduced in less time than matmuls take beside it."""
 _OLDEST: Final = (9, 0)
 """The first compute capability that has clusters of thread blocks."""
 
@@ -61,7 +60,6 @@ def typical(sizes: Iterable[int]) -> int:
 
 def pulling(
     asked: Asked,
-    compiles: bool,
     inner: Transport,
     control: Control,
     device: torch.device,
@@ -69,32 +67,31 @@ def pulling(
     sizes: Sequence[int],
     dtypes: Iterable[torch.dtype],
 ) -> Pulling:
-    """What all ranks do; nothing here is measured, as it decides in which order values are added. Collective.
+    """What all ranks do. Collective. ConfigError where pulling is asked for, in a world of several, and cannot be.
 
-    `compiles`: are there compiled backwards, whose matmuls leave room? `sizes`: bytes of the flats of gradients, which
-    have `dtypes`. ConfigError where pulling is asked for and cannot be.
+    `sizes`: bytes of the flats of gradients, which have `dtypes`.
     """
-    nbytes = typical(sizes)
-    why, made = _refused(asked, compiles, control, device, nbytes), Pulling("")
-    if not why:
-        why, made = _make(asked, inner, control, device, ledger, nbytes, [d for d in dtypes if d in DTYPES])
+    nbytes, made = typical(sizes), Pulling("")
+    if not (why := _refused(asked, control, device, nbytes)):
+        with torch.cuda.device(device):  # memory, kernels and cuBLAS are those of the current one
+            why, made = _make(inner, control, device, ledger, nbytes, [d for d in dtypes if d in DTYPES])
     if not why:
         return made
     if asked == "pull" and control.world > 1:
-        raise ConfigError(f"transport.reductions is 'pull': {why}. Set it to 'auto' or 'kernel'")
+        raise ConfigError(f"transport.reductions is 'pull': {why}. Set it to 'kernel'")
     return Pulling(f"by kernel: {why}")
 
 
-def _refused(asked: Asked, compiles: bool, control: Control, device: torch.device, nbytes: int) -> str:
+def _refused(asked: Asked, control: Control, device: torch.device, nbytes: int) -> str:
     """Why nothing can be pulled, or need not; "" where it can. Collective where it might."""
     if asked == "kernel":
         return "transport.reductions is 'kernel'"
-    if control.world == 1 or device.type != "cuda":
-        return "nothing is reduced in a world of 1" if control.world == 1 else f"ranks compute on {device.type}"
-    if asked == "auto" and not compiles:
-        return "nothing is compiled whose matmuls leave room"
-    if asked == "auto" and nbytes < LEAST:
-        return f"most of the parameters lie in buckets of less than {LEAST >> 20} MiB"
+    if control.world == 1:
+        return "nothing is reduced in a world of 1"
+    if not nbytes:
+        return "no gradients are reduced over all ranks"
+    if device.type != "cuda":
+        return f"ranks compute on {device.type}"
     if torch.version.hip is not None:
         return "the kernel that pulls is for GPUs of NVIDIA"
     if control.world > MOST_RANKS:
@@ -126,7 +123,6 @@ def _apart(control: Control, device: torch.device) -> str:
 
 
 def _make(
-    asked: Asked,
     inner: Transport,
     control: Control,
     device: torch.device,
@@ -143,18 +139,18 @@ def _make(
     pulls: dict[torch.dtype, Pull] = {}
     if not why:
         *flats, pads = (torch.tensor(each.addresses, dtype=torch.int64, device=device) for each in memory)
-        tables = torch.stack(flats), pads
+        gone = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        met = Met(torch.stack(flats), pads, gone, backstop(control.deadline_seconds).total_seconds())
 
         def compile_() -> None:
-            pulls.update((d, pull_kernel(d, inner.rank, inner.world, inner.world, *tables)) for d in dtypes)
+            pulls.update((d, pull_kernel(d, inner.rank, inner.world, inner.world, met)) for d in dtypes)
 
         why = done_by_all(control, compile_, "kernels that pull")
     if why:
         return why, Pulling("")
-    least = LEAST if asked == "auto" else 1
-    found = PeerFlats(memory[:-1], memory[-1])
-    transport = PulledReductions(inner, found, pulls, least, ledger, side_of(device, priority=-1))
-    why = f"by pulling from {least / (1 << 20):g} to {nbytes / (1 << 20):g} MiB"
+    found = PeerFlats(memory[:-1], memory[-1], met.gone)
+    transport = PulledReductions(inner, found, pulls, ledger, side_of(device, priority=-1))
+    why = f"by pulling up to {nbytes / (1 << 20):g} MiB, and by kernel above"
     return "", Pulling(why, found, transport, rooms[0])
 
 
@@ -169,9 +165,10 @@ def _reach(control: Control, device: torch.device, sizes: Sequence[int], found: 
 
     def meet() -> None:
         assert control.board is not None
-        with rendezvous(control.board, "memory of peers", control.deadline_seconds) as store:
-            for number, tensor in enumerate(tensors):
-                found.append(shared(tensor, f"{name} {number}", control.rank, control.world, store))
+        seconds = control.deadline_seconds
+        for number, tensor in enumerate(tensors):
+            with rendezvous(control.board, f"memory of peers {number}", seconds) as store:
+                found.append(shared(tensor, f"{name} {number}", control.rank, control.world, store, seconds))
 
     name = control.broadcast_object(f"zeroweave {uuid.uuid4()}")
     what = "memory that other GPUs read"

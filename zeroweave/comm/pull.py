@@ -10,7 +10,8 @@ is copied there first.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 from weakref import ref
 
@@ -58,37 +59,51 @@ class PeerFlats:
 
     One is lent to be written until it is reduced from, which nobody may do with what he has of it then: in its turn
     it is lent again, to be written when the kernel that reads it is over. All but one may be lent and not reduced from
-    yet. So there is always one for gradients that lie elsewhere and are copied. Who has a view of one that he has lent,
-    and that was not reduced from, keeps it: nobody else gets that.
+    yet. So there is always one for gradients that lie elsewhere and are copied. Who has a view of one that was lent,
+    and never reduced from, keeps it: no other gradient gets that.
 
-    `pads`: what ranks meet by. All of it is there as long as this is.
+    `pads`: what ranks meet by, and `gone`, int32 [1]: what tells kernels that others will not come. All of it is there
+    as long as this is.
     """
 
-    def __init__(self, memory: Sequence[Shared], pads: Shared) -> None:
+    def __init__(self, memory: Sequence[Shared], pads: Shared, gone: torch.Tensor) -> None:
         self._memory: tuple[Shared, ...] = (*memory, pads)
         self._storages = [each.tensor.untyped_storage() for each in memory]
         self._alone = [storage_use_count(storage) for storage in self._storages]
         self._numbers = {each.tensor.data_ptr(): number for number, each in enumerate(memory)}
+        self._lent: set[int] = set()
+        """numbers that were not reduced from since"""
         self._flying: dict[int, ref[_Noted]] = {}
         """number -> the last reduction from it, oldest first; one that nobody will wait for any more is none"""
+        self.give_up: Callable[[], object] = partial(gone.fill_, 1)
+        """ends kernels that wait for other ranks, whose results nobody needs any more; it keeps nothing else of this"""
         self.nbytes = memory[0].tensor.nbytes
         """of each"""
 
-    def close(self) -> None:
-        """Gives the memory back, when nothing is under way; nothing fits here any more."""
+    def close(self, failed: bool = False) -> None:
+        """Gives the memory back; nothing fits here any more. What is under way ends first.
+
+        `failed`: the other ranks may be anywhere, and what is under way is given up.
+        """
+        if failed:
+            self.give_up()
+        if self._memory and (device := self._memory[0].tensor.device).type == "cuda":
+            torch.cuda.synchronize(device)
         self._memory, self._storages, self.nbytes = (), [], 0
         self._numbers.clear()
         self._flying.clear()
+        self._lent.clear()
 
     def lend(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """One to be written on the current stream, 1-D; None where another one is lent, and gradients are copied."""
+        self._lent = {number for number in self._lent if not self._is_free(number)}
         number = self._next()
-        lent = sum(self._flight(n) is None and not self._is_free(n) for n in range(len(self._storages)))
-        if number is None or lent >= len(self._storages) - 1:
+        if number is None or len(self._lent) >= len(self._storages) - 1:
             return None
         if (flight := self._flight(number)) is not None:
             flight.reach()
             del self._flying[number]
+        self._lent.add(number)
         return self.view(number, numel, dtype)
 
     def for_copies(self) -> int:
@@ -97,11 +112,13 @@ class PeerFlats:
         Nothing else has it from here on.
         """
         number = self._next()
-        assert number is not None
+        if number is None:  # whoever has views of one that was reduced from has nothing of them any more
+            number = next(n for n in range(len(self._storages)) if n not in self._lent)
+        self._lent.discard(number)  # it was given up
         return number
 
     def _next(self) -> int | None:
-        """One that is free, or else that was reduced from first; None where all are lent, or closed."""
+        """One that is free, or else that was reduced from first, and somebody will wait for that; None: neither."""
         free = next((n for n in range(len(self._storages)) if self._flight(n) is None and self._is_free(n)), None)
         return next((n for n in self._flying if self._flight(n) is not None), None) if free is None else free
 
@@ -116,6 +133,7 @@ class PeerFlats:
 
     def reduces(self, number: int, flight: _Noted) -> None:
         """It is reduced from."""
+        self._lent.discard(number)
         self._flying.pop(number, None)
         self._flying[number] = ref(flight)
 
@@ -129,7 +147,7 @@ class PeerFlats:
 
 
 class PulledReductions(Apart):
-    """A transport that reduces buckets of `least` bytes and more by `pulls`, by dtype; all else is `inner`'s.
+    """A transport that reduces buckets by `pulls`, which are by dtype; all else is `inner`'s.
 
     Buckets that do not fit into one of `flats` are the inner one's, too, so that all ranks decide alike. The average is
     computed in float32, where nothing overflows that the result has room for: both ways to average give the same.
@@ -141,19 +159,18 @@ class PulledReductions(Apart):
         inner: Transport,
         flats: PeerFlats,
         pulls: Mapping[torch.dtype, Pull],
-        least: int,
         ledger: Ledger,
         side: Side | None,
     ) -> None:
         super().__init__(inner)
-        self._flats, self._pulls, self._least = flats, pulls, least
+        self._flats, self._pulls = flats, pulls
         self._ledger, self._side = ledger, side
 
     def pulls(self, layout: Spread, dtype: torch.dtype) -> bool:
         """Is this bucket reduced so? By what all ranks know."""
         nbytes = layout.numel * dtype.itemsize
-        fits = self._least <= nbytes <= self._flats.nbytes
-        return fits and dtype in self._pulls and layout.group == WORLD and min(layout.chunks) == max(layout.chunks)
+        fits = nbytes <= self._flats.nbytes and dtype in self._pulls and layout.group == WORLD
+        return fits and min(layout.chunks) == max(layout.chunks) and layout.chunks[0] * dtype.itemsize % 16 == 0
 
     def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
         lent = self._flats.lend(layout.numel, dtype) if self.pulls(layout, dtype) else None

@@ -7,7 +7,7 @@ have clusters of two as well, and one block in a pair of multiprocessors would k
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -24,8 +24,9 @@ MOST_RANKS: Final = min(_IN_FLIGHT, PADS // (4 * BLOCKS))
 
 # Ranks meet twice, block by block. At first each tells the others which of its flats is meant, plus one, so that none
 # has to lie at the same place everywhere. In the end nobody's flat is read any more when his kernel is over. A word is
-# 0 unless something is told by it: it is written when it was read before.
-_SOURCE: Final = """
+# 0 unless something is told by it: it is written when it was read before. Nobody waits for ranks that have gone: once
+# in a while a block looks whether the engine was given up, and ends with an error when a rank is very late.
+SOURCE: Final = """
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -60,36 +61,61 @@ typedef unsigned long long u64;
   __device__ u32 packed(const float* sums) { return __float_as_uint(sums[0] * SCALE); }
 #endif
 
-__device__ void tell(u64 pads, u32 word) {
+__device__ u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+struct Wait {
+  const volatile u32* gone;
+  u64 since;
+  u32 looks;
+
+  __device__ bool ends() {
+    if (++looks % 1024) return false;
+    if (*gone) return true;
+    if (nanoseconds() - since > LIMIT) __trap();
+    return false;
+  }
+};
+
+__device__ bool tell(u64 pads, u32 word, Wait& wait) {
   u32* there = (u32*)pads + RANK * BLOCKS + blockIdx.x;
   u32 seen;
   do asm volatile("atom.release.sys.global.cas.b32 %0, [%1], 0, %2;" : "=r"(seen) : "l"(there), "r"(word) : "memory");
-  while (seen);
+  while (seen && !wait.ends());
+  return !seen;
 }
 
-__device__ u32 hear(u64 pads, u32 rank) {
+__device__ u32 hear(u64 pads, u32 rank, Wait& wait) {  // 0: nothing
   u32* here = (u32*)pads + rank * BLOCKS + blockIdx.x;
   u32 word;
   do asm volatile("atom.acquire.sys.global.exch.b32 %0, [%1], 0;" : "=r"(word) : "l"(here) : "memory");
-  while (!word);
+  while (!word && !wait.ends());
   return word;
 }
 
 // flats: [number][rank]; pads: [rank]; out: vectors of 16 bytes, those of each flat from `start` on
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS)
-pull(const u64* flats, const u64* pads, uint4* out, int start, int vectors, int number)
+pull(const u64* flats, const u64* pads, const u32* gone, uint4* out, int start, int vectors, int number)
 {
   __shared__ const uint4* from[WORLD];
+  __shared__ bool alone;
   const int mine = threadIdx.x;
+  if (mine == 0) alone = false;
+  __syncthreads();
   if (mine < WORLD) {
     u32 theirs = number + 1;
     if (mine != RANK) {
-      tell(pads[mine], number + 1);
-      theirs = hear(pads[RANK], mine);
+      Wait wait = {gone, nanoseconds(), 0};
+      theirs = tell(pads[mine], number + 1, wait) ? hear(pads[RANK], mine, wait) : 0;
     }
-    from[mine] = (const uint4*)flats[(theirs - 1) * WORLD + mine] + start;
+    if (theirs) from[mine] = (const uint4*)flats[(theirs - 1) * WORLD + mine] + start;
+    else alone = true;
   }
   __syncthreads();
+  if (alone) return;
 
   for (int base = blockIdx.x * THREADS * UNROLL + mine; base < vectors; base += BLOCKS * THREADS * UNROLL) {
     uint4 read[UNROLL][WORLD];
@@ -120,8 +146,8 @@ pull(const u64* flats, const u64* pads, uint4* out, int start, int vectors, int 
 
   __syncthreads();
   if (mine < WORLD && mine != RANK) {
-    tell(pads[mine], 1);
-    hear(pads[RANK], mine);
+    Wait wait = {gone, nanoseconds(), 0};
+    if (tell(pads[mine], 1, wait)) hear(pads[RANK], mine, wait);
   }
 }
 """
@@ -132,18 +158,42 @@ Pull = Callable[[torch.Tensor, int, int], None]
 """(out, start, number): see `pull_kernel`."""
 
 
-def pull_kernel(
-    dtype: torch.dtype, rank: int, world: int, divisor: int, flats: torch.Tensor, pads: torch.Tensor
-) -> Pull:
+class Met(NamedTuple):
+    """What ranks meet by, and how long."""
+
+    flats: torch.Tensor
+    """int64 [numbers, world]: where each rank's flats lie"""
+    pads: torch.Tensor
+    """int64 [world]: where each rank's `PADS` bytes lie, which are zeros at first"""
+    gone: torch.Tensor
+    """int32 [1], pinned: not 0 when others will not come any more"""
+    seconds: float
+    """so late a rank may be; behind that the kernel ends with an error, as NCCL's do"""
+
+
+def pull_kernel(dtype: torch.dtype, rank: int, world: int, divisor: int, met: Met) -> Pull:
     """What leaves in `out`, 1-D, the average of the ranks' flats from element `start` on, on the current stream.
 
     Sums are of float32, in the order of the ranks, and divided by `divisor`. Flat `number` of this rank is read; the
-    others tell which of theirs. All ranks launch it, equally often. `out`, and `start` times its itemsize, are aligned
-    to 16 bytes.
-
-    `flats`: int64 [numbers, world], where each rank's flats lie; `pads`: int64 [world], where each rank's `PADS` bytes
-    do, which are zeros at first.
+    others tell which of theirs. All ranks launch it, equally often. The address of `out`, its bytes, and `start` times
+    its itemsize are multiples of 16.
     """
+    kernel: Any = compiled(SOURCE, "pull", options_of(dtype, rank, world, divisor, met.seconds))
+    per_vector = 16 // dtype.itemsize
+
+    def pull(out: torch.Tensor, start: int, number: int) -> None:
+        kernel(
+            grid=(BLOCKS, 1, 1),
+            block=(_THREADS, 1, 1),
+            args=[met.flats, met.pads, met.gone, out, start // per_vector, len(out) // per_vector, number],
+            stream=torch.cuda.current_stream(out.device),
+        )
+
+    return pull
+
+
+def options_of(dtype: torch.dtype, rank: int, world: int, divisor: int, seconds: float) -> list[str]:
+    """Of the compiler."""
     values = {
         "WORLD": world,
         "RANK": rank,
@@ -151,18 +201,7 @@ def pull_kernel(
         "THREADS": _THREADS,
         "UNROLL": _IN_FLIGHT // world,
         "SCALE": f"{1 / divisor!r}f",
+        "LIMIT": f"{int(1e9 * seconds)}ull",
         _NAMES[dtype]: 1,
     }
-    kernel: Any = compiled(_SOURCE, "pull", [f"-D{name}={value}" for name, value in values.items()])
-    per_vector = 16 // dtype.itemsize
-
-    def pull(out: torch.Tensor, start: int, number: int) -> None:
-        vectors = len(out) // per_vector
-        kernel(
-            grid=(BLOCKS, 1, 1),
-            block=(_THREADS, 1, 1),
-            args=[flats, pads, out, start // per_vector, vectors, number],
-            stream=torch.cuda.current_stream(out.device),
-        )
-
-    return pull
+    return [f"-D{name}={value}" for name, value in values.items()]

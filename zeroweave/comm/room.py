@@ -12,9 +12,9 @@ from zeroweave.errors import EngineError
 class Room:
     """Some multiprocessors of a GPU that the matmuls of a scope do not use, in the thread that opens it.
 
-    Scopes may lie inside each other. What matmuls may use otherwise is as the program has set it. It holds for those of
-    cuBLAS, also where they are captured, and asks cuBLAS itself, for which PyTorch has no way. Raises OSError where its
-    library is not found.
+    Scopes may lie inside each other. Matmuls use no more than the program has allowed them, and behind the scope what
+    it has. It holds for those of `cublasGemmEx`, as PyTorch's are unless they have an epilogue, also where they are
+    captured. Raises OSError where the library is not found.
     """
 
     def __init__(self, device: torch.device, left: int) -> None:
@@ -32,7 +32,7 @@ class Room:
         """A scope begins."""
         handle, before = torch.cuda.current_blas_handle(), ctypes.c_int()
         _check(self._get(handle, ctypes.byref(before)))
-        _check(self._set(handle, self._target))
+        _check(self._set(handle, min(before.value or self._target, self._target)))
         self._before.append((handle, before.value))
 
     def end(self) -> None:

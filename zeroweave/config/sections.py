@@ -200,9 +200,8 @@ class TransportConfig(Section):
     gathers: Literal["auto", "copy_engine", "kernel"] = "auto"
     """Parameters are gathered by NCCL's kernels, or by copy engines, inside one node; "auto": measured at the start."""
 
-    reductions: Literal["auto", "pull", "kernel"] = "auto"
-    """Gradients are reduced by NCCL's kernels, or each GPU pulls its part of the others', inside one node; "auto": it
-    pulls large buckets where GPUs are linked and regions compiled."""
+    reductions: Literal["kernel", "pull"] = "kernel"
+    """Gradients are reduced by NCCL's kernels, or each GPU pulls its part of the others', inside one node."""
 
 
 class ExpertsConfig(Section):

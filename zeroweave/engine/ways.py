@@ -21,7 +21,7 @@ from zeroweave.config import Config
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal
 from zeroweave.ranks.control import Control
-from zeroweave.ranks.start import at_end, backstop, groups_at_end
+from zeroweave.ranks.start import at_end, at_failure, backstop, groups_at_end
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ def reduce_by(
     reduced = {b.id: getattr(torch, config.precision.reduce or b.dtype) for b in layouts if _is_reduced(b)}
     found = pulling(
         config.transport.reductions,
-        config.compile.enabled,
         transports[WORLD],
         links.control,
         links.device,
@@ -102,8 +101,13 @@ def reduce_by(
         [b.numel * reduced[b.id].itemsize for b in layouts if b.id in reduced],
         dict.fromkeys(reduced.values()),
     )
-    if found.transport is not None and found.flats is not None:
-        links.ends.callback(found.flats.close)
+    if found.transport is not None and (flats := found.flats) is not None:
+
+        def failed() -> bool:
+            return links.control.broken is not None
+
+        links.ends.callback(lambda: flats.close(failed()))
+        at_failure(links.ends, flats.give_up, failed)
         transports[WORLD] = found.transport
     return found
 
