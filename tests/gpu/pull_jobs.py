@@ -14,10 +14,10 @@ from torch import Tensor
 from tests.gpu.copy_engine_jobs import Late, state
 from tests.gpu.jobs import SMALL, config, deterministic, join, start, step, tokens
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.peers import pulling
 from zeroweave.comm.process_group import make_transport
-from zeroweave.comm.pull import PulledReductions
-from zeroweave.comm.room import Room
+from zeroweave.comm.pulling.reductions import PulledReductions
+from zeroweave.comm.pulling.room import Room
+from zeroweave.comm.pulling.setup import pulling
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.ranks.control import Control
 

@@ -19,9 +19,9 @@ from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
-from zeroweave.comm.peers import Pulling
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import device_of
+from zeroweave.comm.pulling.setup import Pulling
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.eager.access import Access

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroweave.comm.choose import Choice
-from zeroweave.comm.peers import Pulling
+from zeroweave.comm.pulling.setup import Pulling
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.agreements import Agreements

@@ -13,9 +13,9 @@ from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.choose import Asked, Choice, choose, no_room, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.peers import Pulling, pulling
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import make_transport, own_group
+from zeroweave.comm.pulling.setup import Pulling, pulling
 from zeroweave.comm.transport import Transport
 from zeroweave.config import Config
 from zeroweave.layout import WORLD, BucketLayout

@@ -19,7 +19,7 @@ from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_g
 from zeroweave._torch.modes import unseen
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
-from zeroweave.comm.room import Room
+from zeroweave.comm.pulling.room import Room
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zeroweave._torch.autograd import checkpoint_segment
-from zeroweave.comm.room import Room
+from zeroweave.comm.pulling.room import Room
 from zeroweave.runtime.replay import Replay
 from zeroweave.schedule import Call
 

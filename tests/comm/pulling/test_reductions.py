@@ -13,9 +13,9 @@ import torch
 from tests.comm.recording import Noting
 from zeroweave._torch.peers import Shared
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.peers import typical
 from zeroweave.comm.pending import Beside
-from zeroweave.comm.pull import FLATS, PeerFlats, PulledReductions
+from zeroweave.comm.pulling.reductions import FLATS, PeerFlats, PulledReductions
+from zeroweave.comm.pulling.setup import typical
 from zeroweave.layout import BucketLayout, Slot
 
 NUMEL = 64

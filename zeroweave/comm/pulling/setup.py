@@ -14,9 +14,9 @@ from zeroweave._torch.peers import Shared, are_linked, memory_for_peers, shared
 from zeroweave.comm.everywhere import done_by_all
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import side_of
-from zeroweave.comm.pull import FLATS, PeerFlats, PulledReductions
-from zeroweave.comm.pull_kernel import BLOCKS, DTYPES, MOST_RANKS, PADS, Met, Pull, pull_kernel
-from zeroweave.comm.room import Room
+from zeroweave.comm.pulling.kernel import BLOCKS, DTYPES, MOST_RANKS, PADS, Met, Pull, pull_kernel
+from zeroweave.comm.pulling.reductions import FLATS, PeerFlats, PulledReductions
+from zeroweave.comm.pulling.room import Room
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.answers import rendezvous

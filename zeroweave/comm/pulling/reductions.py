@@ -2,7 +2,7 @@
 
 NCCL's kernel takes 24 of a GPU's multiprocessors for that. A matmul beside it, which has as many thread blocks as there
 are multiprocessors, has to wait for some of them. The kernel here has four, and matmuls of the backward leave four
-(`room`), so that neither waits for the other.
+(`room.py`), so that neither waits for the other.
 
 A gradient's flat lies in memory that the other GPUs reach, where compiled backwards write it. One that lies elsewhere
 is copied there first.
@@ -24,7 +24,7 @@ from zeroweave.comm.clock import Clock, Mark
 from zeroweave.comm.ledger import Ledger, dtype_name
 from zeroweave.comm.parts import lay_out, tensors_of
 from zeroweave.comm.pending import Beside, Side, beside
-from zeroweave.comm.pull_kernel import Pull
+from zeroweave.comm.pulling.kernel import Pull
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroweave.comm.pull_kernel import DTYPES, MOST_RANKS, SOURCE, options_of
+from zeroweave.comm.pulling.kernel import DTYPES, MOST_RANKS, SOURCE, options_of
 
 pytestmark = pytest.mark.oldest
 
