@@ -42,6 +42,7 @@ class EngineParts:
     original_dtypes: Mapping[str, torch.dtype]
     device: torch.device
     gathers: Choice
+    """which way they take, and why"""
     reductions: Pulling
     ends: ExitStack
     """ends what was started for the engine: its communicators, last the control group"""
