@@ -120,7 +120,7 @@ def rank(path: Path) -> None:
     ledger, row = Ledger(control.world, control.rank), Row(device, nbytes)
     kernel = make_transport(dist.group.WORLD, device, ledger)
     made = pulling("pull", kernel, control, device, ledger, [2 * row.layout.numel], [torch.bfloat16])
-    assert made.transport is not None and made.room is not None and made.flats is not None
+    assert made.transport is not None and made.room is not None
     ways: dict[str, Transport] = {"kernel": kernel, "pulling": made.transport}
     scopes: dict[str, Callable[[], AbstractContextManager[None]]] = {
         "all": nullcontext,
@@ -135,7 +135,7 @@ def rank(path: Path) -> None:
             table.append((way, name, alone, beside, (beside - without) / _REDUCTIONS))
     path.with_name(f"rank{control.rank}.json").write_text(json.dumps({"table": table}))
     torch.cuda.synchronize()
-    made.flats.close()
+    made.transport.flats.close()
     control.barrier("the end")
     control.close()
     dist.destroy_process_group()

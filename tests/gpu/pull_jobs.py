@@ -111,7 +111,7 @@ def _pulls(engine: Any, layout: BucketLayout) -> bool:
     made = engine._parts.transport._inner
     while not isinstance(made, PulledReductions):
         made = made._inner
-    return made.pulls(layout, torch.bfloat16) or layout.nbytes > made._flats.nbytes
+    return made.pulls(layout, torch.bfloat16) or layout.nbytes > made.flats.nbytes
 
 
 def room() -> tuple[int, int, int, bool]:

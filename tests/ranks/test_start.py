@@ -9,6 +9,11 @@ from contextlib import ExitStack
 from tests.support.marks import daily
 from zeroweave.ranks.start import at_end
 
+
+def output_of(script: str) -> str:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
+
+
 SCRIPT = """
 from contextlib import ExitStack
 from zeroweave.ranks.start import at_end
@@ -33,7 +38,7 @@ at_end(ends, own, lambda: {failed})
 )
 def test_it_ends_with_the_process_unless_it_has_before(then: str, failed: bool, told: str) -> None:
     script = SCRIPT.format(then=then, failed=failed)
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == told
+    assert output_of(script) == told
 
 
 def test_it_ends_once() -> None:
@@ -67,7 +72,7 @@ at_failure(ends, lambda: print("gave up"), lambda: {failed})
 )
 def test_what_is_under_way_is_given_up_behind_a_failure_only(then: str, failed: bool, told: str) -> None:
     script = FAILURE.format(then=then, failed=failed)
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == told
+    assert output_of(script) == told
 
 
 GROUPS = """
@@ -88,4 +93,4 @@ groups_at_end(ends, own, torch.device("{device}"), lambda: False)
 )
 def test_the_end_of_a_process_waits_for_no_rank_on_gpus(device: str, then: str, told: str) -> None:
     script = GROUPS.format(device=device, then=then)
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout == told
+    assert output_of(script) == told

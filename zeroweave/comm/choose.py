@@ -15,6 +15,7 @@ import torch.distributed as dist
 from zeroweave._torch.distributed import all_gather
 from zeroweave._torch.storages import lent
 from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.everywhere import apart
 from zeroweave.errors import ConfigError
 from zeroweave.layout import ALIGN_BYTES
 from zeroweave.ranks.control import Control
@@ -109,14 +110,12 @@ def _missing(control: Control, device: torch.device) -> str:
     version = torch.cuda.nccl.version() if nccl is not None else (0,)
     mine = (socket.gethostname(), version, str(torch.cuda.get_device_properties(device).uuid))
     ranks = control.all_gather_object(mine, "whether copy engines can gather")
-    gpus: dict[str, int] = {}
-    for rank, (host, found, gpu) in enumerate(ranks):
+    whys = apart([(host, gpu) for host, _, gpu in ranks])
+    for rank, ((_, found, _), why) in enumerate(zip(ranks, whys, strict=True)):
         if found[:2] < OLDEST_NCCL:
             return f"NCCL {'.'.join(map(str, found))} on rank {rank}: it needs {'.'.join(map(str, OLDEST_NCCL))}"
-        if host != ranks[0][0]:
-            return f"rank {rank} is on {host}, rank 0 on {ranks[0][0]}: it works inside one machine"
-        if gpus.setdefault(gpu, rank) != rank:
-            return f"ranks {gpus[gpu]} and {rank} share a GPU"
+        if why:
+            return why
     return ""
 
 

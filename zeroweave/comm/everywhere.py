@@ -1,8 +1,8 @@
-"""Steps of setting up that must succeed on all ranks, or are taken back on all."""
+"""What must be so on all ranks: steps of setting up that succeed, and GPUs of one machine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zeroweave.ranks.control import Control
 
@@ -16,3 +16,17 @@ def done_by_all(control: Control, step: Callable[[], object], what: str) -> str:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
     reasons = control.all_gather_object(why, what)
     return next((f"rank {rank}: {each}" for rank, each in enumerate(reasons) if each), "")
+
+
+def apart(gpus: Sequence[tuple[str, str]]) -> list[str]:
+    """For each rank why its GPU, (host, uuid), is not one more of rank 0's machine, or ""."""
+    hosts, uuids = zip(*gpus, strict=True)
+    found = []
+    for rank, (host, uuid) in enumerate(gpus):
+        if host != hosts[0]:
+            found.append(f"rank {rank} is on {host}, rank 0 on {hosts[0]}: it works inside one machine")
+        elif (first := uuids.index(uuid)) != rank:
+            found.append(f"ranks {first} and {rank} share a GPU")
+        else:
+            found.append("")
+    return found

@@ -101,7 +101,8 @@ def reduce_by(
         [b.numel * reduced[b.id].itemsize for b in layouts if b.id in reduced],
         dict.fromkeys(reduced.values()),
     )
-    if found.transport is not None and (flats := found.flats) is not None:
+    if found.transport is not None:
+        flats = found.transport.flats
 
         def failed() -> bool:
             return links.control.broken is not None

@@ -50,6 +50,11 @@ def _end(process: int) -> None:
         gc.collect()
 
 
+def _went_wrong(failed: Callable[[], bool]) -> bool:
+    """Does the process end after an exception, or where this rank has `failed`? The other ranks may be anywhere."""
+    return getattr(sys, "last_value", None) is not None or failed()
+
+
 def at_end(ends: ExitStack, own: ExitStack, failed: Callable[[], bool]) -> None:
     """Has `own` closed with `ends`, or else when the process ends, unless nobody has it any more by then.
 
@@ -59,7 +64,7 @@ def at_end(ends: ExitStack, own: ExitStack, failed: Callable[[], bool]) -> None:
 
     def leave() -> None:
         left = found()
-        if left is not None and os.getpid() == process and getattr(sys, "last_value", None) is None and not failed():
+        if left is not None and os.getpid() == process and not _went_wrong(failed):
             left.close()
 
     atexit.register(leave)
@@ -72,7 +77,7 @@ def at_failure(ends: ExitStack, act: Callable[[], object], failed: Callable[[], 
     process = os.getpid()
 
     def leave() -> None:
-        if os.getpid() == process and (getattr(sys, "last_value", None) is not None or failed()):
+        if os.getpid() == process and _went_wrong(failed):
             act()
 
     atexit.register(leave)

@@ -163,17 +163,17 @@ class PulledReductions(Apart):
         side: Side | None,
     ) -> None:
         super().__init__(inner)
-        self._flats, self._pulls = flats, pulls
+        self.flats, self._pulls = flats, pulls
         self._ledger, self._side = ledger, side
 
     def pulls(self, layout: Spread, dtype: torch.dtype) -> bool:
         """Is this bucket reduced so? By what all ranks know."""
         nbytes = layout.numel * dtype.itemsize
-        fits = nbytes <= self._flats.nbytes and dtype in self._pulls and layout.group == WORLD
+        fits = nbytes <= self.flats.nbytes and dtype in self._pulls and layout.group == WORLD
         return fits and min(layout.chunks) == max(layout.chunks) and layout.chunks[0] * dtype.itemsize % 16 == 0
 
     def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        lent = self._flats.lend(layout.numel, dtype) if self.pulls(layout, dtype) else None
+        lent = self.flats.lend(layout.numel, dtype) if self.pulls(layout, dtype) else None
         return self._inner.flat(layout, dtype) if lent is None else lent
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
@@ -188,15 +188,15 @@ class PulledReductions(Apart):
         self._launch(None)
         number = None
         if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
-            number = self._flats.number(parts)
+            number = self.flats.number(parts)
         with beside(self._side):
             if number is None:
-                number = self._flats.for_copies()
-                lay_out(self._flats.view(number, layout.numel, out.dtype), parts, layout)
+                number = self.flats.for_copies()
+                lay_out(self.flats.view(number, layout.numel, out.dtype), parts, layout)
             nbytes = layout.numel * out.itemsize
             self._ledger.record("reduce_scatter", layout.id, dtype_name(out.dtype), nbytes, "world by pulling")
             self._pulls[out.dtype](out, layout.place(self.rank) * len(out), number)
         alive = out, *tensors_of(parts)
         flight = _Noted(Beside() if self._side is None else self._side.pending(*alive), self._ledger)
-        self._flats.reduces(number, flight)
+        self.flats.reduces(number, flight)
         return flight

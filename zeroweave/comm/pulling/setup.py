@@ -11,7 +11,7 @@ from typing import Final, Literal
 import torch
 
 from zeroweave._torch.peers import Shared, are_linked, memory_for_peers, shared
-from zeroweave.comm.everywhere import done_by_all
+from zeroweave.comm.everywhere import apart, done_by_all
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import side_of
 from zeroweave.comm.pulling.kernel import BLOCKS, DTYPES, MOST_RANKS, PADS, Met, Pull, pull_kernel
@@ -31,17 +31,16 @@ _OLDEST: Final = (9, 0)
 
 @dataclass(frozen=True)
 class Pulling:
-    """Which way reductions take and `why`; `transport`, `flats` to be closed and `room` where some are pulled."""
+    """Which way reductions take and `why`; where some are pulled `room`, and `transport`, whose flats have an end."""
 
     why: str
-    flats: PeerFlats | None = None
     transport: PulledReductions | None = None
     room: Room | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory that is there for it."""
-        return 0 if self.flats is None else FLATS * self.flats.nbytes
+        return 0 if self.transport is None else FLATS * self.transport.flats.nbytes
 
 
 def typical(sizes: Iterable[int]) -> int:
@@ -71,12 +70,13 @@ def pulling(
 
     `sizes`: bytes of the flats of gradients, which have `dtypes`.
     """
-    nbytes, made = typical(sizes), Pulling("")
+    nbytes = typical(sizes)
     if not (why := _refused(asked, control, device, nbytes)):
         with torch.cuda.device(device):  # memory, kernels and cuBLAS are those of the current one
-            why, made = _make(inner, control, device, ledger, nbytes, [d for d in dtypes if d in DTYPES])
-    if not why:
-        return made
+            made = _make(inner, control, device, ledger, nbytes, [d for d in dtypes if d in DTYPES])
+        if isinstance(made, Pulling):
+            return made
+        why = made
     if asked == "pull" and control.world > 1:
         raise ConfigError(f"transport.reductions is 'pull': {why}. Set it to 'kernel'")
     return Pulling(f"by kernel: {why}")
@@ -104,13 +104,12 @@ def _apart(control: Control, device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     mine = socket.gethostname(), (properties.major, properties.minor), str(properties.uuid), device.index
     ranks = control.all_gather_object(mine, "whether GPUs can read each other's memory")
-    for rank, (host, capability, gpu, _) in enumerate(ranks):
+    whys = apart([(host, gpu) for host, _, gpu, _ in ranks])
+    for rank, ((_, capability, _, _), why) in enumerate(zip(ranks, whys, strict=True)):
         if capability < _OLDEST:
             return f"the GPU of rank {rank} has compute capability {capability[0]}.{capability[1]}: it takes 9.0"
-        if host != ranks[0][0]:
-            return f"rank {rank} is on {host}, rank 0 on {ranks[0][0]}: it works inside one machine"
-        if (other := [each[2] for each in ranks].index(gpu)) != rank:
-            return f"ranks {other} and {rank} share a GPU"
+        if why:
+            return why
     indices = [each[3] for each in ranks]
     if len(set(indices)) < len(indices):
         return "each process sees GPUs of its own (CUDA_VISIBLE_DEVICES), and so none tells whether they are linked"
@@ -129,29 +128,27 @@ def _make(
     ledger: Ledger,
     nbytes: int,
     dtypes: Sequence[torch.dtype],
-) -> tuple[str, Pulling]:
-    """Why it could not be had, or ""; and what was made. Collective."""
+) -> Pulling | str:
+    """What it takes, or why it could not be had. Collective."""
     rooms: list[Room] = []
-    why = done_by_all(control, lambda: rooms.append(Room(device, BLOCKS)), "room beside matmuls")
+    if why := done_by_all(control, lambda: rooms.append(Room(device, BLOCKS)), "room beside matmuls"):
+        return why
     memory: list[Shared] = []
-    if not why:
-        why = _reach(control, device, [nbytes] * FLATS + [PADS], memory)
+    if why := _reach(control, device, [nbytes] * FLATS + [PADS], memory):
+        return why
+    *tables, pads = (torch.tensor(each.addresses, dtype=torch.int64, device=device) for each in memory)
+    gone = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    met = Met(torch.stack(tables), pads, gone, backstop(control.deadline_seconds).total_seconds())
     pulls: dict[torch.dtype, Pull] = {}
-    if not why:
-        *flats, pads = (torch.tensor(each.addresses, dtype=torch.int64, device=device) for each in memory)
-        gone = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        met = Met(torch.stack(flats), pads, gone, backstop(control.deadline_seconds).total_seconds())
 
-        def compile_() -> None:
-            pulls.update((d, pull_kernel(d, inner.rank, inner.world, inner.world, met)) for d in dtypes)
+    def compile_() -> None:
+        pulls.update((d, pull_kernel(d, inner.rank, inner.world, inner.world, met)) for d in dtypes)
 
-        why = done_by_all(control, compile_, "kernels that pull")
-    if why:
-        return why, Pulling("")
-    found = PeerFlats(memory[:-1], memory[-1], met.gone)
-    transport = PulledReductions(inner, found, pulls, ledger, side_of(device, priority=-1))
-    why = f"by pulling up to {nbytes / (1 << 20):g} MiB, and by kernel above"
-    return "", Pulling(why, found, transport, rooms[0])
+    if why := done_by_all(control, compile_, "kernels that pull"):
+        return why
+    flats = PeerFlats(memory[:-1], memory[-1], gone)
+    transport = PulledReductions(inner, flats, pulls, ledger, side_of(device, priority=-1))
+    return Pulling(f"by pulling up to {nbytes / (1 << 20):g} MiB, and by kernel above", transport, rooms[0])
 
 
 def _reach(control: Control, device: torch.device, sizes: Sequence[int], found: list[Shared]) -> str:
