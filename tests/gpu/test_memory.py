@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.gpu import jobs
+import pytest
+
+from tests.gpu import jobs, pull_jobs
 
 MIB = 2**20
 WORKSPACES = 96 * MIB
@@ -42,3 +44,11 @@ def test_a_destroyed_engine_leaves_nothing_and_a_second_one_trains_the_same(rank
 def test_two_engines_at_once(ranks: Ranks) -> None:
     for one, two, alone in ranks(jobs.both):
         assert one == two == alone, (one, two, alone)
+
+
+@pytest.mark.gpus(2)
+def test_memory_for_pulling_is_counted_and_given_back(ranks: Ranks) -> None:
+    for more, told, without, left in ranks(pull_jobs.memory):
+        assert told > 1 << 20
+        assert told <= more <= told + (8 << 20), (told, more)
+        assert left <= without + (8 << 20), (left, without)

@@ -23,7 +23,7 @@ Ranks = Callable[..., list[Any]]
 def test_the_average_is_of_float32_sums(ranks: Ranks, dtype: str) -> None:
     for right, calls, told in ranks(jobs.sums, dtype):
         assert right == calls == 40
-        assert told.startswith("by pulling from"), told
+        assert told.startswith("by pulling up to"), told
 
 
 @pytest.mark.parametrize("mode", ["inductor", "eager"])
@@ -63,13 +63,6 @@ def test_matmuls_leave_room_where_they_are_told_to(ranks: Ranks) -> None:
     every = torch.cuda.get_device_properties(0).multi_processor_count
     for inside, both, behind, right in ranks(jobs.room):
         assert (inside, both, behind, right) == (every - 4, every - 4, 0, True)
-
-
-def test_memory_is_counted_and_given_back(ranks: Ranks) -> None:
-    for more, told, without, left in ranks(jobs.memory):
-        assert told > 1 << 20
-        assert told <= more <= told + (8 << 20), (told, more)
-        assert left <= without + (8 << 20), (left, without)
 
 
 def test_nobody_waits_for_a_rank_that_is_gone() -> None:
