@@ -4,7 +4,8 @@
 
 All is captured: so many reductions, each beside about the matmuls of a block's backward, with two in flight. "matmuls
 lose" is what such a row takes more than without reductions, for each of them. The row is measured with all
-multiprocessors, and with those that matmuls leave to pulling. Times are of the slowest rank.
+multiprocessors, and with those that matmuls leave to pulling, which may cost matmuls something with no reduction beside
+them, too. Times are of the slowest rank.
 """
 
 from __future__ import annotations
@@ -126,7 +127,10 @@ def rank(path: Path) -> None:
         "all": nullcontext,
         "leave room": lambda: leaving(made.room),
     }
-    table = []
+    table: list[tuple[str, str, float | None, float, float]] = []
+    without = row.milliseconds(None, True, nullcontext)
+    room = row.milliseconds(None, True, scopes["leave room"])
+    table.append(("nothing", "leave room", None, room, (room - without) / _REDUCTIONS))
     for way, transport in ways.items():
         alone = row.milliseconds(transport, False, nullcontext) / _REDUCTIONS
         for name, scope in scopes.items():
@@ -169,7 +173,7 @@ def main() -> int:
     for cells in (HEAD, ("---",) * len(HEAD)):
         print(f"| {' | '.join(cells)} |")
     for way, matmuls, *times in found[0]["table"]:
-        print(f"| {way} | {matmuls} | {' | '.join(f'{time:.3f}' for time in times)} |")
+        print(f"| {way} | {matmuls} | {' | '.join('–' if time is None else f'{time:.3f}' for time in times)} |")
     return 0
 
 
