@@ -51,7 +51,7 @@ def sums(dtype: str, rounds: int = 40) -> tuple[int, int, str]:
     How many were right of how many, and what is said.
     """
     device, draw = join(), random.Random(dist.get_rank())
-    world, itemsize = dist.get_world_size(), DTYPES[dtype]
+    world = dist.get_world_size()
     unit = world * 128
     sizes = [unit * n for n in (1, 3, 517, 4096, 5000)]
     shapes = [layout(number, size, dtype) for number, size in enumerate(sizes)]
@@ -59,7 +59,7 @@ def sums(dtype: str, rounds: int = 40) -> tuple[int, int, str]:
     inner = make_transport(dist.group.WORLD, device, ledger)
     kind = getattr(torch, dtype)
     torch.manual_seed(7 + dist.get_rank())
-    made = pulling("pull", inner, control, device, ledger, [sizes[-1] * itemsize], [kind])
+    made = pulling("pull", inner, control, device, ledger, [(sizes[-1], kind)], compiles=False)
     assert made.transport is not None and made.room is not None
     transport, flying, right = made.transport, [], 0
     for index in range(rounds):

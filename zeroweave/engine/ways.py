@@ -91,15 +91,14 @@ def reduce_by(
     config: Config, transports: dict[str, Transport], links: Links, layouts: Sequence[BucketLayout]
 ) -> Pulling:
     """Whether gradients are pulled, and why; puts what pulls around the transport of all ranks. Collective."""
-    reduced = {b.id: getattr(torch, config.precision.reduce or b.dtype) for b in layouts if _is_reduced(b)}
     found = pulling(
         config.transport.reductions,
         transports[WORLD],
         links.control,
         links.device,
         links.ledger,
-        [b.numel * reduced[b.id].itemsize for b in layouts if b.id in reduced],
-        dict.fromkeys(reduced.values()),
+        [(b.numel, getattr(torch, config.precision.reduce or b.dtype)) for b in layouts if _is_reduced(b)],
+        config.compile.enabled,
     )
     if found.transport is not None:
         flats = found.transport.flats

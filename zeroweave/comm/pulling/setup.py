@@ -6,7 +6,7 @@ import socket
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -23,10 +23,23 @@ from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.start import backstop
 
-Asked = Literal["kernel", "pull"]
+Asked = Literal["auto", "kernel", "pull"]
 
+LEAST: Final = 16 << 20
+"""Bytes of a typical flat from which on it is done unasked. Shorter reductions take next to nothing from matmuls."""
+_MEASURED: Final = 9
+"""GPUs of this major compute capability were measured, and gain by it."""
 _OLDEST: Final = (9, 0)
 """The first compute capability that has clusters of thread blocks."""
+
+
+class Gpu(NamedTuple):
+    """A rank's. `number`: among those that its process sees."""
+
+    host: str
+    capability: tuple[int, int]
+    uuid: str
+    number: int
 
 
 @dataclass(frozen=True)
@@ -63,23 +76,53 @@ def pulling(
     control: Control,
     device: torch.device,
     ledger: Ledger,
-    sizes: Sequence[int],
-    dtypes: Iterable[torch.dtype],
+    gradients: Sequence[tuple[int, torch.dtype]],
+    compiles: bool,
 ) -> Pulling:
     """What all ranks do. Collective. ConfigError where pulling is asked for, in a world of several, and cannot be.
 
-    `sizes`: bytes of the flats of gradients, which have `dtypes`.
+    `gradients`: elements and dtype of each flat of gradients. `compiles`: are there compiled backwards, whose matmuls
+    leave room?
     """
-    nbytes = typical(sizes)
-    if not (why := _refused(asked, control, device, nbytes)):
+    fit = [(numel * dtype.itemsize, dtype) for numel, dtype in gradients if dtype in DTYPES]
+    nbytes = typical(size for size, _ in fit)
+    why = _needless(compiles, nbytes) if asked == "auto" else ""
+    if not (why := why or _refused(asked, control, device, nbytes)):
         with torch.cuda.device(device):  # memory, kernels and cuBLAS are those of the current one
-            made = _make(inner, control, device, ledger, nbytes, [d for d in dtypes if d in DTYPES])
+            made = _make(inner, control, device, ledger, nbytes, list(dict.fromkeys(dtype for _, dtype in fit)))
         if isinstance(made, Pulling):
             return made
         why = made
     if asked == "pull" and control.world > 1:
-        raise ConfigError(f"transport.reductions is 'pull': {why}. Set it to 'kernel'")
+        raise ConfigError(f"transport.reductions is 'pull': {why}. Set it to 'auto' or 'kernel'")
     return Pulling(f"by kernel: {why}")
+
+
+def _needless(compiles: bool, nbytes: int) -> str:
+    """Why nothing would be gained, or "" where something may be."""
+    if not compiles:
+        return "nothing is compiled, and so no matmul leaves room for a kernel that pulls"
+    if nbytes < LEAST:
+        return f"most gradients lie in buckets of less than {LEAST >> 20} MiB"
+    return ""
+
+
+def unfit(asked: Asked, gpus: Sequence[Gpu]) -> str:
+    """Why these GPUs, by rank, cannot read each other's memory fast, or need not; "" where nothing is against it."""
+    if len(gpus) > MOST_RANKS:
+        return f"there are {len(gpus)} ranks, and a GPU pulls from {MOST_RANKS} at most"
+    whys = apart([(gpu.host, gpu.uuid) for gpu in gpus])
+    for rank, (gpu, why) in enumerate(zip(gpus, whys, strict=True)):
+        capability = f"{gpu.capability[0]}.{gpu.capability[1]}"
+        if gpu.capability < _OLDEST:
+            return f"the GPU of rank {rank} has compute capability {capability}: it takes 9.0"
+        if asked == "auto" and gpu.capability[0] != _MEASURED:
+            return f"whether GPUs of compute capability {capability} gain by it is not known"
+        if why:
+            return why
+    if len({gpu.number for gpu in gpus}) < len(gpus):
+        return "each process sees GPUs of its own (CUDA_VISIBLE_DEVICES), and so none tells whether they are linked"
+    return ""
 
 
 def _refused(asked: Asked, control: Control, device: torch.device, nbytes: int) -> str:
@@ -89,30 +132,17 @@ def _refused(asked: Asked, control: Control, device: torch.device, nbytes: int) 
     if control.world == 1:
         return "nothing is reduced in a world of 1"
     if not nbytes:
-        return "no gradients are reduced over all ranks"
+        return "no gradients in bfloat16, float16 or float32 are reduced over all ranks"
     if device.type != "cuda":
         return f"ranks compute on {device.type}"
     if torch.version.hip is not None:
         return "the kernel that pulls is for GPUs of NVIDIA"
-    if control.world > MOST_RANKS:
-        return f"there are {control.world} ranks, and a GPU pulls from {MOST_RANKS} at most"
-    return _apart(control, device)
-
-
-def _apart(control: Control, device: torch.device) -> str:
-    """Why one GPU cannot read the memory of another one fast, or "". Collective."""
     properties = torch.cuda.get_device_properties(device)
-    mine = socket.gethostname(), (properties.major, properties.minor), str(properties.uuid), device.index
-    ranks = control.all_gather_object(mine, "whether GPUs can read each other's memory")
-    whys = apart([(host, gpu) for host, _, gpu, _ in ranks])
-    for rank, ((_, capability, _, _), why) in enumerate(zip(ranks, whys, strict=True)):
-        if capability < _OLDEST:
-            return f"the GPU of rank {rank} has compute capability {capability[0]}.{capability[1]}: it takes 9.0"
-        if why:
-            return why
-    indices = [each[3] for each in ranks]
-    if len(set(indices)) < len(indices):
-        return "each process sees GPUs of its own (CUDA_VISIBLE_DEVICES), and so none tells whether they are linked"
+    mine = Gpu(socket.gethostname(), (properties.major, properties.minor), str(properties.uuid), device.index)
+    gpus = control.all_gather_object(mine, "whether GPUs can read each other's memory")
+    if why := unfit(asked, gpus):
+        return why
+    indices = [gpu.number for gpu in gpus]
 
     def look() -> None:
         if not are_linked(indices):
