@@ -81,7 +81,8 @@ class Profile:
 
 
 def is_collective(name: str) -> bool:
-    return name.startswith("nccl")
+    """Of NCCL, or a reduction by pulling, whose kernel has this name."""
+    return name.startswith("nccl") or name == "pull"
 
 
 def is_copy(name: str) -> bool:
