@@ -26,7 +26,7 @@ from zeroweave.ranks.start import backstop
 Asked = Literal["auto", "kernel", "pull"]
 
 LEAST: Final = 16 << 20
-"""Bytes of a typical flat from which on it is done unasked. Shorter reductions take next to nothing from matmuls."""
+"""Bytes of a typical flat from which on it is done unasked. What it gains with smaller ones was not measured."""
 _MEASURED: Final = 9
 """GPUs of this major compute capability were measured, and gain by it."""
 _OLDEST: Final = (9, 0)
