@@ -120,7 +120,7 @@ def rank(path: Path) -> None:
     control, nbytes = Control.over(None, _SECONDS), json.loads(path.read_text())["mib"] << 20
     ledger, row = Ledger(control.world, control.rank), Row(device, nbytes)
     kernel = make_transport(dist.group.WORLD, device, ledger)
-    made = pulling("pull", kernel, control, device, ledger, [(row.layout.numel, torch.bfloat16)], True)
+    made = pulling("pull", kernel, control, device, ledger, [(row.layout.numel, torch.bfloat16)])
     assert made.transport is not None and made.room is not None
     ways: dict[str, Transport] = {"kernel": kernel, "pulling": made.transport}
     scopes: dict[str, Callable[[], AbstractContextManager[None]]] = {

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks import launch
 from benchmarks.endurance.rank import VARIABLES, Record, Spec
+from benchmarks.lm import overrides
 
 GRAPHS = {"on": (True,), "off": (False,), "both": (True, False)}
 
@@ -79,7 +80,8 @@ def stage(a: Namespace, number: int, world: int, end: float) -> bool:
     runs: list[list[Record]] = []
     with (a.out / f"{a.model}-z{number}.log").open("w") as log:
         for graphs in GRAPHS[a.graphs]:
-            spec = Spec(a.model, number, graphs, a.lengths, a.micro_batch, a.steps, a.watch, a.loop, lower=a.lower)
+            shape = a.model, number, graphs, a.lengths, a.micro_batch
+            spec = Spec(*shape, a.steps, a.watch, a.loop, a.lower, overrides(a.set))
             begin = time.monotonic()
             if begin > end:
                 failed.append(f"{name_of(spec)}: left out for time")

@@ -6,9 +6,9 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ TOLD = 200
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is trained. `lengths` of the sequences come in turn; `watch`: see `Record`."""
+    """What is trained. `lengths` of the sequences come in turn; `watch`: see `Record`; `more`: of the config."""
 
     model: str
     stage: int
@@ -39,6 +39,7 @@ class Spec:
     watch: int
     loop: Literal["train_step", "plain"]
     lower: Literal["inductor", "aot_eager", "none"]
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ def train(spec: Spec, device: torch.device) -> Record:
     model = build(SHAPES[spec.model], device, torch.bfloat16)
     # A rate that is a tensor is read alike by graphs and by steps as ever.
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(RATE, device=device), fused=True)
-    config = configuration(spec.stage, ("graphs",) if spec.graphs else (), Options(lower=spec.lower))
+    options = Options(lower=spec.lower, zeroweave=spec.more)
+    config = configuration(spec.stage, ("graphs",) if spec.graphs else (), options)
     losses = torch.zeros(spec.steps, device=device)
     reserved: list[int] = []
     """from step `watch` on"""

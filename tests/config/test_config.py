@@ -82,7 +82,7 @@ def test_defaults() -> None:
         "passes": (),
         "dynamic": None,
     }
-    assert config.transport.model_dump() == {"gathers": "auto", "reductions": "auto"}
+    assert config.transport.model_dump() == {"gathers": "auto", "reductions": "kernel"}
     assert config.activations.model_dump() == {"free_threshold_bytes": None}
     assert config.offload.model_dump() == {
         "optimizer": "none",

@@ -59,7 +59,7 @@ def sums(dtype: str, rounds: int = 40) -> tuple[int, int, str]:
     inner = make_transport(dist.group.WORLD, device, ledger)
     kind = getattr(torch, dtype)
     torch.manual_seed(7 + dist.get_rank())
-    made = pulling("pull", inner, control, device, ledger, [(sizes[-1], kind)], compiles=False)
+    made = pulling("pull", inner, control, device, ledger, [(sizes[-1], kind)])
     assert made.transport is not None and made.room is not None
     transport, flying, right = made.transport, [], 0
     for index in range(rounds):

@@ -26,10 +26,10 @@ def check(found: jobs.Peak, flats: int) -> None:
     assert found.flats <= flats and found.gradient_flats <= 2 * found.largest + found.small, found
 
 
-@pytest.mark.parametrize("reductions", ["kernel", pytest.param("auto", marks=pytest.mark.gpus(2))])
+@pytest.mark.parametrize("reductions", ["kernel", pytest.param("pull", marks=pytest.mark.gpus(2))])
 def test_peak_is_model_states_flats_and_activations(ranks: Ranks, reductions: str) -> None:
     for two, three in zip(ranks(jobs.peak, 2, reductions), ranks(jobs.peak, 3, reductions), strict=True):
-        assert (two.pulled > 0) == (three.pulled > 0) == (reductions == "auto")
+        assert (two.pulled > 0) == (three.pulled > 0) == (reductions == "pull")
         check(two, two.total)
         check(three, 2 * three.largest + three.small)
         saved = two.total - 2 * two.largest

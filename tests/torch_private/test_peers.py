@@ -55,6 +55,15 @@ def test_a_rank_that_does_not_come_is_told_and_nobody_is_held_up_meanwhile() -> 
     assert steps > 10, "other threads run while it waits"
 
 
+def test_nobody_waits_for_a_rank_that_has_failed() -> None:
+    store = dist.HashStore()
+    meeting = _Meeting(store, 0, 600.0)
+    meeting.set("1/0", "here")
+    _Meeting(store, 1, 600.0).fail("it has no memory")
+    with pytest.raises(RuntimeError, match=r"^rank 1: it has no memory$"):
+        meeting.wait(["1/1"])
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has GPUs")
 def test_links_are_asked_of_the_driver() -> None:
     try:

@@ -200,10 +200,8 @@ class TransportConfig(Section):
     gathers: Literal["auto", "copy_engine", "kernel"] = "auto"
     """Parameters are gathered by NCCL's kernels, or by copy engines, inside one node; "auto": measured at the start."""
 
-    reductions: Literal["auto", "kernel", "pull"] = "auto"
-    """Gradients are reduced by NCCL's kernels, or each GPU pulls its part of the others', inside one node.
-
-    "auto": they are pulled where that is known to be faster."""
+    reductions: Literal["kernel", "pull"] = "kernel"
+    """Gradients are reduced by NCCL's kernels, or each GPU pulls its part of the others', inside one node."""
 
 
 class ExpertsConfig(Section):

@@ -98,7 +98,6 @@ def reduce_by(
         links.device,
         links.ledger,
         [(b.numel, getattr(torch, config.precision.reduce or b.dtype)) for b in layouts if _is_reduced(b)],
-        config.compile.enabled,
     )
     if found.transport is not None:
         flats = found.transport.flats

@@ -175,7 +175,7 @@ class Runtime:
         self._entering(name, self.in_backward)
         if phase == "backward":
             frame = self._back.enter(name, uses)
-            if self._room is not None:
+            if self._room is not None and self._observer.reduces():
                 frame.makes(self._room)
             return frame
         frame = Frame(Call(name, "forward"), uses, self._forwards, self._frame, trains=trains)

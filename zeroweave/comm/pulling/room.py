@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 
@@ -20,7 +21,8 @@ class Room:
     def __init__(self, device: torch.device, left: int) -> None:
         """`left`: multiprocessors that matmuls leave."""
         assert torch.version.cuda is not None
-        library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
+        name = f"libcublas.so.{torch.version.cuda.split('.')[0]}"
+        library = ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)  # the one that PyTorch has, no other
         self._get, self._set = library.cublasGetSmCountTarget, library.cublasSetSmCountTarget
         self._get.argtypes = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)
         self._set.argtypes = ctypes.c_void_p, ctypes.c_int
