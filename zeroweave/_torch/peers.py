@@ -13,7 +13,6 @@ from torch.distributed import distributed_c10d as c10d
 _NO_MULTICAST: Final = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _FAILED: Final = "failed"
 
-
 _FOLDERS: Final = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 _LONGEST: Final = 107
 """Bytes of a socket's path."""
