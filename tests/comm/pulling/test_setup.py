@@ -117,7 +117,7 @@ class FakeRoom:
 
 
 class FakeMapping:
-    """What one rank sees of the others' memory, all of which is its own here: `write` has what others write."""
+    """What a rank reads of the others' memory: their signs, by what its own memory has; or, if `wrong`, its own."""
 
     def __init__(self, tensor: torch.Tensor, rank: int, wrong: bool) -> None:
         self._tensor, self._rank, self._wrong = tensor, rank, wrong
