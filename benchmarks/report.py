@@ -13,7 +13,8 @@ from benchmarks.peers import peers_of
 from benchmarks.worker import Record, Spec
 
 KNOWN_FSDP2: Mapping[tuple[str, int, int, int, str], Mapping[str, float]] = {
-    ("qwen3-8b", 4096, 1, 4, "NVIDIA H200"): {"fsdp2-ce-z3": 0.4264, "fsdp2-ce-z2": 0.4068},
+    ("qwen3-8b", 4096, 1, 4, "NVIDIA H200"): {"fsdp2-ce-z3": 0.425, "fsdp2-ce-z2": 0.4068},
+    ("qwen3-8b", 1024, 1, 4, "NVIDIA H200"): {"fsdp2-ce-z3": 0.2537},
     ("qwen3-8b", 4096, 1, 2, "NVIDIA H200"): {"fsdp2-ce-z3": 0.4464, "fsdp2-ce-z2": 0.4281},
     ("qwen3-8b", 1024, 1, 2, "NVIDIA H200"): {"fsdp2-ce-z3": 0.233, "fsdp2-ce-z2": 0.192},
     ("llama-1b", 2048, 2, 2, "NVIDIA H200"): {"fsdp2-ce-z3": 0.0852},
