@@ -9,6 +9,8 @@ SHELL := bash
 
 VENV := .venv
 OLDEST_VENV := .venv-oldest
+# Of what is installed a fraction is imported: that is compiled when it is.
+PIP_INSTALL := -m pip install -q --no-compile
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 # An interpreter with the oldest supported PyTorch and the test extra; without one, a second environment is made.
@@ -21,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Several ranks share the cores: more threads each would only get in each other's way.
 test matrix test-oldest: export OMP_NUM_THREADS := 1
 # Of the many processes of a run each would compile what it imports, where bytecode is not kept.
-test matrix test-oldest: export PYTHONDONTWRITEBYTECODE :=
+demo test matrix test-oldest: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test matrix test-oldest gpu lint format site clean
 
@@ -65,17 +67,17 @@ clean: ## remove the environments, the site and caches
 $(VENV)/.ready-run: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer with the venv module is needed (set PYTHON=...)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q -c constraints.txt torch
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e .
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt torch
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.ready-test $(VENV)/.ready-matrix $(VENV)/.ready-lint $(VENV)/.ready-docs: $(VENV)/.ready-%: $(VENV)/.ready-run
-	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[$*]'
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[$*]'
 	@touch $@
 
 $(OLDEST_VENV)/.ready-test: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	sed 's/^torch==.*/torch==2.11.0/' constraints.txt > $(OLDEST_VENV)/constraints.txt
-	$(OLDEST_VENV)/bin/python -m pip install -q -c $(OLDEST_VENV)/constraints.txt torch
-	$(OLDEST_VENV)/bin/python -m pip install -q -c $(OLDEST_VENV)/constraints.txt -e '.[test]'
+	$(OLDEST_VENV)/bin/python $(PIP_INSTALL) -c $(OLDEST_VENV)/constraints.txt torch
+	$(OLDEST_VENV)/bin/python $(PIP_INSTALL) -c $(OLDEST_VENV)/constraints.txt -e '.[test]'
 	@touch $@

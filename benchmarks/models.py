@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -179,6 +180,7 @@ def batches(shape: Shape, micro_batch: int, length: int, rank: int, device: torc
         yield torch.randint(0, shape.vocabulary, (micro_batch, length), device=device, generator=generator)
 
 
+@cache
 def parameter_count(shape: Shape) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(shape).parameters())

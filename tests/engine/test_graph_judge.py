@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.marks import daily
+from tests.support.marks import daily, slow
 from zeroweave.comm.rounding import split_
 from zeroweave.engine.graphs.contents import PARTS, Print, prints, sketch
 from zeroweave.engine.graphs.judge import Verdict, compared
@@ -77,6 +77,7 @@ def noisy(share: float, size: float, around: float = 1.0) -> Value:
 SHARES = (0.0, 0.02, 0.2, 0.5, 0.8, 0.95, 1.0)
 
 
+@slow("0.02", "0.2", "0.8", "0.95")
 @pytest.mark.parametrize("share", SHARES)
 def test_what_does_the_same_is_used(share: float) -> None:
     """Noise of its own in each of 20 tensors: one in ten million may be refused, so none of 400."""
@@ -285,6 +286,7 @@ def noise(seed: int, size: float = 1e-3) -> tuple[Order, Order]:
     return Orders(0.0, 2000 + seed, noise=size), Orders(0.0, 3000 + seed, noise=size)
 
 
+@slow("0.75-0.6", "0.95-0.6", "1.0-0.5")
 @pytest.mark.parametrize(("run", "replay"), [(0.75, 0.6), (0.95, 0.6), (1.0, 0.6), (1.0, 0.5), (0.0, 0.6)])
 def test_an_order_that_replays_have_as_a_rule_is_noise(run: float, replay: float) -> None:
     """Kernels lie closer together in a replay, so that it seldom or never sums in the order that runs have.
@@ -295,6 +297,7 @@ def test_an_order_that_replays_have_as_a_rule_is_noise(run: float, replay: float
     assert told == [None] * 100
 
 
+@slow("shares0-True", "shares1-False", "shares1-True", "shares2-True")
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("shares", [(0.0, 0.0), (0.75, 0.6), (1.0, 0.6), (1.0, 1.0)])
 def test_what_is_off_by_more_than_noise_is_refused(shares: tuple[float, float], beside: bool) -> None:
@@ -330,6 +333,7 @@ def garbage(dtype: torch.dtype, count: int) -> tuple[Order, Order]:
     return right.clone, replay
 
 
+@slow("16")
 @pytest.mark.parametrize("count", [1, 16, 32])
 def test_replays_alone_do_not_differ(count: int) -> None:
     """Where runs do not, a device that computes otherwise in replays has lost something."""

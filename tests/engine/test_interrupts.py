@@ -9,6 +9,7 @@ from types import FrameType
 
 import pytest
 
+from tests.support.marks import slow
 from tests.support.twins import SOME, loss_of, twins
 
 ENTRIES = ["hand_over", "__missing__", "reshard", "wait", "enter", "leave"]
@@ -38,6 +39,8 @@ class Interrupt:
             sys.setprofile(None)
 
 
+@slow(*(f"{name}-2-aot_eager" for name in ("__missing__", "reshard", "leave")))
+@slow(*(f"{name}-3-eager" for name in ("hand_over", "wait", "enter")))
 @SOME
 @pytest.mark.parametrize("name", ENTRIES)
 def test_training_goes_on_behind_an_interrupt(stage: int, mode: str, name: str) -> None:

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.support.marks import slow
 from tests.support.twins import SOME, loss_of, twins
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.runtime.flat import Flat
@@ -33,6 +34,14 @@ class Failing:
         return call
 
 
+@slow(
+    "Flat-_settle_in-MemoryError-False-2-aot_eager",
+    "Flat-_settle_in-KeyboardInterrupt-False-3-eager",
+    "Flat-_settle_in-KeyboardInterrupt-True-2-aot_eager",
+    "LocalTransport-all_gather-MemoryError-False-3-eager",
+    "LocalTransport-all_gather-KeyboardInterrupt-False-2-aot_eager",
+    "LocalTransport-all_gather-KeyboardInterrupt-True-3-eager",
+)
 @SOME
 @pytest.mark.parametrize(
     ("error", "behind"), [(MemoryError, False), (KeyboardInterrupt, False), (KeyboardInterrupt, True)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.schedule.shuffle import shuffled
+from tests.support.marks import daily
 from tests.support.schedules import SEEDS, random_case, stack, stack_facts
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule import BucketFacts, Facts, Reshard, Schedule, Unshard, compile_schedule, verify
@@ -89,7 +90,7 @@ def test_the_verifier_looks_for_itself(places: dict[int, int], message: str) -> 
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("seed", SEEDS[:60])
+@daily("seed", SEEDS[:20], SEEDS[20:60])
 def test_no_two_that_are_gathered_at_once_share_a_place(seed: int) -> None:
     record, facts = random_case(seed)
     rng = random.Random(seed)
