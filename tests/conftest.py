@@ -48,9 +48,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"parity cases: {counts['passed']} equal, {counts['failed']} not")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def frozen() -> None:
-    """Spares the collections of a module's tests (`initialize` begins with one) what imported modules hold."""
+    """Spares the collections of a test (`initialize` begins with one) what imports and the tests before it hold."""
     gc.collect()
     gc.freeze()
 
