@@ -9,7 +9,7 @@ SHELL := bash
 
 VENV := .venv
 OLDEST_VENV := .venv-oldest
-# Of what is installed a fraction is imported: that is compiled when it is.
+# Little of what is installed is ever imported, and Python compiles that then.
 PIP_INSTALL := -m pip install -q --no-compile
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)

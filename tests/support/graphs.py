@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest.mock import patch
@@ -25,6 +25,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zeroweave._torch.storages import lent
 from zeroweave.engine.graphs.contents import Copies, contents
@@ -151,9 +152,9 @@ class Tape(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is torch.ops.c10d._reduce_scatter_base_.default:
             self._reducing.add(args[0].data_ptr())
-        given = [mapped(each, torch.Tensor, self._read) for each in (args, kwargs)]
+        given = tree_map_only(torch.Tensor, self._read, (args, kwargs))
         out = func(*args, **kwargs)
-        self._calls.append((func, *given, mapped(out, torch.Tensor, self._made)))
+        self._calls.append((func, *given, tree_map_only(torch.Tensor, self._made, out)))
         return out
 
     def _read(self, tensor: torch.Tensor) -> Any:
@@ -186,38 +187,17 @@ class Tape(TorchDispatchMode):
         self._pool.poison(but=self._after)
 
 
-def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """`value`, with all of that kind in it changed: in lists, tuples and dictionaries, as operations have them.
-
-    PyTorch's own tree functions take as long as the operations.
-    """
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, list | tuple):
-        return type(value)([mapped(each, kind, change) for each in value])
-    if isinstance(value, dict):
-        return {key: mapped(each, kind, change) for key, each in value.items()}
-    return value
-
-
-def leaves(value: Any) -> list[Any]:
-    """What is in lists, tuples and dictionaries, or the value itself."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [leaf for each in value for leaf in leaves(each)] if isinstance(value, list | tuple) else [value]
-
-
 def execute(call: Call) -> None:
     """Executes an operation again, on the memory that it had."""
     func, args, kwargs, out = call
     take = InFlat.lent if func.namespace == "c10d" else InFlat.tensor
-    given = [mapped(each, InFlat, take) for each in (args, kwargs)]
-    result = func(*given[0], **given[1])
-    for work in leaves(result):
+    args, kwargs = tree_map_only(InFlat, take, (args, kwargs))
+    results = tree_leaves(func(*args, **kwargs))
+    for work in results:
         if isinstance(work, torch.ScriptObject) and func.namespace == "c10d":
             dist.Work.unbox(work).wait()  # type: ignore[attr-defined]
-    read = {t.untyped_storage()._cdata for t in leaves(given) if isinstance(t, torch.Tensor)}
-    for kept, new in zip(leaves(out), leaves(result), strict=True):
+    read = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    for kept, new in zip(tree_leaves(out), results, strict=True):
         if isinstance(kept, torch.Tensor) and kept.untyped_storage()._cdata not in read:
             kept.copy_(new)
 
