@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from zeroweave._torch.distributed import all_gather_together, reduce_scatter_together
 from zeroweave.demo import measure
 from zeroweave.demo.measure import Count
 from zeroweave.layout import ParameterSpec, build_layout
@@ -31,11 +32,15 @@ def test_collectives_are_counted_by_the_profiler() -> None:
             gather(torch.empty(8), torch.ones(8))
             reduce(torch.empty(4), torch.ones(4), op=dist.ReduceOp.AVG)
             dist.all_reduce(torch.ones(3))
+            group = dist.group.WORLD
+            assert group is not None
+            all_gather_together([torch.empty(2), torch.empty(10)], [torch.ones(2), torch.ones(10)], group).wait()
+            reduce_scatter_together([torch.empty(6)], [torch.ones(6)], dist.ReduceOp.SUM, group).wait()
 
         counts = measure.profiled(step)
     finally:
         dist.destroy_process_group()
-    assert counts == {"all_gather": Count(2, 96), "reduce_scatter": Count(1, 16), "all_reduce": Count(1, 0)}
+    assert counts == {"all_gather": Count(4, 144), "reduce_scatter": Count(2, 40), "all_reduce": Count(1, 12)}
 
 
 def test_the_state_of_a_small_model() -> None:

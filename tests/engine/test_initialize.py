@@ -302,3 +302,19 @@ def test_a_world_of_one_trains_without_collectives(stage: int, lower: str) -> No
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert sum(each.wire for each in traffic.values()) == 0
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_over_nothing_but_frozen_parameters(stage: int) -> None:
+    """As a training script has it that only evaluates: outputs are the plain module's, and steps change nothing."""
+    module = model().requires_grad_(False)
+    x, before = torch.randn(3, 8), copy.deepcopy(module.state_dict())
+    expected = module(x)
+    with zw.initialize(
+        module, torch.optim.AdamW(module.parameters(), weight_decay=0.5), {**EAGER, "stage": stage}
+    ) as e:
+        assert e(x).equal(expected)
+        e.backward(e(x.requires_grad_()).sum())
+        e.step()
+        assert e.optimizer is not None and not e.optimizer.state_dict()["state"]
+        assert all(value.equal(before[name]) for name, value in e.state_dict().items())

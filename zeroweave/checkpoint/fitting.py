@@ -117,7 +117,7 @@ class Fitting:
         known = {name: self.values[name] for name in Facts.model_fields if name in self.values}
         if _CLIENT in manifest.values:  # that it can be read; `client` reads it
             known[_CLIENT] = plain.decode(
-                manifest.values[_CLIENT], lambda name: torch.empty(0, dtype=self._client(name))
+                manifest.values[_CLIENT], lambda name: torch.empty(0, dtype=self._client(name), device="cpu")
             )
         try:
             self.facts = Facts.model_validate(known)

@@ -164,7 +164,7 @@ def _tensor(parts: Any) -> torch.Tensor:
     content, dtype = bytearray(base64.b64decode(text)), DTYPES[name]
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"a tensor of the shape {shape} has {len(content)} bytes")
-    return torch.frombuffer(content, dtype=dtype).view(shape) if content else torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content or bytearray(16), dtype=dtype)[: math.prod(shape)].view(shape)
 
 
 def _array(inner: Any, take: _Take) -> np.ndarray[Any, Any]:

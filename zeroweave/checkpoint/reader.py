@@ -32,7 +32,7 @@ class Reader:
 
         OSError where a file has gone since it was checked.
         """
-        out = torch.empty(numel, dtype=self.dtype(name))
+        out = torch.empty(numel, dtype=self.dtype(name), device="cpu")
         for piece in self.manifest.tensors[name].pieces:
             first, last = max(start, piece.start), min(start + numel, piece.start + piece.numel)
             if first < last:

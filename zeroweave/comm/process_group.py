@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +30,7 @@ from zeroweave.errors import EngineError, RankFailure
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
+from zeroweave.ranks.start import local_gpu
 
 _LOANS: Final = 64
 """So many are remembered at most."""
@@ -347,10 +347,23 @@ class LocalTransport:
 
 
 def device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Where the ranks of a group compute: the local GPU unless the group cannot talk between GPUs."""
-    if torch.cuda.is_available() and (group is None or "nccl" in str(dist.get_backend(group))):
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    """Where the ranks of a group compute: the local GPU where the group has NCCL, or is None; else the CPU."""
+    if torch.cuda.is_available() and (group is None or _backends_of(group).get("cuda") == "nccl"):
+        return local_gpu()
     return torch.device("cpu")
+
+
+def take_device(group: dist.ProcessGroup | None) -> torch.device:
+    """`device_of` the group, which becomes the current device: NCCL sends objects by way of that."""
+    device = device_of(group)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _backends_of(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """By the type of a device, the name of its backend. `get_backend` says "undefined" where a program names none."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def own_group(
@@ -368,7 +381,7 @@ def own_group(
     ranks = dist.get_process_group_ranks(group)[number::groups]
     place = f"collectives of {groups}.{number}"
     with rendezvous(control.board, place, control.deadline_seconds) as store:
-        own = new_process_group(ranks, dist.get_backend(group), store, f"{name}.{number}", timeout)
+        own = new_process_group(ranks, _backends_of(group)[device_of(group).type], store, f"{name}.{number}", timeout)
     control.barrier("the start of the collectives")  # a rank that meets the others there still needs the board
     return own
 

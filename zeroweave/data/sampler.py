@@ -176,7 +176,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def _cut(self, order: torch.Tensor, begin: int, end: int) -> list[int]:
         """This rank's of the samples at these places."""
         mine = -(-(end - begin) // self.world)
-        places = torch.arange(begin + self.rank * mine, begin + (self.rank + 1) * mine)
+        places = torch.arange(begin + self.rank * mine, begin + (self.rank + 1) * mine, device="cpu")
         surplus = places >= end
         places[surplus] = (places[surplus] - end) % self._samples
         indices: list[int] = order[places].tolist()
@@ -188,10 +188,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
             return self._known[1:]
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._mixed("order"))
-            order = torch.randperm(self._samples, generator=generator)
+            order = torch.randperm(self._samples, generator=generator, device="cpu")
             self._known = self._epoch, order, xxhash.xxh3_128_hexdigest(order.numpy().data)
         else:
-            self._known = self._epoch, torch.arange(self._samples), None
+            self._known = self._epoch, torch.arange(self._samples, device="cpu"), None
         return self._known[1:]
 
     def _mixed(self, what: str) -> int:

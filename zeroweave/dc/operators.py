@@ -82,7 +82,7 @@ def free_tensors(tensors: Sequence[torch.Tensor]) -> None:
 def _free_tensors(tensors: Sequence[torch.Tensor]) -> None:
     # How many owners a tensor has inside a kernel whose caller holds it in one variable. Counted each time: it depends
     # on how Python and PyTorch hand arguments on, which changes when Dynamo is first used.
-    ours, variable = torch.ops.zeroweave, torch.empty(0)
+    ours, variable = torch.ops.zeroweave, torch.empty(0, device="cpu")
     free_storages(tensors, free_threshold(), ours._owners.default([variable])[0])
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.process_group import LocalTransport, ProcessGroupTransport, device_of, make_transport, own_group
+from zeroweave.comm.process_group import LocalTransport, ProcessGroupTransport, make_transport, own_group, take_device
 from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.gathers import Gathers
@@ -58,9 +58,9 @@ class Runtime:
         self.config = RuntimeConfig.load(config)
         if initial_reduce_bucket_size < 1:
             raise ValueError(f"initial_reduce_bucket_size must be at least 1, not {initial_reduce_bucket_size}")
+        self.device = take_device(process_group)
         self._control = Control.over(process_group, self.config.deadline_seconds)
         self.rank, self.world = self._control.rank, self._control.world
-        self.device = device_of(process_group)
         try:
             self._agree_on_settings(initial_reduce_bucket_size)
         except ConfigError:

@@ -25,7 +25,9 @@ TIMED_STEPS = 5
 # The host-side agreement uses c10d::allgather_, a collective of another name: it is not counted here.
 PROFILED = {
     "c10d::_allgather_base_": "all_gather",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
     "c10d::_reduce_scatter_base_": "reduce_scatter",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
     "c10d::allreduce_": "all_reduce",
     "c10d::broadcast_": "broadcast",
 }
@@ -71,8 +73,7 @@ def step_seconds(step: Callable[[int], object], device: torch.device) -> tuple[f
 def profiled(step: Callable[[], object]) -> dict[str, Count]:
     """Runs `step` once and counts the collectives that PyTorch's profiler saw on this process.
 
-    What is gathered and reduced is float32. The profiler gives no sizes for all-reduces and broadcasts; their payload
-    is 0.
+    What is gathered and reduced is float32. Of collectives in one launch each counts.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
@@ -80,8 +81,10 @@ def profiled(step: Callable[[], object]) -> dict[str, Count]:
     found: list[tuple[str, int]] = []
     for event in seen.events() or ():
         if event.name in PROFILED:
-            sizes = (torch.Size(shape).numel() for shape in event.input_shapes if shape)  # of the flat and a shard
-            found.append((PROFILED[event.name], 4 * max(sizes, default=0)))
+            # Flats and shards, each one shape, or the shapes of a list.
+            sides = [side if isinstance(side[0], list) else [side] for side in event.structured_input_shapes if side]
+            for shapes in zip(*sides, strict=False):
+                found.append((PROFILED[event.name], 4 * max(torch.Size(shape).numel() for shape in shapes)))
     return total(found)
 
 

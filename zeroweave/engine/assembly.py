@@ -20,7 +20,7 @@ from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
 from zeroweave.comm.places import Places
-from zeroweave.comm.process_group import device_of
+from zeroweave.comm.process_group import take_device
 from zeroweave.comm.pulling.setup import Pulling
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
@@ -94,7 +94,8 @@ def initialize(
     Collective. Without a process group one is started from the environment (torchrun's variables), a world
     of 1 where there is none; it stays for later engines and ends with the process. Rank 0's weights and buffers are
     taken on all ranks; of experts that not all ranks share (`experts` of the config) those of the first rank that has
-    them. The model moves to `cuda:LOCAL_RANK` where the group has a CUDA backend, else stays.
+    them. Where the group has NCCL the model moves to `cuda:LOCAL_RANK`, or to the only GPU that the process sees, which
+    becomes the current device; else it stays.
 
     `optimizer`: an element-wise torch.optim optimizer over `model.parameters()`, a callable from the
     parameters to one, or None for evaluation only. It stays the user's object, with its groups. State that it has is
@@ -123,6 +124,7 @@ def initialize(
         if process_group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             start_process_group(settings.deadline_seconds)
         group = process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        device = take_device(group)
         control = Control.over(group, settings.deadline_seconds)
         ends.callback(control.close)
         ledger = Ledger(control.world, control.rank, gathers_on_entry=settings.stage == 3)
@@ -133,7 +135,7 @@ def initialize(
         with guard("initialize"):
             if isinstance(asked, Exception):
                 raise asked
-            return _assemble(model, asked, group, control, guard, ends)
+            return _assemble(model, asked, group, device, control, guard, ends)
     except BaseException:
         ends.close()
         raise
@@ -143,6 +145,7 @@ def _assemble(
     model: nn.Module,
     asked: Asked,
     group: dist.ProcessGroup | None,
+    device: torch.device,
     control: Control,
     guard: Guard,
     ends: ExitStack,
@@ -150,7 +153,6 @@ def _assemble(
     """`ends` ends what was started for the engine, and what is started here."""
     ledger = guard.progress.ledger
     settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
-    device = device_of(group)
     sinks = sinks_of(settings, ends) if control.rank == 0 and optimizer is not None else []
     named = dict(model.named_parameters())
     own = experts if settings.experts.parallel_size > 1 else frozenset()

@@ -94,7 +94,7 @@ def fill(runtime: Runtime, named: Mapping[str, nn.Parameter], weights: Weights) 
     for bucket in runtime.buckets.values():
         layout = bucket.layout
         if isinstance(weights, FileWeights):
-            shard = torch.zeros(layout.shard_numel, dtype=bucket.shard.dtype)
+            shard = torch.zeros(layout.shard_numel, dtype=bucket.shard.dtype, device="cpu")
             for index, slot in enumerate(layout.slots):
                 if (place := layout.fragment(index, bucket.rank)).numel:
                     part = weights.part(slot.name, place.offset, place.numel)

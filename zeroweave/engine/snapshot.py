@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from zeroweave.checkpoint import random_numbers
 from zeroweave.comm.ledger import Ledger
 from zeroweave.eager.shown import Shown
 from zeroweave.engine.parts import EngineParts
@@ -23,7 +24,7 @@ class Snapshot:
     """What the steps of an engine change, as it is now; `restore` brings it back, bit for bit.
 
     These are this rank's shards (the masters), optimizer state and groups, the LR scheduler, module buffers, the
-    random numbers of the CPU and the device, the schedule, and counters. Tensors and containers stay the same
+    random numbers of a checkpoint, the schedule, and counters. Tensors and containers stay the same
     objects, with their contents again; what has come into being since is dropped. Costs a second copy of the shards of
     trained parameters, the optimizer state and the buffers, on their devices.
 
@@ -40,9 +41,7 @@ class Snapshot:
         """each brings something back"""
         self._back.append(partial(parts.progress.resume, parts.progress.step))
         if contents:
-            self._back.append(partial(torch.set_rng_state, torch.get_rng_state()))
-        if contents and device.type == "cuda":
-            self._back.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+            self._back.append(partial(random_numbers.restore, random_numbers.states(device), device))
         self._gathers = {bucket.id: bucket.gathers for bucket in self._runtime.buckets.values() if bucket.standing}
         """of those that stay gathered: how often they were"""
         self._seen: set[int] = set()

@@ -175,7 +175,7 @@ def agree_on_state(
     """
     value = held.get(key)
     mine = value if cut else None
-    whole = None if value is None or mine is not None else torch.as_tensor(value).detach().cpu()
+    whole = None if value is None or mine is not None else torch.as_tensor(value, device="cpu").detach()
     dtype = None if mine is None else mine.dtype
     ranks = control.all_gather_object((dtype, whole, sorted(map(str, held))), f"{key} of {name}")
     found: dict[int, tuple[torch.Tensor, bool]] = {}
@@ -183,7 +183,8 @@ def agree_on_state(
         if value is not None:
             found.setdefault(rank % groups, (value, True))
         elif theirs is not None:
-            found.setdefault(rank % groups, (torch.zeros(numel, dtype=theirs) if mine is None else mine, False))
+            part = torch.zeros(numel, dtype=theirs, device="cpu") if mine is None else mine
+            found.setdefault(rank % groups, (part, False))
     if len(found) == groups:
         return found[control.rank % groups]
     known = sorted({known for _, _, names in ranks for known in names})

@@ -89,7 +89,7 @@ class OnePass:
     ) -> None:
         self._optimizer, self._buckets, self._fragments = optimizer, buckets, fragments
         self._kernels, self._rates, self._compact = kernels, rates, compact
-        like = torch.empty(()) if rates is None else rates.of(0)
+        like = torch.empty((), device="cpu") if rates is None else rates.of(0)
         self._one, self._zero = torch.ones_like(like), torch.zeros_like(like)
         self._rule = (COMPACT_RULES if compact else RULES).get(type(optimizer))
         self._slots = {

@@ -10,7 +10,6 @@ constructor, which nobody knows here: its attributes are copied, with stand-ins 
 from __future__ import annotations
 
 import copy
-import os
 import random
 import warnings
 from collections import defaultdict
@@ -24,6 +23,7 @@ from torch import nn
 
 from zeroweave._torch.optimizers import step_unheard, without_hooks
 from zeroweave.optim.states import is_cut, uncuttable
+from zeroweave.ranks.start import local_gpu
 
 _CAPS: Final[Mapping[int, tuple[int, ...]]] = {1: (521,), 2: (131, 129)}
 """Most elements of each dimension: above the sizes from which optimizers treat parameters as large."""
@@ -80,8 +80,7 @@ def probe(optimizer: torch.optim.Optimizer) -> list[str]:
     cpu = torch.device("cpu")
     attempts = [_Attempt(cpu, torch.float64, 1e-6, 1e-12), _Attempt(cpu, torch.float32, 1e-3, 1e-5)]
     if torch.cuda.is_available():  # there are optimizers that only have kernels for it
-        cuda = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-        attempts += [attempt._replace(device=cuda) for attempt in attempts]
+        attempts += [attempt._replace(device=local_gpu()) for attempt in attempts]
     reasons = []
     for attempt in attempts:
         try:
@@ -210,10 +209,10 @@ def _stand_in(
     """Gradients grow a thousandfold along the tensor, so that whoever looks beyond a fragment sees something else."""
 
     def draw() -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
     start = draw()
-    growth = torch.logspace(-1.5, 1.5, start.numel(), dtype=torch.float64).view(shape)
+    growth = torch.logspace(-1.5, 1.5, start.numel(), dtype=torch.float64, device="cpu").view(shape)
     gradients = [
         None if turn % 3 == 2 and step % 4 == 0 else (draw() * growth * scale).to(attempt.device, attempt.dtype)
         for step, scale in enumerate(_SCALES)
@@ -252,7 +251,7 @@ class _Copy:
                 memo[id(group["params"])] = self.held[-1]
         for each in (p for group in optimizer.param_groups for p in group["params"]):
             if id(each) not in memo:
-                memo[id(each)] = nn.Parameter(torch.zeros([1] * each.ndim))  # nothing large is to be copied
+                memo[id(each)] = nn.Parameter(torch.zeros([1] * each.ndim, device="cpu"))  # nothing large is copied
         memo[id(optimizer.state)] = state
         self._optimizer = _copied(optimizer, [group for _, group, _ in groups], memo)
         for group in self._optimizer.param_groups:

@@ -108,7 +108,7 @@ class ShardedOptimizer:
                     state[fragment] = states[bucket, slot]
         few, hosted = (sorted(views) if on else () for on in (compact, moments_off))
         self.offload = StateOffload(transfers, views, self._fragments, optimizer, hosted, few)
-        self._at_once = max(_AT_ONCE, *(fragments.nbytes for fragments in self._fragments.values()))
+        self._at_once = max([_AT_ONCE, *(fragments.nbytes for fragments in self._fragments.values())])
         """bytes of masters that are updated in one call: their gradients, cast, are alive at once"""
         group_of = {slot_of[id(user)]: index for index, users in enumerate(in_groups) for user in users}
         self.shared = frozenset(group_of[at] for at in self.sharded if views[at[0]].layout.groups == 1)

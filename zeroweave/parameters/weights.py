@@ -10,7 +10,8 @@ import copy
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -179,7 +180,8 @@ def warn_of_left(path: str | os.PathLike[str], names: Iterable[str], model: nn.M
 
 def _unset(parameter: torch.Tensor) -> torch.Tensor:
     """Memory of a parameter's shape, in which what nobody writes is seen."""
-    return torch.full(parameter.shape, math.nan if parameter.is_floating_point() else 0, dtype=parameter.dtype)
+    value = math.nan if parameter.is_floating_point() else 0
+    return torch.full(parameter.shape, value, dtype=parameter.dtype, device="cpu")
 
 
 Weights: TypeAlias = MadeWeights | FileWeights
@@ -246,11 +248,15 @@ def _made_again(module: nn.Module) -> nn.Module | None:
         return None
 
 
-def _opened(path: Path) -> Any:
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, whose tensors come in host memory whatever PyTorch's default device is."""
     try:
-        return safe_open(path, "pt")
+        file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise ParameterError(f"{path} cannot be read: {error}") from None
+    with torch.device("cpu"), file:
+        yield file
 
 
 def _files_of(path: Path) -> dict[str, Path]:

@@ -6,7 +6,6 @@ On several machines: zeroweave run [torchrun's options for them] -m zeroweave.pl
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -22,8 +21,10 @@ import torch.nn.functional as F
 from zeroweave._torch.distributed import all_gather
 from zeroweave.comm.clock import clock_of
 from zeroweave.comm.pending import beside, side_of
+from zeroweave.comm.process_group import device_of
 from zeroweave.plan.calibration import Calibration
 from zeroweave.plan.hardware import Efficiency
+from zeroweave.ranks.start import start_process_group
 from zeroweave.report.apart import answer_of, run
 from zeroweave.schedule import Line
 
@@ -191,11 +192,8 @@ def found(output: str, errors: str) -> Calibration:
 
 def main() -> None:
     """On each rank. Rank 0 writes the file that is named, or prints what `found` reads."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if cuda := device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
-    calibration = measure(device)
+    start_process_group(_SECONDS)
+    calibration = measure(device_of(dist.group.WORLD))
     if dist.get_rank() == 0 and sys.argv[1:]:
         calibration.save(Path(sys.argv[1]))
         print(*calibration.lines(), sep="\n", flush=True)

@@ -320,7 +320,7 @@ def innermost(error: BaseException, model: nn.Module) -> str:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype)
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _refuse(config: Config, layouts: Sequence[BucketLayout]) -> None:

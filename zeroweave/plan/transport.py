@@ -48,7 +48,7 @@ class PlannedTransport:
         return self._line
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
         return self.empty(layout.numel, dtype)
@@ -69,7 +69,7 @@ class PlannedTransport:
         if self.world == 1:
             return self._issue(out.nbytes, 2 * out.nbytes)
         whole = isinstance(parts, torch.Tensor) and parts.dtype == out.dtype
-        flat = parts if whole else torch.empty(layout.numel, dtype=out.dtype)
+        flat = parts if whole else torch.empty(layout.numel, dtype=out.dtype, device="cpu")
         nbytes = layout.numel * out.itemsize
         return self._issue(nbytes, 0 if whole else 2 * nbytes, flat, parts, out)
 

@@ -23,6 +23,12 @@ def backstop(deadline_seconds: float) -> timedelta:
     return timedelta(seconds=deadline_seconds + BACKSTOP_SECONDS)
 
 
+def local_gpu() -> torch.device:
+    """The GPU of this process: the only one that it sees, else that of LOCAL_RANK, without which the current one."""
+    index = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    return torch.device("cuda", index if torch.cuda.device_count() > 1 else 0)
+
+
 def start_process_group(deadline_seconds: float) -> None:
     """Starts the default process group from the environment (torchrun's variables). Collective.
 
@@ -32,7 +38,7 @@ def start_process_group(deadline_seconds: float) -> None:
     """
     timeout = backstop(deadline_seconds)
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = local_gpu()
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, timeout=timeout)
     else:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zeroweave.comm.choose import SIZES, Choice, Cost, choose, refused
 from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.process_group import device_of
 from zeroweave.ranks.control import Control
+from zeroweave.ranks.start import start_process_group
 from zeroweave.report.apart import answer_of, run
 
 _MARK = "gathers: "
@@ -40,9 +40,8 @@ def told(choice: Choice) -> str:
 
 def main() -> None:
     """On each rank."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    start_process_group(_SECONDS)
+    device = device_of(dist.group.WORLD)
     control = Control.over(None, _SECONDS)
     choice = Choice(refused("auto", control, device, SIZES[-1]))
     if not choice.why:

@@ -6,7 +6,6 @@ Between machines: zeroweave run [torchrun's options for them] -m zeroweave.repor
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -18,6 +17,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from zeroweave.comm.process_group import device_of
+from zeroweave.ranks.start import start_process_group
 from zeroweave.report.apart import answer_of, run
 from zeroweave.report.check import Check
 
@@ -127,13 +128,8 @@ def _settle(data: torch.Tensor) -> None:
 
 def main() -> None:
     """On each rank."""
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    of_all = measure(device)
+    start_process_group(_SECONDS)
+    of_all = measure(device_of(dist.group.WORLD))
     if dist.get_rank() == 0:
         print(of_all.told())
         for check in links(of_all) if of_all.rates else ():

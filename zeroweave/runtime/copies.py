@@ -25,11 +25,11 @@ class CopyStream:
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """uint8 [nbytes] in host memory."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.stream is not None)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """[numel] in host memory."""
-        return torch.zeros(numel, dtype=dtype, pin_memory=self.stream is not None)
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.stream is not None)
 
     def moves(self, tensor: torch.Tensor) -> bool:
         """May the storage of a tensor be emptied and filled again? Of a subclass nobody knows what it keeps there."""

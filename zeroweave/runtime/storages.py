@@ -18,7 +18,7 @@ from zeroweave.schedule import Call
 
 def owners_beside(tensors: Sequence[torch.Tensor]) -> list[int]:
     """For each tensor, how many owners it has beside `tensors`: variables, containers, autograd nodes."""
-    own = _owners([torch.empty(0)])[0]
+    own = _owners([torch.empty(0, device="cpu")])[0]
     return [count - own for count in _owners(tensors)]
 
 

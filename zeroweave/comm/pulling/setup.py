@@ -172,7 +172,7 @@ class _SetUp:
         self._tensors: list[torch.Tensor] = []
         self.rooms: list[Room] = []
         self.memory: list[Shared] = []
-        self.gone = torch.zeros(1, dtype=torch.int32)
+        self.gone = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.pulls: dict[torch.dtype, Pull] = {}
 
     def steps(self) -> Iterator[tuple[Callable[[], object], str]]:

@@ -173,6 +173,6 @@ def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
         now = group.get(key)
         if isinstance(now, torch.Tensor):
-            now.copy_(torch.as_tensor(value))
+            now.copy_(torch.as_tensor(value, device="cpu"))
         else:
             group[key] = value.item() if isinstance(value, torch.Tensor) and key in group else value

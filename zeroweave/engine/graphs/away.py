@@ -29,7 +29,7 @@ def pinned_block(nbytes: int = _BLOCK, left: int = _LEFT * _BLOCK) -> torch.Tens
     if available() < nbytes + left:
         return None
     try:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     except RuntimeError:
         return None
 
@@ -39,7 +39,7 @@ class Away:
 
     def __init__(self, device: torch.device, block: Block = pinned_block) -> None:
         self._device, self._block = device, block
-        self._rest: torch.Tensor | None = torch.empty(0, dtype=torch.uint8)
+        self._rest: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cpu")
         """of the last block; None: there are no more"""
 
     def copy(self, tensor: torch.Tensor) -> list[torch.Tensor]:

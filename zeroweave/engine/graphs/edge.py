@@ -60,7 +60,7 @@ def waiting(outputs: Sequence[torch.Tensor], trained: Sequence[int], arrive: Arr
     """The outputs, none of which has a way back. To those at the indices `trained` a backward can come: to `arrive`."""
     if not trained:
         return list(outputs)
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
     taken = _Edge.apply(arrive, anchor, *(outputs[index] for index in trained))
     found = dict(zip(trained, taken, strict=True))
     return [found.get(index, output) for index, output in enumerate(outputs)]
