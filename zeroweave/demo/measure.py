@@ -6,11 +6,15 @@ from DistributedDataParallel.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -76,15 +80,16 @@ def profiled(step: Callable[[], object]) -> dict[str, Count]:
     What is gathered and reduced is float32. Of collectives in one launch each counts.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
         step()
+    with TemporaryDirectory() as folder:  # events in memory do not have the shapes of lists before PyTorch 2.13
+        seen.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     found: list[tuple[str, int]] = []
-    for event in seen.events() or ():
-        if event.name in PROFILED:
-            # Flats and shards, each one shape, or the shapes of a list.
-            sides = [side if isinstance(side[0], list) else [side] for side in event.structured_input_shapes if side]
-            for shapes in zip(*sides, strict=False):
-                found.append((PROFILED[event.name], 4 * max(torch.Size(shape).numel() for shape in shapes)))
+    for kind, event in ((PROFILED[event["name"]], event) for event in events if event.get("name") in PROFILED):
+        # Flats and shards: each is one shape, or the shapes of a list.
+        sides = [side if isinstance(side[0], list) else [side] for side in event["args"]["Input Dims"] if side]
+        found += ((kind, 4 * max(map(math.prod, shapes))) for shapes in zip(*sides, strict=True))
     return total(found)
 
 
