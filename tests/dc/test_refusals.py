@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,7 @@ def test_use_after_cleanup() -> None:
         lambda: runtime.wait_allgather(grad, 0, 0),
         lambda: runtime.release_param(grad, 0, 0),
         lambda: runtime.prefetch_params_fused(0, [grad], [0]),
+        lambda: runtime.lazy_init_symm_memory(),
         lambda: runtime.reset(),
     ]
     for call in calls:
@@ -210,14 +212,18 @@ def test_an_object_is_a_config_whatever_else_it_has() -> None:
     dc.cleanup()
 
 
-def test_what_was_a_setting_is_unknown_in_a_mapping_and_an_object_is_told() -> None:
-    for value in (False, True):
-        with pytest.raises(ConfigError, match="unknown key 'symmetric_memory' in the config; the keys are "):
-            dc.RuntimeConfig.load({"symmetric_memory": value})
-    assert dc.RuntimeConfig.load(SimpleNamespace(symmetric_memory=False)) == dc.RuntimeConfig()  # as in DeepSpeed's
-    with pytest.warns(UserWarning, match="changes no result: symmetric_memory$") as told:
-        assert dc.RuntimeConfig.load(SimpleNamespace(symmetric_memory=True)) == dc.RuntimeConfig()
-    assert [each.filename for each in told] == [__file__]
+@pytest.mark.parametrize("source", [{"symmetric_memory": True}, SimpleNamespace(symmetric_memory=True)])
+def test_symmetric_memory_says_once_why_not(source: Any) -> None:
+    with pytest.warns(UserWarning, match="symmetric_memory: nothing is gathered in a world of 1") as told:
+        runtime = dc.init(None, source)
+    assert [each.filename for each in told] == [__file__] and runtime.config.symmetric_memory
+    with warnings.catch_warnings(action="error"):
+        dc.lazy_init_symm_memory()
+        dc.start_forward()
+        dc.cleanup()
+        dc.init(None, {"symmetric_memory": False})
+        dc.lazy_init_symm_memory()
+        dc.cleanup()
 
 
 def test_registering_allocates_nothing(runtime: dc.Runtime) -> None:

@@ -78,11 +78,11 @@ class Choice:
             yield (f"{kernel.nbytes >> 20}", *("–" if each is None else f"{1e3 * each:.3f}" for each in times))
 
 
-def no_room(nbytes: int, why: str) -> str:
-    """What is told where memory to gather in cannot be had while an engine trains."""
+def no_room(nbytes: int, why: str, key: str = "transport.gathers") -> str:
+    """What a warning says where memory to gather in cannot be had; `key` of the config asks for it."""
     return (
-        f"transport.gathers: {nbytes / (1 << 20):g} MiB to gather in by copy engine could not be had ({why}): buckets "
-        "of that size are gathered by kernel from now on, exact but slower"
+        f"{key}: {nbytes / (1 << 20):g} MiB to gather in by copy engine could not be had ({why}): what has that size "
+        "is gathered by kernel from now on, exact but slower"
     )
 
 

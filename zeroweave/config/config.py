@@ -169,6 +169,9 @@ class RuntimeConfig(_Explained, sections.DebugConfig):
     double_buffer: bool = True
     """Two reductions in flight at once instead of one."""
 
+    symmetric_memory: bool = False
+    """Gather parameters through a registered buffer, by copy engine; a warning says why where that is not possible."""
+
     pre_div_reduce: bool = True
     """Divide gradients by the world before they are summed; false: the backend's average."""
 
@@ -183,16 +186,11 @@ class RuntimeConfig(_Explained, sections.DebugConfig):
 
     @classmethod
     def load(cls, source: object) -> RuntimeConfig:
-        """From a mapping, whose keys must be known, or an object, of which only the known attributes are read.
-
-        A warning names DeepSpeed's `symmetric_memory` where an object asks for it.
-        """
+        """From a mapping, whose keys must be known, or an object, of which only the known attributes are read."""
         if source is None:
             return cls()
         if isinstance(source, cls):
             return source
         if isinstance(source, Mapping):
             return cls(**source)
-        if getattr(source, "symmetric_memory", False) is True:
-            warn("ignored attribute of the config, which changes no result: symmetric_memory")
         return cls(**{name: getattr(source, name) for name in cls.model_fields if hasattr(source, name)})

@@ -24,8 +24,10 @@ class Gathers:
         self._releases: Counter[int] = Counter()
         """how many of its users have released a parameter"""
 
-    def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        parameter, flat = self._find(graph_id, ds_id, ds_tensor)
+    def allgather_param(
+        self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        parameter, flat = self._find(graph_id, ds_id, ds_tensor, dtype)
         if ds_id in self._prefetched:
             self._prefetched.remove(ds_id)  # with the hold that the prefetch took
         else:
@@ -49,10 +51,16 @@ class Gathers:
             raise EngineError(f"release_param: nobody has gathered {parameter.name}")
         flat.reshard(handed_in=1)
 
-    def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
+    def prefetch_params_fused(
+        self,
+        graph_id: int,
+        ds_tensors: Sequence[torch.Tensor],
+        ds_ids: Sequence[int],
+        dtypes: Sequence[torch.dtype] | None = None,
+    ) -> None:
         wanted: dict[int, tuple[RegisteredParameter, ShardedFlat]] = {}
-        for ds_tensor, ds_id in zip(ds_tensors, ds_ids, strict=True):
-            found = self._find(graph_id, ds_id, ds_tensor)
+        for ds_tensor, ds_id, dtype in zip(ds_tensors, ds_ids, dtypes or [None] * len(ds_ids), strict=True):
+            found = self._find(graph_id, ds_id, ds_tensor, dtype)
             if ds_id not in self._prefetched:
                 wanted[ds_id] = found
         with self._transport.together():
@@ -61,9 +69,9 @@ class Gathers:
                 _unshard(parameter, flat)
 
     def _find(
-        self, graph_id: int, ds_id: int, given: torch.Tensor | None = None
+        self, graph_id: int, ds_id: int, given: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> tuple[RegisteredParameter, ShardedFlat]:
-        """A sharded parameter of the graph. `given` is to be its registered partition: another's values are ignored."""
+        """A sharded parameter of the graph. `given` must be its registered partition, `dtype` that of the partition."""
         _, parameter = self._registry.of(graph_id, ds_id)
         flat = parameter.flat
         if flat is None:
@@ -73,6 +81,11 @@ class Gathers:
             raise ParameterError(
                 f"{parameter.name}: {given.dtype} {list(given.shape)} is not the memory that was registered as its "
                 f"partition ({flat.dtype} [{flat.shard.numel()}]); hand in that tensor, not a copy"
+            )
+        if dtype not in (None, flat.dtype):
+            raise ParameterError(
+                f"{parameter.name} is gathered in {flat.dtype}, the dtype of its partition, not in {dtype}; cast what "
+                "wait_allgather returns"
             )
         return parameter, flat
 

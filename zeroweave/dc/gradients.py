@@ -113,7 +113,7 @@ class WindowGradients:
         self._ended = False
         self._note_task()
         with torch.no_grad():
-            self._contribute(graph, parameter, grad.detach())
+            self._contribute(graph, parameter, grad.detach().to(parameter.grad_dtype or grad.dtype))
         return grad.new_empty(0)
 
     def _check_begun(self, what: str) -> None:

@@ -66,7 +66,7 @@ def _empty(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
     return grad.new_empty(0)
 
 
-def _full(ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
+def _full(ds_tensor: torch.Tensor, graph_id: int, ds_id: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     return ds_tensor.new_empty(runtime_of(graph_id).shape_of(graph_id, ds_id))
 
 
@@ -95,11 +95,13 @@ class _Operator(NamedTuple):
 
 OPERATORS: Final = {
     "reduce_grad": _Operator("(Tensor(a!) grad, int graph_id, int ds_id) -> Tensor", reduce_grad, _empty),
-    "allgather_param": _Operator("(Tensor ds_tensor, int graph_id, int ds_id) -> Tensor", allgather_param, _full),
+    "allgather_param": _Operator(
+        "(Tensor ds_tensor, int graph_id, int ds_id, ScalarType? dtype=None) -> Tensor", allgather_param, _full
+    ),
     "wait_allgather": _Operator("(Tensor(a!) gathered, int graph_id, int ds_id) -> ()", _wait_allgather),
     "release_param": _Operator("(Tensor(a!) gathered, int graph_id, int ds_id, int n_users=1) -> ()", release_param),
     "prefetch_params_fused": _Operator(
-        "(int graph_id, Tensor(a!)[] ds_tensors, int[] ds_ids) -> ()", prefetch_params_fused
+        "(int graph_id, Tensor(a!)[] ds_tensors, int[] ds_ids, ScalarType[]? dtypes=None) -> ()", prefetch_params_fused
     ),
     "free_tensors": _Operator("(Tensor(a!)[] tensors) -> ()", _free_tensors),
     "end_backward": _Operator(

@@ -28,6 +28,8 @@ class RegisteredParameter:
     flat: ShardedFlat | None = None
     """of a sharded parameter"""
     persistent: bool = False
+    grad_dtype: torch.dtype | None = None
+    """to which its gradients are cast; None: they keep their own"""
     shares: tuple[Share, ...] | None = None
     """what each rank holds of the gradient; None: all of it"""
     agreed: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
@@ -19,6 +19,7 @@ from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.gathers import Gathers
 from zeroweave.dc.gradients import WindowGradients
+from zeroweave.dc.registered_buffer import BufferedGathers, buffered
 from zeroweave.dc.registry import RegisteredParameter, Registry
 from zeroweave.dc.targets import GradientPartition
 from zeroweave.errors import ConfigError, EngineError
@@ -66,10 +67,18 @@ class Runtime:
         except ConfigError:
             self._control.close()
             raise
-        group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
+        timeout = timedelta(seconds=self.config.deadline_seconds)
+        group = own_group(process_group, self._control, timeout)
         self.ledger = Ledger(self.world, self.rank)
-        transport = make_transport(group, self.device, self.ledger)
-        self._ends = _ends_of(self._control, group, transport, self.device)
+        plain = make_transport(group, self.device, self.ledger)
+        failed = _failure_of(self._control)
+        self._ends = _ends_of(self._control, group, plain, self.device, failed)
+        self._buffered: BufferedGathers | None = None
+        if self.config.symmetric_memory:
+            self._buffered = buffered(plain, self._control, self.device, self.ledger, timeout, self._ends, failed)
+        self._outgrown = True
+        """True if the registered buffer may be too small for what is registered"""
+        transport = self._buffered or plain
         self.transport = wire = Wire(fenced(transport, self.device, self.config), self.device)
         flats = self.ledger.gauge("flats")
         registry = Registry(
@@ -152,15 +161,19 @@ class Runtime:
         ds_tensor: torch.Tensor,
         grad_buffer: torch.Tensor | None = None,
         persistent: bool = False,
+        expected_grad_dtype: torch.dtype | None = None,
     ) -> None:
         """A parameter of which `ds_tensor` [c] is this rank's partition: elements rank * c to (rank + 1) * c.
 
         c is at least numel / world, rounded up, and equal on all ranks; what lies beyond the parameter is padding.
-        `grad_buffer` [c]: the same part of the gradient, as above. `persistent`: once gathered it stays so
-        until the forward after the next update.
+        `grad_buffer` [c]: the same part of the gradient, as above. `persistent`: once gathered it stays gathered
+        until the forward after the next update. Gradients are cast to `expected_grad_dtype` when they are handed in.
         """
         self._refuse_profiling(f"registering parameter {ds_id}")
-        parameter = RegisteredParameter(ds_id, tuple(ds_shape), grad_buffer, persistent=persistent)
+        shape = tuple(ds_shape)
+        parameter = RegisteredParameter(
+            ds_id, shape, grad_buffer, persistent=persistent, grad_dtype=expected_grad_dtype
+        )
         self._parts.registry.register_z3_param(parameter, ds_tensor)
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
@@ -188,6 +201,7 @@ class Runtime:
         elsewhere = _GRAPHS.get(graph_id, self) is not self
         self._parts.registry.register_graph(graph_id, ds_ids, sharded, reduces_always, elsewhere)
         _GRAPHS[graph_id] = self
+        self._outgrown = True
 
     # ------------------------------------------------------------------ forward and backward
     def start_forward(self) -> None:
@@ -197,6 +211,8 @@ class Runtime:
         held for being persistent or prefetched only: what they use is gathered anew.
         """
         _, gradients, gathers = self._parts
+        if self._outgrown:
+            self.lazy_init_symm_memory()
         if gradients.begin_forward():
             gathers.renew()
         elif not gradients.in_window:
@@ -254,9 +270,14 @@ class Runtime:
         """The full shape of a parameter of a graph."""
         return self._parts.registry.of(graph_id, ds_id)[1].shape
 
-    def allgather_param(self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
-        """Takes a hold on a sharded parameter and starts its gather; returns it full, to be waited for."""
-        return self._parts.gathers.allgather_param(ds_tensor, graph_id, ds_id)
+    def allgather_param(
+        self, ds_tensor: torch.Tensor, graph_id: int, ds_id: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Takes a hold on a sharded parameter and starts its gather; returns it full, to be waited for.
+
+        ParameterError for a `dtype` other than that of the partition `ds_tensor`.
+        """
+        return self._parts.gathers.allgather_param(ds_tensor, graph_id, ds_id, dtype)
 
     def wait_allgather(self, gathered: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
         """Makes what `allgather_param` returned usable on the current stream; returns it."""
@@ -269,12 +290,29 @@ class Runtime:
         """
         self._parts.gathers.release_param(gathered, graph_id, ds_id, n_users)
 
-    def prefetch_params_fused(self, graph_id: int, ds_tensors: Sequence[torch.Tensor], ds_ids: Sequence[int]) -> None:
-        """Starts the gathers that the next `allgather_param` of these parameters will ask for, in one launch.
+    def prefetch_params_fused(
+        self,
+        graph_id: int,
+        ds_tensors: Sequence[torch.Tensor],
+        ds_ids: Sequence[int],
+        dtypes: Sequence[torch.dtype] | None = None,
+    ) -> None:
+        """Starts the gathers that the next `allgather_param` of these parameters asks for, by kernel in one launch.
 
-        Nothing is started where one of them is refused.
+        Nothing is started where one of them is refused; `dtypes` as the `dtype` of `allgather_param`.
         """
-        self._parts.gathers.prefetch_params_fused(graph_id, ds_tensors, ds_ids)
+        self._parts.gathers.prefetch_params_fused(graph_id, ds_tensors, ds_ids, dtypes)
+
+    def lazy_init_symm_memory(self) -> None:
+        """Makes the registered buffer as large as the largest sharded parameter that is registered. Collective.
+
+        The first forward does so, and the first one after the registration of a graph. Does nothing where the buffer is
+        large enough, without `symmetric_memory`, and while profiling.
+        """
+        sharded = [p.flat for p in self._parts.registry.parameters.values() if p.flat is not None]
+        if self._buffered is not None and not self.is_profiling():
+            self._buffered.reserve(max((flat.layout.nbytes for flat in sharded), default=0))
+            self._outgrown = False
 
     # ------------------------------------------------------------------ activations
     def free_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -354,6 +392,7 @@ def _ends_of(
     group: dist.ProcessGroup | None,
     transport: ProcessGroupTransport | LocalTransport,
     device: torch.device,
+    failed: Callable[[], bool],
 ) -> ExitStack:
     """What ends the communicators. See `groups_at_end`."""
     ends, own = ExitStack(), ExitStack()
@@ -361,9 +400,14 @@ def _ends_of(
     if group is not None:
         own.callback(end_process_group, group)
     own.callback(transport.close)
-    found = ref(control)  # what is called at the end must not keep the group of a runtime that nobody has any more
-    groups_at_end(ends, own, device, lambda: (there := found()) is None or there.broken is not None)
+    groups_at_end(ends, own, device, failed)
     return ends
+
+
+def _failure_of(control: Control) -> Callable[[], bool]:
+    """What tells whether this rank has failed. It does not keep the group of a runtime that is gone."""
+    found = ref(control)
+    return lambda: (there := found()) is None or there.broken is not None
 
 
 def runtime_of(graph_id: int) -> Runtime:

@@ -1,0 +1,90 @@
+"""Gathers through a registered buffer, without a kernel: what `symmetric_memory` of the runtime by name asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+
+from zeroweave.comm.around import Around
+from zeroweave.comm.choose import SIZES, no_room, refused
+from zeroweave.comm.copy_engine import CopyEngines
+from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.pending import Beside, beside, side_of
+from zeroweave.comm.places import Places
+from zeroweave.comm.transport import Pending, Transport
+from zeroweave.layout import BucketLayout
+from zeroweave.notices import warn
+from zeroweave.ranks.control import Control
+from zeroweave.ranks.start import at_end
+
+
+class BufferedGathers(Around):
+    """A transport whose gathers run in one registered buffer, one after the other, and are copied to their flats.
+
+    `inner` gathers by copy engine what lies in memory that `places` made. A flat that is larger than the buffer is
+    gathered by kernel, where it lies. All ranks have a buffer of one size, so each gather takes one way on all ranks.
+    """
+
+    def __init__(self, inner: Transport, places: Places, control: Control, device: torch.device) -> None:
+        super().__init__(inner)
+        self._places, self._control = places, control
+        self._side = side_of(device, priority=-1)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def reserve(self, nbytes: int) -> None:
+        """Makes the buffer as large as the largest `nbytes` of a rank, unless it is so already. Collective."""
+        nbytes = max(self._control.all_gather_object(nbytes, "the size of the registered buffer"))
+        if nbytes <= self._buffer.nbytes:
+            return
+        self._buffer = self._buffer.new_empty(0)  # the old memory goes first
+        if (place := self._places.fit({0: nbytes}).get(0)) is not None:
+            place.memory.give(self._buffer.untyped_storage())
+            self._buffer.set_(self._buffer.untyped_storage())
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
+        if flat.nbytes > self._buffer.nbytes:
+            return self._inner.all_gather(flat, shard, layout)
+        gathered = self._buffer[: flat.nbytes].view(flat.dtype)
+        with beside(self._side), torch.no_grad():  # the next gather follows this copy, on the same stream
+            self._inner.all_gather(gathered, shard, layout).wait()
+            flat.copy_(gathered)
+        return Beside() if self._side is None else self._side.pending(flat, shard)
+
+    def close(self) -> None:
+        """Gives the memory back. Collective."""
+        self._buffer = self._buffer.new_empty(0)
+        self._places.close()
+
+
+def buffered(
+    transport: Transport,
+    control: Control,
+    device: torch.device,
+    ledger: Ledger,
+    timeout: timedelta,
+    ends: ExitStack,
+    failed: Callable[[], bool],
+) -> BufferedGathers | None:
+    """`transport` with gathers through a registered buffer, of no size yet. Collective; see `at_end` for its end.
+
+    None where the machine cannot do that; a warning says why.
+    """
+    if why := refused("auto", control, device, largest=SIZES[0]):
+        warn(f"symmetric_memory: {why}. Parameters are gathered as without it", control.rank)
+        return None
+    engines = CopyEngines(control, device)
+    places = Places(
+        engines.make,
+        ledger.gauge("symmetric memory"),
+        lambda nbytes: warn(no_room(nbytes, engines.why_not, "symmetric_memory"), control.rank),
+    )
+    with ExitStack() as started:
+        started.callback(engines.close)
+        inner = engines.around(transport, engines.join(timeout), ledger)
+        gathers = BufferedGathers(inner, places, control, device)
+        started.callback(gathers.close)
+        at_end(ends, started.pop_all(), failed)
+    return gathers
