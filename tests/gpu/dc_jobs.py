@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +16,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import zeroweave as zw
+from benchmarks import trace
 from benchmarks.models import build
+from tests.gpu.communication_jobs import kind_of
 from tests.gpu.jobs import SMALL, adamw, config, deterministic, join, tokens
 from zeroweave import dc
 
@@ -193,6 +198,132 @@ def gathered(late: bool) -> list[float]:
     finally:
         runtime.cleanup()
         torch.cuda.synchronize()
+
+
+FIRST, LARGEST = 2 * 1536 * 2048, 2 * 4096 * 4096
+"""Bytes of the largest parameter of `buffered` that is registered at first, and of all. A registered buffer has 20 MiB
+at least, so the first one is too small for the second parameter."""
+
+
+@dataclass
+class Buffered:
+    """`sizes`: bytes of registered memory before the first forward, behind it, and behind that of a larger parameter;
+    `left`: behind `cleanup`. Of one traced forward `gathers` and `gathered` are counted by the ledger, calls and bytes;
+    `kernels` are NCCL's that gather, `copied` the bytes of copies inside the device or between devices.
+    """
+
+    told: list[str]
+    wrong: list[int]
+    sizes: list[int]
+    left: int
+    kernels: int
+    copied: int
+    gathers: int
+    gathered: int
+
+
+def buffered(symmetric_memory: bool, late: bool) -> Buffered:
+    """Parameters of several sizes and dtypes in four windows, prefetched and on demand, all held at once."""
+    device = join()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shapes = [(1536, 2048), (7, 33), (1001, 1003), (1024, 1024), (4096, 4096)]
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        runtime = dc.Runtime(None, {"symmetric_memory": symmetric_memory, "deadline_seconds": 60.0})
+    gauge = runtime.ledger.gauge("symmetric memory")
+    try:
+        full, shards = [], []
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+            full.append(torch.randn(shape, generator=torch.Generator().manual_seed(i)).to(device, dtype))
+            padded = nn.functional.pad(full[i].flatten(), (0, -full[i].numel() % world))
+            shards.append(padded.view(world, -1)[rank].clone())
+        for i in range(4):
+            runtime.register_z3_param(i, shapes[i], shards[i], persistent=i == 3)
+        runtime.register_graph_z3(0, range(4))
+        sizes, seen, wanted = [gauge.now], list[Tensor](), list[Tensor]()
+
+        def forward(ids: list[int], looks: bool = True) -> None:
+            runtime.start_forward()
+            if late:
+                delay(streams(runtime.transport))
+            together = [i for i in ids[:2] if graph_of[i] == graph_of[ids[0]]]
+            runtime.prefetch_params_fused(graph_of[ids[0]], [shards[i] for i in together], together)
+            values = [runtime.allgather_param(shards[i], graph_of[i], i) for i in ids]
+            for i in ids:
+                one = runtime.wait_allgather(values.pop(0), graph_of[i], i)
+                if looks:
+                    seen.append(one.clone())
+                    wanted.append(full[i].clone())
+                runtime.release_param(one, graph_of[i], i)
+                del one
+            runtime.end_forward()
+
+        def update() -> None:
+            runtime.start_backward(update=True)
+            runtime.end_backward(0)
+            for each in (*full, *shards):
+                each.mul_(2.0)  # exact, and the next forward must see it
+
+        graph_of = dict.fromkeys(range(4), 0)
+        for _ in range(2):
+            forward([0, 1, 2, 3])
+            update()
+        sizes.append(gauge.now)
+        runtime.register_z3_param(4, shapes[4], shards[4])
+        runtime.register_graph_z3(1, [4])
+        graph_of[4] = 1
+        for _ in range(2):
+            forward([4, 2, 0, 3, 1])
+            update()
+        sizes.append(gauge.now)
+        torch.cuda.synchronize()
+        before = runtime.ledger.totals()["all_gather"]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            trace.capture(lambda: forward([4, 0], looks=False), path)
+            events = trace.gpu_events(path)
+        issued = runtime.ledger.totals()["all_gather"] - before  # of two forwards, the second of which was traced
+        torch.cuda.synchronize()
+        wrong = [i for i, (one, other) in enumerate(zip(seen, wanted, strict=True)) if not torch.equal(one, other)]
+    finally:
+        runtime.cleanup()
+        torch.cuda.synchronize()
+    return Buffered(
+        told=[str(each.message) for each in told if "symmetric_memory" in str(each.message)],
+        wrong=wrong,
+        sizes=sizes,
+        left=gauge.now,
+        kernels=sum(kind_of(event["name"]) == "all_gather" for event in events),
+        copied=sum(int(e.get("args", {}).get("bytes", 0)) for e in events if trace.is_copy(e["name"])),
+        gathers=issued.calls // 2,
+        gathered=issued.payload // 2,
+    )
+
+
+def unbuffered() -> tuple[list[str], bool]:
+    """What `symmetric_memory` is warned of on a machine that cannot, and whether the right values are gathered."""
+    device = join()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        runtime = dc.Runtime(None, {"symmetric_memory": True, "deadline_seconds": 60.0})
+        try:
+            full = torch.arange(4096.0, device=device)
+            shard = full.view(runtime.world, -1)[runtime.rank].clone()
+            runtime.register_z3_param(0, full.shape, shard)
+            runtime.register_graph_z3(0, [0])
+            right = True
+            for _ in range(2):
+                runtime.lazy_init_symm_memory()
+                runtime.start_forward()
+                values = runtime.wait_allgather(runtime.allgather_param(shard, 0, 0), 0, 0)
+                right &= torch.equal(values, full)
+                runtime.release_param(values, 0, 0)
+                del values
+                runtime.end_forward()
+        finally:
+            runtime.cleanup()
+    return [str(each.message) for each in told if "symmetric_memory" in str(each.message)], right
 
 
 @dataclass

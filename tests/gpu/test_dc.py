@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu import dc_jobs
+from tests.gpu.conftest import COMPILING
+from tests.support.harness import Pool
 
 Ranks = Callable[..., list[Any]]
 
@@ -48,6 +51,31 @@ def test_late_communication_changes_no_loss(ranks: Ranks) -> None:
 def test_gathers_by_name(ranks: Ranks, late: bool) -> None:
     for errors in ranks(dc_jobs.gathered, late):
         assert max(errors) == 0.0, errors
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("late", [False, True])
+def test_symmetric_memory_gathers_without_a_kernel(ranks: Ranks, late: bool) -> None:
+    """The same gathers without it show that a kernel would be seen."""
+    for found in ranks(dc_jobs.buffered, True, late):
+        assert found.told == [] and found.wrong == [] and found.gathers == 2, found
+        assert found.kernels == 0 and found.copied >= found.gathered, found
+        assert found.sizes[0] == 0 < dc_jobs.FIRST <= found.sizes[1] < dc_jobs.LARGEST <= found.sizes[2], found
+        assert found.left == 0, found
+    for found in ranks(dc_jobs.buffered, False, late):
+        assert found.told == [] and found.wrong == [] and found.gathers == 2, found
+        assert found.kernels > 0 and found.copied < found.gathered and found.sizes == [0, 0, 0], found
+
+
+def test_symmetric_memory_of_one_rank_says_why_not(pools: Callable[[int], Pool]) -> None:
+    why = "symmetric_memory: nothing is gathered in a world of 1. Parameters are gathered as without it"
+    assert pools(1).run(dc_jobs.unbuffered, deadline=COMPILING) == [([why], True)]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() != 1, reason="ranks share the GPU of a machine that has one")
+def test_symmetric_memory_of_ranks_that_share_a_gpu_says_why_not(ranks: Ranks) -> None:
+    why = "symmetric_memory: ranks 0 and 1 share a GPU. Parameters are gathered as without it"
+    assert ranks(dc_jobs.unbuffered) == [([why], True), ([], True)]
 
 
 def test_gradients_are_there_from_the_reduction_to_the_release(ranks: Ranks) -> None:

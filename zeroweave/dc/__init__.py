@@ -1,8 +1,8 @@
 """The runtime by name, for those who bring their own compiler pass. See docs/runtime.md.
 
-The functions here act on one default `Runtime`, which `init` makes and `cleanup` ends. Runtimes over
-other groups can be made beside it; a graph id belongs to one Runtime, and the operators of `torch.ops.zeroweave`
-find it by that id.
+The functions here act on one default `Runtime`, which `init` makes and `cleanup` ends. A program can make more
+Runtimes, over other groups. A graph id belongs to one Runtime, and the operators of `torch.ops.zeroweave` find it by
+that id.
 """
 
 from zeroweave.compile.frames import keep_package_from_dynamo

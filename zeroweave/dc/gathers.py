@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import repeat
 
 import torch
 from torch.autograd.graph import increment_version
@@ -59,7 +60,7 @@ class Gathers:
         dtypes: Sequence[torch.dtype] | None = None,
     ) -> None:
         wanted: dict[int, tuple[RegisteredParameter, ShardedFlat]] = {}
-        for ds_tensor, ds_id, dtype in zip(ds_tensors, ds_ids, dtypes or [None] * len(ds_ids), strict=True):
+        for ds_tensor, ds_id, dtype in zip(ds_tensors, ds_ids, dtypes or repeat(None, len(ds_ids)), strict=True):
             found = self._find(graph_id, ds_id, ds_tensor, dtype)
             if ds_id not in self._prefetched:
                 wanted[ds_id] = found
@@ -91,24 +92,24 @@ class Gathers:
 
     @property
     def held(self) -> bool:
-        """Is a parameter gathered, or on the way, and not released?"""
+        """True if a parameter is gathered, or on the way, and not released."""
         return any(flat.holds > parameter.persistent for parameter, flat in self._sharded())
 
     def sweep(self) -> None:
-        """Frees what was still viewed when it was released, and is no more."""
+        """Frees what a tensor still viewed when it was released, and none views any more."""
         for _, flat in self._sharded():
             if not flat.holds:
                 flat.free()
 
     def reset(self) -> None:
-        """Drops every hold, whoever has it."""
+        """Drops every hold."""
         self._prefetched.clear()
         self._releases.clear()
         for _, flat in self._sharded():
             flat.drop()
 
     def reset_idle(self) -> None:
-        """Drops what is held for being persistent or prefetched only: the next use gathers it anew."""
+        """Drops what is held only because it is persistent or prefetched: the next use gathers it again."""
         for parameter, flat in self._sharded():
             if flat.holds == parameter.persistent + (parameter.id in self._prefetched):
                 self._prefetched.discard(parameter.id)
@@ -116,7 +117,7 @@ class Gathers:
                 flat.drop()
 
     def renew(self) -> None:
-        """The shards have new values: drops what was gathered before, whoever has it.
+        """The shards have new values: drops every hold.
 
         A backward that still needs the old values, because its forward saved a view of them, raises.
         """
@@ -130,5 +131,5 @@ class Gathers:
 
 def _unshard(parameter: RegisteredParameter, flat: ShardedFlat) -> None:
     if parameter.persistent and not flat.holds:
-        flat.unshard()  # one hold more than anybody releases
+        flat.unshard()  # a hold that no release drops
     flat.unshard()

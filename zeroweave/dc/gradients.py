@@ -17,7 +17,6 @@ import xxhash
 
 from zeroweave._torch.autograd import at_end_of_backward, current_graph_task
 from zeroweave.comm.gauge import Gauge
-from zeroweave.comm.transport import Transport
 from zeroweave.dc.reduce_buckets import ReduceBuckets
 from zeroweave.dc.registry import RegisteredGraph, RegisteredParameter, Registry
 from zeroweave.dc.targets import GradientPartition, SharesLayout
@@ -42,17 +41,14 @@ class WindowGradients:
     def __init__(
         self,
         registry: Registry,
-        transport: Transport,
         reductions: Reductions,
         bucket_size: int,
         depth: int,
         gradients: Gauge,
-        device: torch.device,
         check: Callable[[], None],
     ) -> None:
         self._registry, self._reductions = registry, reductions
-        self._rank, self._world = transport.rank, transport.world
-        self._device, self._gradients = device, gradients
+        self._rank, self._gradients = registry.rank, gradients
         self._buckets = ReduceBuckets(bucket_size, depth, reductions, self._start)
         self._layouts: dict[tuple[tuple[int, ...], torch.dtype], SharesLayout] = {}
         self._sums: dict[int, _Sum] = {}
@@ -60,9 +56,9 @@ class WindowGradients:
         """parameters whose first result of the window is in its target, or on the way: later ones are added"""
         self._partition: GradientPartition | None = None
         self._update: bool | None = None
-        """does the present backward end the window? None before the first"""
+        """True if the present backward ends the window; None before the first"""
         self._ended = True
-        """was everything of the present backward reduced and settled?"""
+        """True once everything of the present backward is reduced and settled"""
         self._settle_at_end = False
         self._task: int | None = None
         """the autograd backward that has contributed and not finished"""
@@ -70,7 +66,7 @@ class WindowGradients:
         """reductions, and those that there were at the last check"""
         self._check = check
         self._forwards = False
-        """has a forward of the next window begun?"""
+        """True once a forward of the next window has begun"""
 
     def start_backward(self, update: bool) -> None:
         self.check_finished()
@@ -84,11 +80,11 @@ class WindowGradients:
 
     @property
     def in_window(self) -> bool:
-        """Has a backward begun since the last updating one ended?"""
+        """True if a backward has begun since the last updating one ended."""
         return self._update is not None and not (self._update and self._ended)
 
     def begin_forward(self) -> bool:
-        """A forward begins; is it the first one since the last window?"""
+        """A forward begins. True if it is the first one since the last window."""
         self.check_finished()
         first, self._forwards = not (self.in_window or self._forwards), True
         return first
@@ -198,7 +194,6 @@ class WindowGradients:
         if ds_id in self._written and old is not None:
             grad_buffer.copy_(old.view_as(grad_buffer))
 
-    # ------------------------------------------------------------------ gradients on their way to the optimizer
     def _start(self, parts: dict[int, torch.Tensor]) -> None:
         ids = tuple(sorted(parts))  # in whichever order this rank was handed them
         first = parts[ids[0]]
@@ -226,7 +221,7 @@ class WindowGradients:
             numels = [p.numel for p in parameters]
             # Nothing else tells the ranks' buckets apart that have other parameters of equal sizes.
             of_ids = xxhash.xxh3_64_intdigest(repr(ids).encode())
-            layout = SharesLayout(of_ids, dtype.itemsize, self._world, numels, shares or None)
+            layout = SharesLayout(of_ids, dtype.itemsize, self._registry.world, numels, shares or None)
             self._layouts[ids, dtype] = layout
         return layout
 
@@ -269,7 +264,7 @@ class WindowGradients:
         held = [(p.id, p.shares[self._rank]) for p in bare if p.shares is not None]
         if old is not None and len(held) == len(old.slices):
             return old
-        self._partition = new = GradientPartition(held, self._device, self._gradients)
+        self._partition = new = GradientPartition(held, self._registry.device, self._gradients)
         if old is not None:  # a graph with other parameters came in the middle of the window
             for known in old.slices:
                 new.view(known).copy_(old.view(known))

@@ -1,7 +1,7 @@
 """Operators for graphs of one's own: `torch.ops.zeroweave.*`, and the same under other namespaces on request.
 
 What a compiler may do to them follows from their schemas. Arguments marked as written (`Tensor(a!)`) are not
-written; the mark keeps the operator in a graph whose results nobody uses, behind everything that computes or
+written; the mark keeps the operator in a graph whose results are not used, behind everything that computes or
 reads the argument before it and in front of everything that reads it afterwards:
 
     reduce_grad(grad)         after the gradient, before what reads its result
@@ -34,7 +34,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# ---------------------------------------------------------------------- calls of the runtime that a graph belongs to
 def _of_graph(method: Callable[Concatenate[Runtime, P], R], place: int) -> Callable[P, R]:
     """This method of the Runtime that has the graph whose id is the argument at `place`."""
 
@@ -61,7 +60,6 @@ def _wait_allgather(gathered: torch.Tensor, graph_id: int, ds_id: int) -> None:
     wait_allgather(gathered, graph_id, ds_id)
 
 
-# ---------------------------------------------------------------------- shapes without values: what compilers run
 def _empty(grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
     return grad.new_empty(0)
 
@@ -86,7 +84,6 @@ def _free_tensors(tensors: Sequence[torch.Tensor]) -> None:
     free_storages(tensors, free_threshold(), ours._owners.default([variable])[0])
 
 
-# ---------------------------------------------------------------------- the operators
 class _Operator(NamedTuple):
     schema: str
     kernel: Callable[..., Any]

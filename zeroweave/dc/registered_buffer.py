@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from datetime import timedelta
 
 import torch
 
@@ -18,7 +17,7 @@ from zeroweave.comm.transport import Pending, Transport
 from zeroweave.layout import BucketLayout
 from zeroweave.notices import warn
 from zeroweave.ranks.control import Control
-from zeroweave.ranks.start import at_end
+from zeroweave.ranks.start import at_end, backstop
 
 
 class BufferedGathers(Around):
@@ -64,7 +63,6 @@ def buffered(
     control: Control,
     device: torch.device,
     ledger: Ledger,
-    timeout: timedelta,
     ends: ExitStack,
     failed: Callable[[], bool],
 ) -> BufferedGathers | None:
@@ -83,7 +81,7 @@ def buffered(
     )
     with ExitStack() as started:
         started.callback(engines.close)
-        inner = engines.around(transport, engines.join(timeout), ledger)
+        inner = engines.around(transport, engines.join(backstop(control.deadline_seconds)), ledger)
         gathers = BufferedGathers(inner, places, control, device)
         started.callback(gathers.close)
         at_end(ends, started.pop_all(), failed)

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from zeroweave.comm.ledger import dtype_name
 from zeroweave.dc.targets import Share, agree_on_shares, even_shares
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
-from zeroweave.layout import BucketLayout, Slot
+from zeroweave.layout import WORLD, BucketLayout, Slot
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.flat import ShardedFlat
 
@@ -23,7 +24,7 @@ class RegisteredParameter:
     id: int
     shape: tuple[int, ...]
     buffer: torch.Tensor | None = None
-    """where its reduced gradient goes; None: into the step-local partition"""
+    """where its reduced gradient goes; None: into the window's partition"""
     offset: int = 0
     flat: ShardedFlat | None = None
     """of a sharded parameter"""
@@ -33,7 +34,7 @@ class RegisteredParameter:
     shares: tuple[Share, ...] | None = None
     """what each rank holds of the gradient; None: all of it"""
     agreed: bool = False
-    """do all ranks know the shares?"""
+    """True once all ranks know the shares"""
 
     @property
     def numel(self) -> int:
@@ -57,7 +58,7 @@ class Registry:
     def __init__(
         self, control: Control, device: torch.device, make_flat: Callable[[BucketLayout, torch.Tensor], ShardedFlat]
     ) -> None:
-        self._control, self._device, self._make_flat = control, device, make_flat
+        self._control, self.device, self._make_flat = control, device, make_flat
         self.rank, self.world = control.rank, control.world
         self.parameters: dict[int, RegisteredParameter] = {}
         self.graphs: dict[int, RegisteredGraph] = {}
@@ -87,17 +88,9 @@ class Registry:
             raise ParameterError(
                 f"{parameter.name}: grad_buffer has {parameter.buffer.numel()} elements, its partition {size}"
             )
-        layout = BucketLayout(
-            id=parameter.id,
-            name=parameter.name,
-            dtype=str(ds_tensor.dtype).removeprefix("torch."),
-            itemsize=ds_tensor.itemsize,
-            requires_grad=True,
-            group="world",
-            world=self.world,
-            slots=(Slot(parameter.name, 0, parameter.numel, parameter.shape),),
-            numel=size * self.world,
-        )
+        name, dtype, numel = parameter.name, dtype_name(ds_tensor.dtype), size * self.world
+        slots = (Slot(name, 0, parameter.numel, parameter.shape),)
+        layout = BucketLayout(parameter.id, name, dtype, ds_tensor.itemsize, True, WORLD, self.world, slots, numel)
         self.parameters[parameter.id] = replace(
             parameter,
             flat=self._make_flat(layout, ds_tensor.detach().view(-1)),
@@ -109,27 +102,27 @@ class Registry:
         if parameter.id in self.parameters:
             raise ParameterError(f"a parameter with ds_id {parameter.id} is registered already")
         if parameter.buffer is not None:
-            self._check_buffer(parameter, parameter.buffer)
+            self.check_tensor(parameter, "grad_buffer", parameter.buffer)
         self.check_tensor(parameter, "ds_tensor", ds_tensor)
 
     def check_tensor(self, parameter: RegisteredParameter, what: str, tensor: torch.Tensor) -> None:
-        """ParameterError unless `tensor` can travel: dense, of floating point, on the runtime's kind of device."""
-        device = self._device.type
+        """ParameterError unless `tensor` is dense, of floating point, and on the runtime's kind of device.
+
+        A `grad_buffer` must be contiguous, too.
+        """
+        device = self.device.type
         if not tensor.is_floating_point() or tensor.layout is not torch.strided or tensor.device.type != device:
             raise ParameterError(
                 f"{parameter.name}: {what} must be a dense floating-point tensor on {device}, "
                 f"not {tensor.dtype} ({tensor.layout}) on {tensor.device}"
             )
-
-    def _check_buffer(self, parameter: RegisteredParameter, buffer: torch.Tensor) -> None:
-        self.check_tensor(parameter, "grad_buffer", buffer)
-        if not buffer.is_contiguous():
+        if what == "grad_buffer" and not tensor.is_contiguous():
             raise ParameterError(f"{parameter.name}: grad_buffer must be contiguous")
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
         """Another buffer for the same elements; what the old one holds stays there."""
         parameter = self.parameter(ds_id)
-        self._check_buffer(parameter, grad_buffer)
+        self.check_tensor(parameter, "grad_buffer", grad_buffer)
         if parameter.buffer is None or grad_buffer.numel() != parameter.buffer.numel():
             held = 0 if parameter.buffer is None else parameter.buffer.numel()
             raise ParameterError(
@@ -145,9 +138,9 @@ class Registry:
         reduces_always: bool,
         elsewhere: bool = False,
     ) -> None:
-        """The graph's two policies. Collective; what one rank refuses, all refuse, and nobody waits for it.
+        """The graph's two policies. Collective; what one rank refuses, all refuse.
 
-        `elsewhere`: has another runtime of this process the id?
+        `elsewhere`: True if another runtime of this process has the id.
         """
         ids = tuple(dict.fromkeys(ds_ids))
         graph = RegisteredGraph(frozenset(ids), reduces_always)
@@ -181,14 +174,14 @@ class Registry:
 
     def _agree(self, graph_id: int, graph: RegisteredGraph, parameters: Sequence[RegisteredParameter]) -> None:
         """Collective: every rank learns what the others hold of each gradient."""
-        same = [(p.id, p.shape, p.flat and p.flat.layout, p.persistent) for p in parameters]
+        same = [(p.id, p.shape, p.flat and p.flat.layout, p.persistent, p.grad_dtype) for p in parameters]
         held_here = [None if p.buffer is None else (p.buffer.numel(), p.offset) for p in parameters]
         ranks = self._exchange(graph_id, (graph.reduces_always, same, held_here))
         for rank, theirs in enumerate(ranks):
             if theirs[:2] != (graph.reduces_always, same):
                 raise ParameterError(
                     f"graph {graph_id}: ranks {self.rank} and {rank} registered it with different stages, "
-                    "parameters, sizes of their partitions, or values of `persistent`"
+                    "parameters, sizes of their partitions, or values of `persistent` or `expected_grad_dtype`"
                 )
         for index, parameter in enumerate(parameters):
             if parameter.agreed:
@@ -210,8 +203,8 @@ class Registry:
         """
         buffers = [p.buffer for p in self.parameters.values() if p.buffer is not None]
         largest = max((buffer.nbytes for buffer in buffers), default=0)
-        scratch = torch.zeros(largest, dtype=torch.uint8, device=self._device)
-        twin = Registry(self._control, self._device, self._make_flat)
+        scratch = torch.zeros(largest, dtype=torch.uint8, device=self.device)
+        twin = Registry(self._control, self.device, self._make_flat)
         twin.graphs.update(self.graphs)
         for ds_id, p in self.parameters.items():
             buffer = None if p.buffer is None else scratch[: p.buffer.nbytes].view(p.buffer.dtype).view(p.buffer.shape)
@@ -219,7 +212,6 @@ class Registry:
             twin.parameters[ds_id] = replace(p, buffer=buffer, flat=flat)
         return twin
 
-    # ------------------------------------------------------------------ lookup
     def parameter(self, ds_id: int) -> RegisteredParameter:
         if ds_id not in self.parameters:
             raise ParameterError(f"no parameter with ds_id {ds_id} is registered")

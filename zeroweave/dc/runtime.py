@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NamedTuple
 from weakref import WeakValueDictionary, ref
 
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from zeroweave._torch.distributed import end_process_group
 from zeroweave.comm.fence import fenced
 from zeroweave.comm.ledger import Ledger
-from zeroweave.comm.process_group import LocalTransport, ProcessGroupTransport, make_transport, own_group, take_device
+from zeroweave.comm.process_group import make_transport, own_group, take_device
+from zeroweave.comm.transport import ReduceOp
 from zeroweave.comm.wire import Wire
 from zeroweave.config import RuntimeConfig
 from zeroweave.dc.gathers import Gathers
@@ -33,7 +35,7 @@ _GRAPHS: Final[WeakValueDictionary[int, Runtime]] = WeakValueDictionary()
 
 
 class _Parts(NamedTuple):
-    """A registry, and whatever carries out the steps of its parameters and graphs."""
+    """A registry, and what carries out the steps of its parameters and graphs."""
 
     registry: Registry
     gradients: WindowGradients
@@ -67,59 +69,45 @@ class Runtime:
         except ConfigError:
             self._control.close()
             raise
-        timeout = timedelta(seconds=self.config.deadline_seconds)
-        group = own_group(process_group, self._control, timeout)
+        group = own_group(process_group, self._control, timedelta(seconds=self.config.deadline_seconds))
         self.ledger = Ledger(self.world, self.rank)
         plain = make_transport(group, self.device, self.ledger)
-        failed = _failure_of(self._control)
-        self._ends = _ends_of(self._control, group, plain, self.device, failed)
+        self._ends, own, failed = ExitStack(), ExitStack(), _failure_of(self._control)
+        own.callback(self._control.close)
+        if group is not None:
+            own.callback(end_process_group, group)
+        own.callback(plain.close)
+        groups_at_end(self._ends, own, self.device, failed)
         self._buffered: BufferedGathers | None = None
         if self.config.symmetric_memory:
-            self._buffered = buffered(plain, self._control, self.device, self.ledger, timeout, self._ends, failed)
+            self._buffered = buffered(plain, self._control, self.device, self.ledger, self._ends, failed)
         self._outgrown = True
         """True if the registered buffer may be too small for what is registered"""
-        transport = self._buffered or plain
-        self.transport = wire = Wire(fenced(transport, self.device, self.config), self.device)
-        flats = self.ledger.gauge("flats")
-        registry = Registry(
-            self._control,
-            self.device,
-            lambda layout, shard: ShardedFlat(layout, shard, wire, flats),
-        )
+        self.transport = Wire(fenced(self._buffered or plain, self.device, self.config), self.device)
+        make_flat = partial(ShardedFlat, transport=self.transport, gauge=self.ledger.gauge("flats"))
         self._bucket_size = initial_reduce_bucket_size
-        self._real: _Parts | None = self._parts_of(registry)
+        self._real: _Parts | None = self._parts_of(Registry(self._control, self.device, make_flat))
         self._rehearsal: _Parts | None = None
-        """while profiling: what stands in for what is real"""
+        """while profiling: what acts in the place of `_real`"""
         self._checks = 0
 
     def _agree_on_settings(self, bucket_size: int) -> None:
         """Collective. ConfigError where ranks differ: they would reduce in different ways, or wait for each other."""
         mine = {**self.config.model_dump(), "initial_reduce_bucket_size": bucket_size}
         for rank, theirs in enumerate(self._control.all_gather_object(mine, "the settings of the runtime")):
-            for key, value in mine.items():
-                if theirs[key] != value:
-                    raise ConfigError(
-                        f"{key} must be the same on all ranks: it is {value!r} on rank {self.rank} and {theirs[key]!r} "
-                        f"on rank {rank}"
-                    )
+            for key in (key for key, value in mine.items() if theirs[key] != value):
+                raise ConfigError(
+                    f"{key} must be the same on all ranks: it is {mine[key]!r} on rank {self.rank} and {theirs[key]!r} "
+                    f"on rank {rank}"
+                )
 
     def _parts_of(self, registry: Registry) -> _Parts:
-        reduce_dtype = self.config.reduce_dtype
-        gradients = WindowGradients(
-            registry,
-            self.transport,
-            Reductions(
-                self.transport,
-                "predivide" if self.config.pre_div_reduce else "average",
-                None if reduce_dtype is None else getattr(torch, reduce_dtype),
-                self.ledger.gauge("reduce buckets"),
-            ),
-            self._bucket_size,
-            2 if self.config.double_buffer else 1,
-            self.ledger.gauge("gradients"),
-            self.device,
-            self._check,
-        )
+        config, ledger = self.config, self.ledger
+        op: ReduceOp = "predivide" if config.pre_div_reduce else "average"
+        dtype = None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype)
+        reductions = Reductions(self.transport, op, dtype, ledger.gauge("reduce buckets"))
+        buckets = self._bucket_size, 2 if config.double_buffer else 1
+        gradients = WindowGradients(registry, reductions, *buckets, ledger.gauge("gradients"), self._check)
         return _Parts(registry, gradients, Gathers(registry, self.transport))
 
     @property
@@ -134,7 +122,6 @@ class Runtime:
         """The graphs that are registered."""
         return tuple(self._parts.registry.graphs)
 
-    # ------------------------------------------------------------------ registration
     def register_param(
         self,
         ds_id: int,
@@ -170,10 +157,7 @@ class Runtime:
         until the forward after the next update. Gradients are cast to `expected_grad_dtype` when they are handed in.
         """
         self._refuse_profiling(f"registering parameter {ds_id}")
-        shape = tuple(ds_shape)
-        parameter = RegisteredParameter(
-            ds_id, shape, grad_buffer, persistent=persistent, grad_dtype=expected_grad_dtype
-        )
+        parameter = RegisteredParameter(ds_id, tuple(ds_shape), grad_buffer, 0, None, persistent, expected_grad_dtype)
         self._parts.registry.register_z3_param(parameter, ds_tensor)
 
     def update_param_grad_buffer(self, ds_id: int, grad_buffer: torch.Tensor) -> None:
@@ -203,12 +187,11 @@ class Runtime:
         _GRAPHS[graph_id] = self
         self._outgrown = True
 
-    # ------------------------------------------------------------------ forward and backward
     def start_forward(self) -> None:
         """A forward begins. Outside of a window an update may have changed the parameters.
 
-        So the first one after a window drops all that is gathered, and each one until a backward begins what is
-        held for being persistent or prefetched only: what they use is gathered anew.
+        The first forward after a window drops all that is gathered. Each further one until a backward begins drops what
+        is held only because it is persistent or prefetched. What they use is gathered again.
         """
         _, gradients, gathers = self._parts
         if self._outgrown:
@@ -219,7 +202,7 @@ class Runtime:
             gathers.reset_idle()
 
     def end_forward(self) -> None:
-        """The forward is over: storage that was still viewed at its release is freed if it is no more."""
+        """The forward is over. Storage that a tensor still viewed at its release is freed if none views it any more."""
         self._parts.gathers.sweep()
 
     def start_backward(self, update: bool) -> None:
@@ -232,9 +215,9 @@ class Runtime:
     def end_backward(self, graph_id: int, release_reduce_buckets: bool | None = None) -> None:
         """The graph's part of the backward is over; may be left out of backwards that do not update.
 
-        Reductions are settled and their buckets released when the whole backward is over, whichever graphs had
-        gradients: inside a backward of autograd at its end, else at once, with the local sums of all graphs, as none
-        of them may have more to come. True settles now, False leaves it to a later call.
+        None settles the reductions of all graphs, and releases their buckets, when the whole backward is over: at the
+        end of a backward of autograd, outside of one at once, with the local sums of all graphs. True settles now,
+        False leaves it to a later call.
         """
         self._parts.gradients.end_backward(graph_id, release_reduce_buckets)
         self._parts.gathers.sweep()
@@ -248,15 +231,15 @@ class Runtime:
     def reduce_grad(self, grad: torch.Tensor, graph_id: int, ds_id: int) -> torch.Tensor:
         """A gradient of the present backward, of the parameter's shape, any floating dtype. Returns an empty tensor.
 
-        It is not copied before its bucket is reduced: nobody may write it. Every rank hands in the same
-        gradients in the same order.
+        It is not copied before its bucket is reduced, and must not be written until then. Every rank hands in the
+        same gradients in the same order.
         """
         return self._parts.gradients.reduce_grad(grad, graph_id, ds_id)
 
     def take_gradients(self) -> GradientPartition:
         """The window's gradients of all parameters without a buffer; the runtime keeps no reference.
 
-        To be called once after the updating backward. Whoever takes them calls `release()` when done.
+        Called once after the updating backward. The caller ends them with `release()`.
         """
         return self._parts.gradients.take_gradients()
 
@@ -265,7 +248,6 @@ class Runtime:
         self._parts.gradients.zero_grad()
         self._parts.gathers.reset()
 
-    # ------------------------------------------------------------------ gathered parameters
     def shape_of(self, graph_id: int, ds_id: int) -> tuple[int, ...]:
         """The full shape of a parameter of a graph."""
         return self._parts.registry.of(graph_id, ds_id)[1].shape
@@ -284,9 +266,9 @@ class Runtime:
         return self._parts.gathers.wait_allgather(gathered, graph_id, ds_id)
 
     def release_param(self, gathered: torch.Tensor, graph_id: int, ds_id: int, n_users: int = 1) -> None:
-        """Drops the hold at the last of `n_users` calls. With the last hold the storage goes, in stream order.
+        """Drops the hold at the last of `n_users` calls. The last hold frees the storage, in stream order.
 
-        While any tensor but `gathered` still views it, it stays; `gathered` itself must not be read any more.
+        The storage stays while any tensor but `gathered` views it; `gathered` itself must not be read any more.
         """
         self._parts.gathers.release_param(gathered, graph_id, ds_id, n_users)
 
@@ -304,32 +286,29 @@ class Runtime:
         self._parts.gathers.prefetch_params_fused(graph_id, ds_tensors, ds_ids, dtypes)
 
     def lazy_init_symm_memory(self) -> None:
-        """Makes the registered buffer as large as the largest sharded parameter that is registered. Collective.
+        """Makes the registered buffer as large as the largest sharded parameter that a rank has registered. Collective.
 
-        The first forward does so, and the first one after the registration of a graph. Does nothing where the buffer is
-        large enough, without `symmetric_memory`, and while profiling.
+        The first forward calls it, and so does the first one after a graph was registered. It does nothing where the
+        buffer is large enough, where there is none (`symmetric_memory`), and while profiling.
         """
-        sharded = [p.flat for p in self._parts.registry.parameters.values() if p.flat is not None]
+        registered = self._parts.registry.parameters.values()
         if self._buffered is not None and not self.is_profiling():
-            self._buffered.reserve(max((flat.layout.nbytes for flat in sharded), default=0))
+            self._buffered.reserve(max((p.flat.layout.nbytes for p in registered if p.flat is not None), default=0))
             self._outgrown = False
 
-    # ------------------------------------------------------------------ activations
     def free_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Frees what nobody else can read, above `free_activation_threshold`; see `free_storages`.
+        """Frees what no other code can read, above `free_activation_threshold`; see `free_storages`.
 
         The caller may hold each tensor in `tensors` and in one variable; it must not read them any more.
         """
         free_storages(tensors, self.config.free_activation_threshold, held=1)
 
-    # ------------------------------------------------------------------ profiling
     def enable_profiling(self, on: bool) -> None:
         """Steps without communication from now on, or real ones again. On all ranks, between windows.
 
-        While it is on, steps run as ever, but gathers give copies of this rank's partition and reductions nothing:
-        gradient buffers, partitions and what belongs to the last window stay as they are, `take_gradients` gives
-        zeros. `ledger` counts nothing, `planned` what would have been sent. Costs one buffer as large as the largest
-        gradient buffer.
+        While it is on, gathers give copies of this rank's partition, and reductions zeros. Gradient buffers, partitions
+        and the last window's values stay as they are, and `take_gradients` gives zeros. `ledger` counts nothing,
+        `planned` what would have been sent. It costs one buffer as large as the largest gradient buffer.
         """
         parts = self._parts
         if on == self.is_profiling():
@@ -340,14 +319,13 @@ class Runtime:
                 f"enable_profiling({on}) in the middle of a window: call it when the updating backward has ended and "
                 "gathered parameters are released, or after zero_grad()"
             )
-        if on:
-            self._rehearsal = self._parts_of(parts.registry.rehearsal())
-            self.transport.skip(True)
-        else:
-            self._end_profiling()
+        if not on:
+            self.zero_grad()  # the rehearsal's
+        self._rehearsal = self._parts_of(parts.registry.rehearsal()) if on else None
+        self.transport.skip(on)
 
     def is_profiling(self) -> bool:
-        """Do steps run without communication?"""
+        """True while steps run without communication."""
         return self._rehearsal is not None
 
     def _refuse_profiling(self, what: str) -> None:
@@ -359,13 +337,6 @@ class Runtime:
         """What the present profiling, or the last one, would have sent."""
         return self.transport.planned
 
-    def _end_profiling(self) -> None:
-        if self._rehearsal is not None:
-            self.zero_grad()  # the rehearsal's
-            self.transport.skip(False)
-            self._rehearsal = None
-
-    # ------------------------------------------------------------------ life cycle
     def reset(self) -> None:
         """Unregisters the graphs, for instance before a new compilation. Parameters, and what the window has, stay."""
         self._refuse_profiling("reset()")
@@ -377,31 +348,13 @@ class Runtime:
         """Frees everything and ends the communicator; a second call does nothing. Collective."""
         if self._real is None:
             return
-        self._end_profiling()
-        registry, gradients, gathers = self._real
-        gradients.zero_grad()
-        gathers.reset()
+        self.zero_grad()
+        self.enable_profiling(False)
+        self.zero_grad()
         self.reset()
-        registry.parameters.clear()
+        self._real.registry.parameters.clear()
         self._real = None
         self._ends.close()
-
-
-def _ends_of(
-    control: Control,
-    group: dist.ProcessGroup | None,
-    transport: ProcessGroupTransport | LocalTransport,
-    device: torch.device,
-    failed: Callable[[], bool],
-) -> ExitStack:
-    """What ends the communicators. See `groups_at_end`."""
-    ends, own = ExitStack(), ExitStack()
-    own.callback(control.close)
-    if group is not None:
-        own.callback(end_process_group, group)
-    own.callback(transport.close)
-    groups_at_end(ends, own, device, failed)
-    return ends
 
 
 def _failure_of(control: Control) -> Callable[[], bool]:

@@ -31,7 +31,7 @@ class Doubles(Slabs):
     """What stands for the machine's: a process group for copy engines. There are `most` buffers."""
 
     def buffered(
-        self, transport: Any, control: Any, device: Any, ledger: Any, timeout: Any, ends: ExitStack, failed: Any
+        self, transport: Any, control: Any, device: Any, ledger: Any, ends: ExitStack, failed: Any
     ) -> BufferedGathers:
         engine = ProcessGroupTransport(transport.group, device, ledger, "world by copy engine", in_place=True)
         inner = CopyEngineGathers(transport, engine, self.placed)
