@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from tests.support.dc_world import draw
 from tests.support.harness import Pools
+from tests.support.marks import daily
 from tests.support.placed import Slabs
 from zeroweave import dc
 from zeroweave.comm.choose import no_room
@@ -119,7 +119,7 @@ def grown(persistent: bool) -> tuple[list[int], list[int], list[int]]:
     return list(sizes), list(made), list(gathers)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@daily("persistent", [False], [True])
 def test_the_buffer_is_as_large_as_the_largest_parameter(pools: Pools, persistent: bool) -> None:
     """A slab is odd: 2 * number + 1 bytes larger than what was asked for."""
     small, large = 4 * 26 + 3, 4 * 80 + 5

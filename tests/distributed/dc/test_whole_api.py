@@ -177,8 +177,9 @@ def walk(stage: int, settings: Any) -> list[str]:
     return [str(each.message) for each in told if "symmetric_memory" in str(each.message)]
 
 
-@pytest.mark.parametrize(("stage", "double_buffer"), [(1, True), (2, False), (3, True)])
-@pytest.mark.parametrize("as_object", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "double_buffer", "as_object"), [(1, True, False), (2, False, False), (3, True, True)]
+)
 def test_every_name_does_what_it_says(pools: Pools, stage: int, double_buffer: bool, as_object: bool) -> None:
     settings: dict[str, Any] = {
         "symmetric_memory": True,
