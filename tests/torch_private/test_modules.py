@@ -24,6 +24,7 @@ from zeroweave._torch.modules import (
     is_compiled_function,
     parameter_entries,
     refresh_rnn_weights,
+    shapes_state_dict,
     watch_rnn_weights,
 )
 
@@ -105,3 +106,47 @@ def test_recurrent_modules_follow_their_entries() -> None:
     assert not lstm(x)[0].any()
     watch_rnn_weights(lstm, watch=True)
     assert weakref.getweakrefs(lstm.weight_ih_l0)
+
+
+class Own(nn.Linear):
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
+class OwnLoading(nn.Linear):
+    def _load_from_state_dict(self, *args: object) -> None: ...
+
+
+def hooked(kind: str) -> nn.Module:
+    module = nn.Linear(2, 2)
+    getattr(module, kind)(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "saving", "loading"),
+    [
+        (lambda: nn.BatchNorm1d(2), False, False),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), False, False),
+        (lambda: Own(2, 2), True, True),
+        (lambda: OwnLoading(2, 2), False, True),
+        (lambda: hooked("register_state_dict_pre_hook"), True, False),
+        (lambda: hooked("register_state_dict_post_hook"), True, False),
+        (lambda: hooked("register_load_state_dict_pre_hook"), False, True),
+        (lambda: hooked("register_load_state_dict_post_hook"), False, True),
+    ],
+)
+def test_modules_that_change_state_dicts_are_known(make: Callable[[], nn.Module], saving: bool, loading: bool) -> None:
+    module = make()
+    assert shapes_state_dict(module, (), loading=False) is saving
+    assert shapes_state_dict(module, (), loading=True) is loading
+
+
+def test_hooks_of_ones_own_do_not_count() -> None:
+    module = nn.Linear(2, 2)
+    handle = module.register_load_state_dict_pre_hook(lambda *_: None)
+    assert not shapes_state_dict(module, {handle.id}, loading=True)
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    assert shapes_state_dict(module, {handle.id}, loading=True)

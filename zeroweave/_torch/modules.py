@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from operator import itemgetter, methodcaller
 from typing import Any, Final
 
@@ -11,6 +11,10 @@ from torch import nn
 from torch.nn.modules import module as all_modules
 
 _HOOKS: Final = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_SAVING: Final = "_state_dict_pre_hooks _state_dict_hooks state_dict _save_to_state_dict get_extra_state".split()
+_LOADING: Final = (
+    "_load_state_dict_pre_hooks _load_state_dict_post_hooks load_state_dict _load_from_state_dict set_extra_state"
+).split()
 _THEIRS: Final = itemgetter(*_HOOKS)
 _CHILDREN: Final = itemgetter("_modules")
 _PARAMETERS: Final = itemgetter("_parameters")
@@ -129,6 +133,18 @@ def hooks_as_called(module: nn.Module) -> tuple[tuple[str, Callable[..., Any], b
         for kind, hooks, with_kwargs, always in kinds
         for number, hook in hooks.items()
     )
+
+
+def shapes_state_dict(module: nn.Module, own: Container[int], loading: bool) -> bool:
+    """True if a state dict has other things of a module than its parameters and buffers under their names.
+
+    That is by hooks, extra state, or methods that are not torch's own. `own`: the numbers of hooks that do not count.
+    `loading`: where a state dict is loaded, else where one is made. Why: nothing public tells of hooks.
+    """
+    first, second, *methods = _LOADING if loading else _SAVING
+    hooks = [*getattr(module, first, {}).items(), *getattr(module, second, {}).items()]
+    ways = [hook for number, hook in hooks if number not in own] + [getattr(type(module), name) for name in methods]
+    return not all(each.__module__.startswith("torch.nn.") for each in ways)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -88,8 +88,8 @@ class Wanted:
     """What an engine has: the shapes of its parameters and of its buffers, by NAME, and its optimizer, if any.
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
-    `trained`: the NAMEs of what is not frozen. `micro_steps`: of a window. `refused`: what, in words, it cannot have
-    of the options of its groups.
+    `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `micro_steps`: of a window. `refused`:
+    what, in words, it cannot have of the options of its groups.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -97,6 +97,7 @@ class Wanted:
     optimizer: tuple[str, Sequence[Sequence[str]]] | None = None
     lr_scheduler: str | None = None
     trained: Set[str] = frozenset()
+    extra: Set[str] = frozenset()
     micro_steps: int = 1
     refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
 
@@ -166,6 +167,10 @@ class Fitting:
         own = f"rank/{rank}/buffer/{name}"
         return own if own in self._manifest.tensors else f"buffer/{name}"
 
+    def extra(self, rank: int) -> dict[str, Any]:
+        """The extra state of a rank's modules, by NAME: its own, where that is not rank 0's."""
+        return dict(self.values.get(f"rank/{rank}/extra", self.values.get("extra", {})))
+
     def _firm(self, control: Control) -> list[str]:
         """What does not fit in any case."""
         found, trained = self._manifest.tensors, self._wanted.trained
@@ -197,11 +202,13 @@ class Fitting:
         """What does not fit unless what is missing, or left over, may be."""
         told: list[str] = []
         if self._strict:
-            found, parameters = self._manifest.tensors, {f"param/{name}" for name in self._wanted.parameters}
-            wanted = parameters | {self.buffer(name, rank) for name in self._wanted.buffers}
-            known = parameters | {f"buffer/{name}" for name in self._wanted.buffers}
-            present = {name for name in found if name.startswith(("param/", "buffer/"))}
-            problems = {"missing": sorted(wanted - found.keys()), "unexpected": sorted(present - known)}
+            found = self._manifest.tensors.keys() | {f"extra/{name}" for name in self.extra(rank)}
+            named = ("param", self._wanted.parameters), ("extra", self._wanted.extra)
+            others = {f"{kind}/{name}" for kind, names in named for name in names}
+            wanted = others | {self.buffer(name, rank) for name in self._wanted.buffers}
+            known = others | {f"buffer/{name}" for name in self._wanted.buffers}
+            present = {name for name in found if name.startswith(("param/", "buffer/", "extra/"))}
+            problems = {"missing": sorted(wanted - found), "unexpected": sorted(present - known)}
             told += [f"{what}: {_some(names)}" for what, names in problems.items() if names]
         if self._wanted.optimizer is not None:
             told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler(), *self._frozen()]

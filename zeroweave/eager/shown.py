@@ -112,13 +112,7 @@ class Shown:
 
     @contextmanager
     def lent(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, this rank's modules show these full values, by name, wherever they lie; nobody computes. Local.
-
-        What is open already is more, and stays.
-        """
-        if self.is_open:
-            yield
-            return
+        """Inside, this rank's modules show these full values, by name, wherever they are. Nothing computes. Local."""
         self._places.show_values(values)
         self._lends = True
         try:
@@ -126,6 +120,8 @@ class Shown:
         finally:
             self._lends = False
             self._places.show_stubs()
+            if self._views is not None:
+                self._places.show_views(self._views)
 
     # ------------------------------------------------------------------ to the engine's calls
     def show(self) -> None:

@@ -255,15 +255,16 @@ class Engine:
         """
         return self._values.full_parameters()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters and persistent buffers, full, on the CPU of rank 0, in the model's original dtypes.
+    def state_dict(self) -> dict[str, Any]:
+        """What the model's own `state_dict()` would be on rank 0, in host memory, in the model's original dtypes.
 
-        Experts that not all ranks share are there several times: "name@i" is that of the rank at place i of its group.
+        The modules make it: their hooks and extra state (`get_extra_state`) are asked, on rank 0. Experts that not all
+        ranks share are there several times: "name@i" is that of the rank at place i of its group.
         Parameters come from the float32 masters. `{}` on the other ranks. Collective.
         """
         return self._values.state_dict()
 
-    def full_on_rank_0(self) -> AbstractContextManager[dict[str, torch.Tensor]]:
+    def full_on_rank_0(self) -> AbstractContextManager[dict[str, Any]]:
         """Yields `state_dict()`; inside, rank 0's module has all parameters in host memory, for code that saves it.
 
         Nothing is computed inside, and nothing kept that is written. Collective.
@@ -271,18 +272,21 @@ class Engine:
         return self._values.full_on_rank_0()
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The names and tensors of `state_dict`, one after the other, for models larger than the host's memory.
+        """Parameters and persistent buffers, by name, one after the other, for models larger than the host's memory.
 
-        One bucket is full at a time, on the device. All ranks iterate, and do nothing else with the engine meanwhile;
+        No hooks and no extra state: a warning names the modules that have some. One bucket is full at a time, on the
+        device. All ranks iterate, and do nothing else with the engine meanwhile;
         only rank 0 is given anything.
         """
         return self._values.stream_state_dict()
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Takes rank 0's full `state_dict` on all ranks; every parameter and persistent buffer must be there.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes rank 0's full `state_dict` on all ranks; all that the model's own has must be there.
 
-        Any mapping, such as one that reads tensors when they are asked for, which they are twice. Collective; the
-        other ranks' argument is ignored.
+        Any mapping, such as one that reads tensors when they are asked for, which they are twice. Where modules load
+        in ways of their own (hooks, extra state, methods), rank 0 holds the whole model in host memory meanwhile. All
+        ranks get its extra state. ParameterError, which changes nothing, for what does not fit. Collective; the other
+        ranks' argument is ignored.
         """
         self._values.load_state_dict(state_dict)
 
@@ -321,7 +325,7 @@ class Engine:
         self._checkpoints.on_signal(client_state, data)
 
     def export(self, path: StrPath, dtype: torch.dtype | None = None, shard_bytes: int = 5 << 30) -> None:
-        """Writes the model's `state_dict` to the folder `path` as Hugging Face has it: safetensors and an index.
+        """Writes what `stream_state_dict` has to the folder `path`, as Hugging Face has it: safetensors and an index.
 
         Floating dtypes become `dtype`, if given. One bucket is whole at a time. The folder is new. Collective.
         """

@@ -5,21 +5,28 @@ Everything here is collective and works between a forward and a backward as well
 
 from __future__ import annotations
 
+import copy
 import difflib
+import io
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from zeroweave._torch.modules import shapes_state_dict
 from zeroweave.comm.rounding import cast, cast_
 from zeroweave.engine.parts import EngineParts
 from zeroweave.errors import EngineError, ParameterError
-from zeroweave.layout import Slot
+from zeroweave.layout import BucketLayout, Slot
 from zeroweave.parameters.places import Places
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
+
+Lent: TypeAlias = Callable[[Mapping[str, torch.Tensor]], AbstractContextManager[None]]
+"""Has rank 0's modules show full values, by canonical name; see `Shown.lent`."""
 
 
 @torch.no_grad()
@@ -84,32 +91,73 @@ def full_gradients(
     return result
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that state dicts have, by name."""
-    for prefix, module in model.named_modules():
+def persistent_buffers(model: nn.Module, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that state dicts have, by name; those of a module that has several names under the first, or each."""
+    for prefix, module in model.named_modules(remove_duplicate=not every_name):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
-def state_dict(parts: EngineParts) -> dict[str, torch.Tensor]:
-    """What `stream` yields, parameters in the model's order."""
-    values = dict(stream(parts))
-    if not values:
-        return {}
-    ordered = {key: values.pop(key) for keys in _keys(parts).values() for key in keys}
-    return ordered | values
+@contextmanager
+def _buffers_on_host(model: nn.Module) -> Iterator[None]:
+    """Inside, the modules have copies of their buffers, in host memory."""
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    buffers = {id(b): b for _, before in held for b in before.values() if b is not None}
+    copies = {key: buffer.detach().to("cpu", copy=True) for key, buffer in buffers.items()}
+    try:
+        for entries, before in held:
+            entries.update({name: copies[id(b)] for name, b in before.items() if b is not None})
+        yield
+    finally:
+        for entries, before in held:
+            entries.update(before)
 
 
-def _keys(parts: EngineParts) -> dict[str, tuple[str, ...]]:
-    """The keys in state dicts of each parameter's names, in the model's order; see `BucketLayout.keys`.
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with state of their own making (`get_extra_state`), by the name that they have in state dicts."""
+    named = model.named_modules()
+    has = {name: m for name, m in named if type(m).get_extra_state is not nn.Module.get_extra_state}
+    return {f"{name}._extra_state" if name else "_extra_state": module for name, module in has.items()}
 
-    Without the names that were added to a parameter since then.
+
+def changing(parts: EngineParts, loading: bool = False) -> list[str]:
+    """The names of the modules that change what state dicts have, see `shapes_state_dict`."""
+    own = {handle.id for handle in parts.places.hooks}
+    named = parts.model.named_modules()
+    return [name or "the model" for name, module in named if shapes_state_dict(module, own, loading)]
+
+
+def of_modules(parts: EngineParts, values: Mapping[str, torch.Tensor], lent: Lent) -> dict[str, Any]:
+    """Rank 0's state dict, as its modules make it of `values`, which `stream` has yielded. In host memory.
+
+    Experts that not all ranks share are behind the others, under the names of each.
     """
-    buckets, places = parts.runtime.buckets, parts.runtime.directory.places
-    names = [name for name, _ in parts.model.named_parameters(remove_duplicate=False)]
-    whose = {name: parts.places.aliases.get(name, name) for name in names}
-    return {name: buckets[places[own][0]].layout.keys(name) for name, own in whose.items() if own in places}
+    grouped = _grouped(parts)
+    with lent(own(parts, values)), _buffers_on_host(parts.model):
+        found: dict[str, Any] = parts.model.state_dict()
+    for key, value in [*found.items()]:
+        if key in grouped:
+            del found[key]
+        elif isinstance(value, torch.Tensor):
+            found[key] = value.cpu()
+    found.update((key, values[key]) for keys in grouped.values() for key in keys)
+    return found
+
+
+def own(parts: EngineParts, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of rank 0's `values`, by key of state dicts: its parameters', by canonical name."""
+    return {slot.name: values[layout.keys(slot.name)[0]] for layout, slot in _slots(parts)}
+
+
+def _slots(parts: EngineParts) -> list[tuple[BucketLayout, Slot]]:
+    return [(b.layout, slot) for b in parts.runtime.buckets.values() for slot in b.layout.slots]
+
+
+def _grouped(parts: EngineParts) -> dict[str, tuple[str, ...]]:
+    """By each name of the experts that not all ranks share: their keys in state dicts."""
+    names, several = _all_names(parts), [(layout, slot) for layout, slot in _slots(parts) if layout.groups > 1]
+    return {name: layout.keys(name) for layout, slot in several for name in names[slot.name]}
 
 
 def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None]:
@@ -133,7 +181,7 @@ def stream(parts: EngineParts) -> Generator[tuple[str, torch.Tensor], None, None
                     break
             del views, flat
     if wanted:
-        for name, buffer in persistent_buffers(parts.model):
+        for name, buffer in persistent_buffers(parts.model, every_name=True):
             yield name, buffer.detach().to("cpu", copy=True)
 
 
@@ -141,7 +189,7 @@ def listed(parts: EngineParts) -> Iterator[tuple[str, tuple[int, ...], torch.dty
     """Name, shape and dtype of all that `stream` yields, in its order. Local."""
     for key, _, slot in keys(parts):
         yield key, slot.shape, parts.original_dtypes[slot.name]
-    for name, buffer in persistent_buffers(parts.model):
+    for name, buffer in persistent_buffers(parts.model, every_name=True):
         yield name, tuple(buffer.shape), buffer.dtype
 
 
@@ -211,28 +259,57 @@ def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> 
     raise EngineError(f"a parameter of shape {list(parameter.shape)} is none of the model's")
 
 
+def _by_modules(given: Mapping[str, Any], parts: EngineParts, lent: Lent) -> dict[str, Any]:
+    """What rank 0's modules load of a state dict, under the names of `stream`, and what they do not know.
+
+    Extra state is there by name alone: the modules have it then. What they raise comes as ParameterError.
+    """
+    grouped, buckets = _grouped(parts), parts.runtime.buckets
+    apart = {key: given[key] for keys in grouped.values() for key in keys if key in given}
+    slots = [(slot, buckets[layout.id].shard.dtype) for layout, slot in _slots(parts)]
+    full = {slot.name: torch.empty(slot.shape, dtype=dtype, device="cpu") for slot, dtype in slots}
+    with lent(full), _buffers_on_host(parts.model):
+        try:
+            mine = {key: given[key] for key in given if key not in apart} if apart else given
+            told = parts.model.load_state_dict(mine, strict=False)
+        except Exception as error:  # whatever it is, the other ranks wait to be told
+            raise ParameterError(f"{type(error).__name__}: {error}") from error
+        found = full | dict(persistent_buffers(parts.model)) | extra_states(parts.model)
+    for key in (*told.missing_keys, *grouped):
+        found.pop(key, None)
+    return found | apart | dict.fromkeys(told.unexpected_keys)
+
+
 @torch.no_grad()
-def load_state_dict(given: Mapping[str, torch.Tensor], parts: EngineParts) -> None:
-    """Rank 0's full values into every rank's shards, masters and buffers. All or nothing."""
+def load_state_dict(given: Mapping[str, Any], parts: EngineParts, lent: Lent) -> None:
+    """Rank 0's full values into every rank's shards, masters and buffers, and its extra state. All or nothing."""
     runtime, buffers = parts.runtime, dict(persistent_buffers(parts.model))
-    layouts = [bucket.layout for bucket in runtime.buckets.values()]
-    shapes = {key: slot.shape for each in layouts for slot in each.slots for key in each.keys(slot.name)}
+    shapes = {key: slot.shape for layout, slot in _slots(parts) for key in layout.keys(slot.name)}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    known = {key for key, _, _ in keys(parts)}
-    problems = None
+    extra = extra_states(parts.model)
+    known = {key for key, _, _ in keys(parts)} | dict(persistent_buffers(parts.model, every_name=True)).keys()
+    problems, before = "", dict[str, Any]()
     if parts.control.rank == 0:
+        if changing(parts, loading=True):
+            before = {name: copy.deepcopy(module.get_extra_state()) for name, module in extra.items()}
+            try:
+                given = _by_modules(given, parts, lent)
+            except ParameterError as error:
+                problems = str(error)
         present = set(given)  # asking `given` itself might read a tensor each time
-        missing = sorted(shapes.keys() - present)
-        unknown = sorted(present - known - buffers.keys())
+        missing = sorted((shapes.keys() | extra.keys()) - present)
+        unknown = sorted(present - known - extra.keys())
         wrong = [
             f"{name}: {list(found)} instead of {list(shape)}"
             for name, shape in shapes.items()
             if name in present and (found := tuple(given[name].shape)) != shape
         ]
         parts_of = {"missing": missing, "unknown": unknown, "of another shape": wrong}
-        problems = "; ".join(f"{what}: {', '.join(which)}" for what, which in parts_of.items() if which)
+        problems = problems or "; ".join(f"{what}: {', '.join(which)}" for what, which in parts_of.items() if which)
     problems = parts.control.broadcast_object(problems, label="load_state_dict")
     if problems:
+        for name, state in before.items():
+            extra[name].set_extra_state(state)
         raise ParameterError(f"the state dict does not fit the model, nothing was loaded: {problems}")
     for bucket in runtime.buckets.values():
         full = torch.zeros(bucket.layout.numel, dtype=bucket.shard.dtype, device=bucket.device)
@@ -248,6 +325,19 @@ def load_state_dict(given: Mapping[str, torch.Tensor], parts: EngineParts) -> No
         if parts.control.rank == 0:
             buffer.copy_(given[name])
         share(buffer, runtime)
+    if extra:
+        _share_extra(extra, parts.control)
+
+
+def _share_extra(modules: Mapping[str, nn.Module], control: Control) -> None:
+    """Rank 0's extra state on all ranks. Collective."""
+    told = io.BytesIO()
+    if control.rank == 0:
+        torch.save({name: module.get_extra_state() for name, module in modules.items()}, told)
+    told = io.BytesIO(control.broadcast_object(told.getvalue(), label="extra state"))
+    if control.rank:
+        for name, state in torch.load(told, map_location="cpu", weights_only=False).items():  # by this very program
+            modules[name].set_extra_state(state)
 
 
 def share(buffer: torch.Tensor, runtime: Runtime) -> None:

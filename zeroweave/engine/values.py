@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import nn
@@ -203,26 +204,30 @@ class Values:
         places, buckets = self._runtime.directory.places, self._runtime.buckets
         return {name: (buckets[places[name][0]], places[name][1]) for name in self.shown.views}
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        with self._guard("state_dict"):
-            self._window.refuse_inside("state_dict()")
+    def state_dict(self) -> dict[str, Any]:
+        return self._on_rank_0("state_dict")[1]
+
+    def _on_rank_0(self, call: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What is streamed, and the state dict that the modules make of it. Both are empty on the other ranks."""
+        with self._guard(call):
+            self._window.refuse_inside(f"{call}()")
             self._guard.meet()
-            return state.state_dict(self._parts)
+            values = dict(state.stream(self._parts))
+            return values, state.of_modules(self._parts, values, self.shown.lent) if self._control.rank == 0 else {}
 
     @contextmanager
-    def full_on_rank_0(self) -> Iterator[dict[str, torch.Tensor]]:
-        values, label = self.state_dict(), "full_on_rank_0()"
-        with self._guard.around(label), ExitStack() as lent:
-            if values:
-                buckets, places = self._runtime.buckets, self._runtime.directory.places
-                keys = {name: buckets[places[name][0]].layout.keys(name)[0] for name in self._parts.places.names}
-                lent.enter_context(self.shown.lent({name: values[key] for name, key in keys.items()}))
-            yield values
+    def full_on_rank_0(self) -> Iterator[dict[str, Any]]:
+        values, found = self._on_rank_0("full_on_rank_0")
+        with self._guard.around("full_on_rank_0()"), ExitStack() as lent:
+            if found and not self.shown.is_open:  # what is open already is more
+                lent.enter_context(self.shown.lent(state.own(self._parts, values)))
+            yield found
 
     def stream_state_dict(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._guard("stream_state_dict"):
             self._window.refuse_inside("stream_state_dict()")
             self._guard.meet()
+            self.tell_left_out("stream_state_dict()")
         items = state.stream(self._parts)
         try:
             while True:
@@ -235,12 +240,21 @@ class Values:
         finally:
             items.close()
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+    def tell_left_out(self, call: str) -> None:
+        """Warns of what a call that goes bucket by bucket leaves out, as whole modules would be needed for it."""
+        if changing := state.changing(self._parts):
+            warn(
+                f"{call} has parameters and buffers only: it leaves out what {', '.join(changing)} would add or change "
+                "by extra state, hooks or methods; engine.state_dict() and engine.full_on_rank_0() ask them",
+                self._control.rank,
+            )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         with self._guard("load_state_dict"):
             self._window.refuse_inside("load_state_dict()")
             self._guard.meet()
             with self.rewriting("load_state_dict()"):
-                state.load_state_dict(state_dict, self._parts)
+                state.load_state_dict(state_dict, self._parts, self.shown.lent)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         with self._guard("gradients"):

@@ -91,7 +91,8 @@ class Places:
         self._labels: list[str] = []  # the name of each place for errors
         self._owners: list[str] = []  # the canonical name of the parameter that belongs there
         self._rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-        self._handles: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = []
+        """those of the modules' state dicts that are the engine's own"""
         for path, module in model.named_modules():
             entries = parameter_entries(module)
             for name, stub in entries.items():
@@ -101,7 +102,7 @@ class Places:
                     self._owners.append(canonical[id(stub)])
             first = next(iter(module.parameters()), None)
             if first is not None:
-                self._handles += _StateDictGuard(module, path, canonical[id(first)], status).handles
+                self.hooks += _StateDictGuard(module, path, canonical[id(first)], status).handles
         self._stubs = [self.names[name] for name in self._owners]
         self._reals = [reals[name] for name in self._owners]
         self._shown = self._stubs
@@ -127,15 +128,17 @@ class Places:
         """Puts other parameters, by canonical name, into the modules. Errors as `show_real`."""
         self._show([parameters[name] for name in self._owners])
 
-    def show_views(self) -> dict[str, nn.Parameter]:
+    def show_views(self, views: Mapping[str, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
         """Opens the modules: puts new Parameters over the memory of the real ones there; returns them by name.
+
+        `views`: those that it has returned before, to be there again.
 
         They are open until `show_stubs`, also while others are shown.
 
         For code that may keep what it gets: a real parameter must not outlive its storage in the hands of
         a user, while these own a share of it and keep it from being freed. Errors as `show_real`.
         """
-        views = {}
+        views = dict(views or {})
         for name, real in zip(self._owners, self._reals, strict=True):
             if name not in views:
                 views[name] = nn.Parameter(real.detach(), requires_grad=real.requires_grad)
@@ -145,9 +148,9 @@ class Places:
         return views
 
     def show_values(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Opens the modules: Parameters with these full values, by canonical name, are there. Errors as `show_real`."""
+        """Puts Parameters with these full values, by canonical name, into the modules. Errors as `show_real`."""
         self.show({name: nn.Parameter(values[name], stub.requires_grad) for name, stub in self.names.items()})
-        self._status.show(Showing.OPEN)
+        self._status.show(Showing.LENT)
 
     def show_stubs(self) -> None:
         """Puts the stubs back. No-op if they are there.
@@ -200,9 +203,9 @@ class Places:
         for rnn in self._rnns:
             refresh_rnn_weights(rnn)
             watch_rnn_weights(rnn, watch=True)
-        for handle in self._handles:
+        for handle in self.hooks:
             handle.remove()
-        self._handles.clear()
+        self.hooks.clear()
 
     def _show(self, wanted: list[nn.Parameter]) -> None:
         if wanted is self._shown:
@@ -233,7 +236,7 @@ class Places:
     def _refuse(self, replaced: frozenset[int], showing: Showing) -> NoReturn:
         """`showing`: what the modules showed when somebody replaced these."""
         labels = ", ".join(self._labels[i] for i in sorted(replaced))
-        where = "with copy_()" if showing is Showing.OPEN else "inside `with engine.full_parameters():`"
+        where = "with copy_()" if showing in (Showing.OPEN, Showing.LENT) else "inside `with engine.full_parameters():`"
         raise ParameterError(
             f"{labels}: replaced or deleted in the module since zeroweave.initialize, so it would not be "
             f"trained; assign values {where} instead, or call engine.destroy(), replace it, and initialize again with "
@@ -245,7 +248,7 @@ _OWN = frozenset(("_zeroweave_name", "_zeroweave_status", "_is_param"))
 
 
 class _StateDictGuard:
-    """Hooks on one module: its state dicts are refused at rest, and independent copies in `full_parameters`.
+    """Hooks on one module: its state dicts are refused at rest, and independent copies where views of flats are open.
 
     They are methods of an object so that copying and pickling the module, hooks included, can be refused.
     """
@@ -261,7 +264,7 @@ class _StateDictGuard:
         ]
 
     def _refuse_at_rest(self, what: str) -> None:
-        if self._status.showing is not Showing.OPEN:
+        if self._status.showing not in (Showing.OPEN, Showing.LENT):
             raise ParameterError(f"{what} {self._where}: {VALUES}")
 
     def _before_save(self, *_: object) -> None:
@@ -269,7 +272,7 @@ class _StateDictGuard:
 
     def _after_save(self, _: nn.Module, state: dict[str, Any], prefix: str, __: object) -> None:
         for key in (prefix + name for name in self._own):
-            if isinstance(state.get(key), torch.Tensor):
+            if self._status.showing is Showing.OPEN and isinstance(state.get(key), torch.Tensor):
                 state[key] = state[key].detach().clone()
 
     def _before_load(self, _: nn.Module, __: object, prefix: str, metadata: Mapping[str, Any], *___: object) -> None:

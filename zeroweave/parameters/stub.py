@@ -21,6 +21,7 @@ class Showing(Enum):
     STUBS = "parameters without values"
     REAL = "the engine's own parameters, while it computes"
     OPEN = "parameters with values for anyone to read and write, as in `engine.full_parameters()`"
+    LENT = "parameters with values of their own, as in `engine.full_on_rank_0()`"
 
 
 @dataclass(slots=True)

@@ -13,5 +13,5 @@ Tensors, by name (NAME: a parameter's key in state dicts; R: a rank):
 Values, by name: "run", "model", "optimizer", "lr_scheduler", "loss_scale", "client"; "accumulation", how far an open
 window is; "scalar/NAME/KEY", what the optimizer keeps of a parameter as a whole, such as "step"; "rank/R/random", the
 states of random numbers; "data", the position of rank 0's loader, and "rank/R/data", that of another rank where it is
-another.
+another; likewise "extra" and "rank/R/extra", the extra state of modules by its names in state dicts.
 """

@@ -176,6 +176,7 @@ class Checkpoints:
                 client = fitting.client(reader)  # first: there may be no memory for it, and then nothing has changed
                 if data is not None:  # it may refuse, too
                     data.load_state_dict(fitting.data(self._control.rank, self._control.world))
+                self._loaded.load_extra(fitting)
                 if (numbers := fitting.values.get(f"rank/{self._control.rank}/random")) is not None:
                     random_numbers.restore(numbers, self._parts.device)
                 with self._values.rewriting("load()"):
@@ -191,6 +192,7 @@ class Checkpoints:
         if type(shard_bytes) is not int or shard_bytes < 1:
             raise EngineError(f"shard_bytes of an export is {shard_bytes!r}: pass a number of bytes, 1 or more")
         with self.alone("export"):
+            self._values.tell_left_out("export()")
             failure, items = "", stream(self._parts)
             cause: Exception | None = None
             if self._control.rank == 0:

@@ -10,7 +10,7 @@ import torch
 from zeroweave.checkpoint.fitting import Accumulation, Fitting, Wanted
 from zeroweave.checkpoint.reader import Reader
 from zeroweave.engine.parts import EngineParts
-from zeroweave.engine.state_dict import names_of, persistent_buffers
+from zeroweave.engine.state_dict import extra_states, names_of, persistent_buffers
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.layout import Fragment
@@ -33,15 +33,23 @@ class Loaded:
         parameters = {key: slot.shape for layout, slot in slots for key in layout.keys(slot.name)}
         buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(self._parts.model)}
         optimizer, scheduler = self._parts.optimizer, self._step.lr_scheduler
+        extra = extra_states(self._parts.model).keys()
         if optimizer is None:
-            return Wanted(parameters, buffers)
+            return Wanted(parameters, buffers, extra=extra)
         trained = {key for layout, slot in slots if layout.trainable for key in layout.keys(slot.name)}
         names = names_of(self._parts)
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
         steps, refused = self._parts.config.gradient_accumulation_steps, optimizer.offload.refused_in
-        return Wanted(parameters, buffers, told, kind, trained, steps, refused)
+        return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused)
+
+    def load_extra(self, fitting: Fitting) -> None:
+        """Hands the modules their extra state, which they may refuse."""
+        modules = extra_states(self._parts.model)
+        for name, state in fitting.extra(self._control.rank).items():
+            if name in modules:
+                modules[name].set_extra_state(state)
 
     @torch.no_grad()
     def load(self, reader: Reader, fitting: Fitting) -> None:

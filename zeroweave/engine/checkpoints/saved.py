@@ -15,7 +15,7 @@ from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.manifest import NAMES
 from zeroweave.checkpoint.writer import Content
 from zeroweave.engine.parts import EngineParts
-from zeroweave.engine.state_dict import keys, names_of, persistent_buffers
+from zeroweave.engine.state_dict import extra_states, keys, names_of, persistent_buffers
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.engine.written import digest
@@ -59,7 +59,7 @@ class Saved:
 
         `apart`: in another thread, while the engine goes on.
         """
-        told = {**self._position(data), **self._accumulation()}
+        told = {**self._position(data), **self._extra(), **self._accumulation()}
         return partial(self._content, self._own_buffers(), told, client, apart)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
@@ -72,14 +72,20 @@ class Saved:
         return {f"rank/{rank}/buffer/{name}": b for name, b in buffers.items() if first.get(name) != digests[name]}
 
     def _position(self, data: Any) -> dict[str, Any]:
-        """The position of a loader: rank 0's, and that of this rank where it is another one. Collective."""
-        if data is None:
-            return {}
-        mine = plain.encode(data.state_dict(), "data.state_dict()")
-        first = self._control.broadcast_object(mine, label="the data")
+        """The position of a loader. Collective."""
+        return {} if data is None else self._own("data", plain.encode(data.state_dict(), "data.state_dict()"))
+
+    def _extra(self) -> dict[str, Any]:
+        """The extra state of modules. Collective."""
+        extra = {name: module.get_extra_state() for name, module in extra_states(self._parts.model).items()}
+        return self._own("extra", {name: plain.encode(state, name) for name, state in extra.items()}) if extra else {}
+
+    def _own(self, name: str, mine: Any) -> dict[str, Any]:
+        """A value of rank 0, and that of this rank where it is another one. Collective."""
+        first = self._control.broadcast_object(mine, label=f"the {name}")
         if (rank := self._control.rank) == 0:
-            return {"data": mine}
-        return {} if mine == first else {f"rank/{rank}/data": mine}
+            return {name: mine}
+        return {} if mine == first else {f"rank/{rank}/{name}": mine}
 
     def _accumulation(self) -> dict[str, Any]:
         """How far an open window is, and which parameters have had a gradient: by rank 0. Collective."""
@@ -248,6 +254,9 @@ class Saved:
             dtypes[canonical] = NAMES[self._parts.original_dtypes[slot.name]]
             if key != canonical:
                 aliases[key] = canonical
+        buffers = {id(buffer): name for name, buffer in reversed([*persistent_buffers(self._parts.model)])}
+        for name, buffer in persistent_buffers(self._parts.model, every_name=True):
+            aliases |= {name: buffers[id(buffer)]} if name != buffers[id(buffer)] else {}
         configs: list[tuple[str, Any]] = [(name, getattr(self._parts.model, name, None)) for name in CONFIGS]
         texts = {name: config.to_json_string() for name, config in configs if hasattr(config, "to_json_string")}
         return Model(dtypes=dtypes, aliases=aliases, configs=texts)
