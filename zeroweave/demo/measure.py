@@ -80,7 +80,7 @@ def profiled(step: Callable[[], object]) -> dict[str, Count]:
     What is gathered and reduced is float32. Of collectives in one launch each counts.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as seen:
         step()
     with TemporaryDirectory() as folder:  # events in memory do not have the shapes of lists before PyTorch 2.13
         seen.export_chrome_trace(f"{folder}/trace.json")
