@@ -217,6 +217,7 @@ class Color(enum.IntEnum):
         ([np.zeros(2, dtype=">f4")], r"it\[0\] is a ndarray"),
         ([np.zeros(2, dtype=complex)], r"it\[0\] is a ndarray"),
         ([np.ma.masked_array([1, 2], [0, 1])], r"it\[0\] is a MaskedArray"),
+        ([np.ma.masked_array([1, 2], [0, 1], dtype=np.uint32)], r"it\[0\] is a MaskedArray"),
         ([np.longdouble(1)], r"it\[0\] is a longdouble"),
         (["a\ud800"], r"it\[0\] is a str"),
         ({"a": deep(50)}, "nested too deeply"),

@@ -68,6 +68,12 @@ def test_what_hysteresis_forgives_is_forgiven_at_the_minimum_too() -> None:
     assert told == [False, False, True] and scale.value == 1.0
 
 
+def test_a_run_with_more_good_steps_than_the_window_doubles_at_the_next() -> None:
+    scale = LossScale(8.0, dynamic=True, window=3)
+    scale.resume({"value": 8.0, "good_steps": 7, "patience": 1})
+    assert course(scale, [False, False, False, False]) == [16.0, 16.0, 16.0, 32.0]
+
+
 def test_the_scale_stays_finite_in_float32() -> None:
     scale = LossScale(2.0**126, dynamic=True, window=1)
     assert course(scale, [False] * 3) == [2.0**127] * 3

@@ -25,7 +25,7 @@ def test_others_tell_counters_from_elements(counter: tuple[int, ...], names: tup
     states = held(SHAPES, counter, count, average)
     for parameter, state in states.items():
         assert isinstance(parameter, Tensor)
-        found = {key for key, value in state.items() if is_cut(parameter, key, value, states)}
+        found = {key for key, value in state.items() if is_cut(parameter, key, value, states.items())}
         assert found == {average}, parameter.shape
 
 
@@ -34,4 +34,12 @@ def test_where_no_other_tells_the_name_does(shape: tuple[int, ...]) -> None:
     states = held([shape, shape], shape, "step", "average")
     for parameter, state in states.items():
         assert isinstance(parameter, Tensor)
-        assert {key for key, value in state.items() if is_cut(parameter, key, value, states)} == {"average"}
+        assert {key for key, value in state.items() if is_cut(parameter, key, value, states.items())} == {"average"}
+
+
+def test_others_are_asked_until_one_tells() -> None:
+    """So what is found out of all parameters of a model takes no more than a look at each."""
+    one, state = torch.zeros(1), {"average": torch.zeros(1)}
+    others = iter([(torch.zeros(3), {"average": torch.zeros(3)})] * 5)
+    assert is_cut(one, "average", state["average"], others)
+    assert len(list(others)) == 4

@@ -112,7 +112,7 @@ def join_(masters: torch.Tensor, shard: torch.Tensor, remainder: torch.Tensor) -
 
 def try_out() -> None:
     """RuntimeError, or one of Triton's, where kernels do not run, or compute something else."""
-    values = torch.linspace(-3.0, 3.0, 4 * BLOCK, device="cuda")
+    values = torch.linspace(-3.0, 3.0, 4 * BLOCK, dtype=torch.float32, device="cuda")
     rounded = torch.empty_like(values, dtype=torch.bfloat16)
     cast_(rounded, values)
     if not torch.equal(rounded, values.to(torch.bfloat16)):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
+from urllib.parse import unquote
 
 import torch
 from pydantic import Field, ValidationError
@@ -176,8 +177,8 @@ class Fitting:
         found, trained = self._manifest.tensors, self._wanted.trained
         wanted = {f"param/{name}": shape for name, shape in self._wanted.parameters.items()}
         wanted |= {self.buffer(name, control.rank): shape for name, shape in self._wanted.buffers.items()}
-        known = self.cut.keys() & self._wanted.parameters.keys()
-        wanted |= {f"state/{name}/{key}": self._wanted.parameters[name] for name in known for key in self.cut[name]}
+        known = {of: shape for of, shape in self._wanted.parameters.items() if of in self.cut}
+        wanted |= {f"state/{of}/{quoted(key)}": shape for of, shape in known.items() for key in self.cut[of]}
         wanted |= {match[0]: self._wanted.parameters[match[2]] for match in self._gradients if match[2] in trained}
         wrong = [
             f"{name}: {list(found[name].shape)} instead of {list(shape)}"
@@ -273,7 +274,12 @@ def _of_parameters(kind: str, names: Iterable[str]) -> Iterator[tuple[str, str, 
         first, _, rest = name.partition("/")
         if first == kind:
             of, _, key = rest.rpartition("/")
-            yield of, key, name
+            yield of, unquote(key), name
+
+
+def quoted(key: str) -> str:
+    """A key of an optimizer's state, as names of checkpoints have it: without a slash."""
+    return key.replace("%", "%25").replace("/", "%2F")
 
 
 def _told(ranks: Sequence[Sequence[str]]) -> list[str]:

@@ -71,7 +71,7 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
             return inner(value.item())
         case bytes():
             return {"~bytes": _text(value)}
-        case np.ndarray() if value.dtype == np.uint32:  # of NumPy's random numbers
+        case np.ndarray() if type(value) is np.ndarray and value.dtype == np.uint32:  # of NumPy's random numbers
             return {"~uint32": inner(torch.from_numpy(value.astype(np.int64)))}
         case torch.Tensor() if _is_dense(value) and value.nbytes <= (_LARGEST if stored is None else _SMALL):
             here = value.detach().cpu().resolve_conj().resolve_neg()

@@ -60,10 +60,11 @@ from zeroweave.optim.adaptive import Adaptive
 from zeroweave.optim.check import in_no_group
 from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.matrices import Whole
+from zeroweave.optim.modes import serve
 from zeroweave.optim.rates import Rates, why_not_captured
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
-from zeroweave.optim.state_dict import StateDicts
+from zeroweave.optim.state_dict import StateDicts, weak
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.places import rest
@@ -288,6 +289,7 @@ def _compose(
     if parts.optimizer is not None:
         served = StateDicts(parts.optimizer, parts.places.names, parts.transport, parts.control, checkpoints.alone)
         parts.ends.callback(served.close)
+        serve(parts.optimizer.optimizer, parts.optimizer.groups, weak(values.optimizer_shown), parts.ends)
     if settings.checkpoint.save_on_signal is not None:
         signals.listen()
         parts.ends.callback(signals.close)

@@ -223,8 +223,9 @@ def agree_on_state(
     """
     value = held.get(key)
     mine = value if cut else None
-    whole = None if value is None or mine is not None else torch.as_tensor(value, device="cpu").detach()
-    dtype = None if mine is None else mine.dtype
+    whole, dtype = None, None if mine is None else mine.dtype
+    if value is not None and mine is None:
+        whole = torch.as_tensor(value, dtype=torch.float32 if isinstance(value, float) else None, device="cpu").detach()
     ranks = control.all_gather_object((dtype, whole, sorted(map(str, held))), f"{key} of {name}")
     found: dict[int, tuple[torch.Tensor, bool]] = {}
     for rank, (theirs, value, _) in enumerate(ranks):

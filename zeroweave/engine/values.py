@@ -294,6 +294,26 @@ class Values:
             yield
             self.rewrite_views()
 
+    @contextmanager
+    def optimizer_shown(self, call: str) -> Iterator[None]:
+        """Inside, the optimizer has fragments and their states, and may write both. Not in a forward or backward."""
+        lingering, optimizer = self._runtime.replay.lingering, self._optimizer
+        assert optimizer is not None
+        with self._guard(call):
+            self._window.refuse_inside(call)
+            self._window.refuse_computing(call, "call it between them")
+            self._guard.meet()
+            with self.shown.closed():
+                self._staging.arrive_all()
+                lingering.wait()  # gathers that are under way read the shards
+                with optimizer.shown():
+                    yield
+                for bucket in self._runtime.buckets.values():
+                    if bucket.layout.trainable:
+                        bucket.renew()
+                lingering.gather_again()
+                self.rewrite_views()
+
     def rewrite_views(self) -> None:
         """Views that user code keeps show new values. Collective."""
         lingering = self._runtime.replay.lingering
@@ -303,7 +323,7 @@ class Values:
 def tell_dropped(lacking: str, rank: int) -> None:
     """Warns that `destroy` has dropped the optimizer's state. `lacking`: see `Gathered`."""
     warn(
-        f"engine.destroy() has dropped the optimizer's state, for which no memory has room: {lacking}. The "
+        f"engine.destroy() has dropped the optimizer's state: {lacking}. The "
         "parameters are complete. To go on training later, keep the engine, or run fewer ranks on a machine; "
         "before destroy(), engine.full(name, key) gives the state of one parameter at a time. "
         "engine.destroy(optimizer_state=False) drops it without this warning",

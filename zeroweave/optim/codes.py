@@ -48,7 +48,7 @@ class Coded(NamedTuple):
 
     @classmethod
     def zeros(cls, numel: int, kind: torch.dtype, device: torch.device) -> Coded:
-        scales = torch.zeros(-(-numel // BLOCK), device=device)
+        scales = torch.zeros(-(-numel // BLOCK), dtype=torch.float32, device=device)
         return cls(torch.zeros(numel, dtype=kind, device=device), scales)
 
     @property
@@ -78,7 +78,7 @@ def encode_(coded: Coded, values: torch.Tensor, random: torch.Tensor | None = No
             size = size.mul_(127.0).add_(0.5).floor_().copysign_(part)
         else:
             own = None if random is None else random[start : start + part.numel()].view_as(part)
-            up = 0.5 if own is None else (((own >> 8) & (CHANCES - 1)) + 0.5) / CHANCES
+            up = 0.5 if own is None else (((own >> 8) & (CHANCES - 1)).float() + 0.5) / CHANCES
             lasting = (part > 0).logical_and_(scales.isfinite().unsqueeze(1))  # infinity times zero is NaN
             size = size.sqrt_().mul_(255.0).add_(up).floor_().clamp_(min=1.0).mul_(lasting)
         codes.copy_(size.nan_to_num_(0.0).view(-1))
@@ -88,7 +88,7 @@ def encode_(coded: Coded, values: torch.Tensor, random: torch.Tensor | None = No
 def decode(coded: Coded) -> torch.Tensor:
     """The values [n], float32."""
     numel = coded.codes.numel()
-    values = torch.empty(numel, device=coded.codes.device)
+    values = torch.empty(numel, dtype=torch.float32, device=coded.codes.device)
     for start in range(0, numel, _AT_ONCE):
         codes, scales = coded.of(start, min(start + _AT_ONCE, numel))
         share = codes.to(torch.float32)

@@ -106,7 +106,7 @@ class CompactMoments:
         for moment in moments:
             key, value = moment.key, moment.value
             if key not in self._lifted:
-                self._lifted[key] = torch.zeros(self._fragments.numel, device=value.device)
+                self._lifted[key] = torch.zeros(self._fragments.numel, dtype=torch.float32, device=value.device)
             lifted = self._lifted[key]
             if storage_key(value) != storage_key(lifted):  # somebody has just put it there
                 moment.view(lifted).copy_(value)

@@ -27,6 +27,11 @@ class Groups:
         self._packing = False
         """does PyTorch put a state dict together?"""
 
+    @property
+    def at_rest(self) -> bool:
+        """True if the groups hold the user's parameters."""
+        return all(g["params"] is own for g, own in zip(self._optimizer.param_groups, self._users, strict=False))
+
     @contextmanager
     def holding(self, parameters: Sequence[list[nn.Parameter]]) -> Iterator[None]:
         """Inside, the groups hold these, by group. Errors as `refuse_changed`."""

@@ -89,7 +89,7 @@ class OnePass:
     ) -> None:
         self._optimizer, self._buckets, self._fragments = optimizer, buckets, fragments
         self._kernels, self._rates, self._compact = kernels, rates, compact
-        like = torch.empty((), device="cpu") if rates is None else rates.of(0)
+        like = torch.empty((), dtype=torch.float32, device="cpu") if rates is None else rates.of(0)
         self._one, self._zero = torch.ones_like(like), torch.zeros_like(like)
         self._rule = (COMPACT_RULES if compact else RULES).get(type(optimizer))
         self._slots = {
@@ -237,7 +237,8 @@ class OnePass:
     def _step(self, bucket: int, slot: _Slot, group: Mapping[str, Any], state: State) -> int:
         """How many steps a slot has behind it. Waits for the device where only that knows."""
         if "step" not in state:
-            state["step"] = torch.zeros((), device=slot.fragment.device if _on_device(group) else "cpu")
+            home = slot.fragment.device if _on_device(group) else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=home)
             return 0
         counter, then, step = self._behind.get(bucket, {}).get(slot.slot, (None, 0, 0))
         known = counter is not None and counter is state["step"] and version(counter) == then
@@ -283,7 +284,7 @@ def _side_by_side(slots: Sequence[_Slot], states: Sequence[State], key: str) -> 
         )
         if alike and there >= numel:
             return first.as_strided((numel,), (1,))
-    whole = torch.zeros(numel, device=slots[0].fragment.device)
+    whole = torch.zeros(numel, dtype=torch.float32, device=slots[0].fragment.device)
     for slot, state, tensor in zip(slots, states, tensors, strict=True):
         view = whole[slot.start - base : slot.stop - base]
         if tensor is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from zeroweave._torch.optimizers import step_unheard, without_hooks
+from zeroweave.optim.modes import modes_of
 from zeroweave.optim.states import is_cut, uncuttable
 from zeroweave.ranks.start import local_gpu
 
@@ -275,9 +276,15 @@ class _Copy:
                     gradient = gradient.reshape(-1)[one.fragment(self._rank)]
                 parameter.grad = None if gradient is None or not parameter.numel() else gradient.clone()
         try:
+            self._enter("train")
             step_unheard(self._optimizer)
+            self._enter("eval")
         except Exception as error:
             raise _CannotProbe(f"a step of a copy of it fails ({type(error).__name__}: {error})") from error
+
+    def _enter(self, mode: str) -> None:
+        if mode in modes_of(self._optimizer):
+            getattr(self._optimizer, mode)()
 
 
 def _state(
@@ -286,7 +293,7 @@ def _state(
     """State like that of `user`, for another shape."""
     state: dict[str, Any] = {}
     for key, value in held.items():
-        if is_cut(user, key, value, optimizer.state):
+        if is_cut(user, key, value, optimizer.state.items()):
             like = value.reshape(-1)[:64].double().mean().nan_to_num()
             dtype = part.dtype if value.dtype == user.dtype else value.dtype
             state[key] = torch.full_like(part, float(like), dtype=dtype, requires_grad=False)

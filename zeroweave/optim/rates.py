@@ -43,7 +43,7 @@ class Rates:
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._optimizer = optimizer
-        self._tensors = [torch.zeros((), device=device) for _ in optimizer.param_groups]
+        self._tensors = [torch.zeros((), dtype=torch.float32, device=device) for _ in optimizer.param_groups]
         self._values: list[float | None] = [None] * len(self._tensors)
         self._found: torch.Tensor | None = None
         self._held = False

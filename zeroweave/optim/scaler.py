@@ -74,7 +74,7 @@ class LossScale:
             return
         if not overflow:
             self.good_steps += 1
-            if self.good_steps == self._window:
+            if self.good_steps >= self._window:  # a run with a longer window may have been resumed
                 self.good_steps, self.patience = 0, self._hysteresis
                 self.value = min(2.0 * self.value, _LARGEST)
             return
@@ -124,9 +124,9 @@ class Scalars:
     """What the host knows of a step before it, and after it, on the device: float32, 0-dim. For steps in a graph."""
 
     def __init__(self, device: torch.device) -> None:
-        self.scale, self.inverse = torch.ones((), device=device), torch.ones((), device=device)
+        self.scale, self.inverse = (torch.ones((), dtype=torch.float32, device=device) for _ in range(2))
         """the loss scale, and 1 / loss scale"""
-        self.found = torch.zeros((), device=device)
+        self.found = torch.zeros((), dtype=torch.float32, device=device)
         """1 where the last step found gradients that are not finite, on any rank, else 0"""
 
     def take(self, scale: float) -> None:

@@ -61,10 +61,10 @@ class StateDicts:
         """what a hook before has made for the one after"""
         optimizer = sharded.optimizer
         self._handles = [
-            optimizer.register_state_dict_pre_hook(_weak(self._before_save)),
-            optimizer.register_state_dict_post_hook(_weak(self._after_save), prepend=True),
-            optimizer.register_load_state_dict_pre_hook(_weak(self._before_load)),
-            optimizer.register_load_state_dict_post_hook(_weak(self._after_load), prepend=True),
+            optimizer.register_state_dict_pre_hook(weak(self._before_save)),
+            optimizer.register_state_dict_post_hook(weak(self._after_save), prepend=True),
+            optimizer.register_load_state_dict_pre_hook(weak(self._before_load)),
+            optimizer.register_load_state_dict_post_hook(weak(self._after_load), prepend=True),
         ]
         for member in members_of(optimizer):
             if member is not optimizer:
@@ -81,16 +81,18 @@ class StateDicts:
         self._sharded.groups.refuse_changed()
         with self._alone("optimizer.state_dict"):
             self._refuse_experts("state_dict()", "engine.save()")
-            self._states = self._sharded.gather(self._transport, self._control, None).states
+            self._states, lacking = self._sharded.gather(self._transport, self._control, None)
+            if lacking is not None:
+                raise EngineError(f"optimizer.state_dict(): {lacking}")
         self._sharded.groups.pack()
 
     def _after_save(self, optimizer: torch.optim.Optimizer, packed: StateDict) -> StateDict:
         self._sharded.groups.packed()
         states, self._states = self._states, {}
-        whole = {id(user): states[place] for place, user in self._sharded.sharded.items() if place in states}
+        whole = {id(user): states.get(place) for place, user in self._sharded.sharded.items()}
         state: dict[Any, Any] = {key: v for key, v in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         for index, user in enumerate(_users(optimizer) if self._control.rank == 0 else ()):
-            if (held := whole.get(id(user), optimizer.state.get(user))) is not None:
+            if (held := whole[id(user)] if id(user) in whole else optimizer.state.get(user)) is not None:
                 state[index] = held
         numbers, pairs = count(), zip(packed["param_groups"], optimizer.param_groups, strict=True)
         groups = [{**group, "params": [next(numbers) for _ in own["params"]]} for group, own in pairs]
@@ -191,8 +193,8 @@ def _on_host(value: Any) -> Any:
     return value
 
 
-def _weak(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that does not keep the object of `method` alive."""
+def weak(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same as a function that does not keep the object of `method` alive."""
     weak = WeakMethod(method)
 
     def hook(*args: Any) -> Any:

@@ -24,7 +24,7 @@ from zeroweave.optim.codes import Coded, decode
 from zeroweave.optim.compact import CompactMoments, refused_in
 from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.moments import FragmentMoment, Kind, moments_of
-from zeroweave.optim.states import is_cut
+from zeroweave.optim.states import is_cut, tensors_in
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Download, HostTensor, Transfers, Upload
 
@@ -118,6 +118,7 @@ class StateOffload:
         self._transfers, self._buckets, self._fragments, self._optimizer = transfers, buckets, fragments, optimizer
         self._moments = {bucket: HostedMoments(transfers, fragments[bucket], optimizer) for bucket in hosted}
         self.compact = {b: CompactMoments(buckets[b], fragments[b], optimizer) for b in compact}
+        self._large = [p for each in fragments.values() for p in each.parameters if p.numel() > 1]
         self._lifted: dict[int, Upload | None] = {}
         """bucket -> its master on the way, if that lives in host memory"""
         self._after: dict[int, int] = {}
@@ -277,10 +278,29 @@ class StateOffload:
         held = self._optimizer.state.get(self._fragments[bucket].parameters[slot], {})
         return {**held, **(self.compact[bucket].outline(slot) if bucket in self.compact else {})}
 
+    def uncuttable(self) -> str:
+        """What of the states of fragments cannot be put together, in words; "" where there is nothing."""
+        told: dict[Any, str] = {}
+        for bucket, each in self._buckets.items():
+            for slot, fragment in zip(each.layout.slots, self._fragments[bucket].parameters, strict=True):
+                for key, value in self._optimizer.state.get(fragment, {}).items() if fragment.numel() > 1 else ():
+                    shapes = set() if isinstance(value, torch.Tensor) else {t.shape for t in tensors_in(value)}
+                    words = (
+                        f"the optimizer keeps tensors of the elements of {slot.name!r} in a {type(value).__name__} "
+                        f"under {key!r}, where ranks cannot put them together: each needs a key of its own"
+                    )
+                    if shapes and fragment.shape not in shapes:
+                        told[key] = ""  # of others, too, they are no elements: lengths are equal by chance
+                    elif shapes:
+                        told.setdefault(key, words)
+        return next(filter(None, told.values()), "")
+
     def cut_of(self, bucket: int, slot: int) -> frozenset[Any]:
         """The keys of `outline_of` under which there is something of each element, and not of the parameter."""
         fragment, held = self._fragments[bucket].parameters[slot], self.outline_of(bucket, slot)
-        return frozenset(key for key, value in held.items() if is_cut(fragment, key, value, self._optimizer.state))
+        state = self._optimizer.state
+        others = (lambda: ((p, state[p]) for p in self._large if p in state)) if fragment.numel() == 1 else tuple
+        return frozenset(key for key, value in held.items() if is_cut(fragment, key, value, others()))
 
     def value_of(self, bucket: int, slot: int, key: str) -> Any:
         """One value of `state_of`; None where there is none. No other is decoded."""

@@ -63,23 +63,30 @@ def uncuttable(held: Held, names: Mapping[int, str]) -> list[str]:
     """What of `held` cannot be cut into fragments, in words. `names`: by `id` of the parameter."""
     found = []
     for parameter, key, value in _values(held):
-        shapes = [list(tensor.shape) for tensor in _tensors(value) if tensor.numel() > 1]
+        shapes = [list(tensor.shape) for tensor in tensors_in(value) if tensor.numel() > 1]
         if shapes and not (isinstance(value, torch.Tensor) and value.shape == parameter.shape):
             found.append(f"{key!r} {shapes[0]} of {names.get(id(parameter), 'another model')} {list(parameter.shape)}")
     return found
 
 
-def is_cut(parameter: torch.Tensor, key: str, value: Any, held: Held) -> bool:
-    """Does `value` belong to the elements of a parameter, or of a fragment, and not to it as a whole?
+def is_cut(parameter: torch.Tensor, key: str, value: Any, held: Iterable[tuple[Any, Mapping[str, Any]]]) -> bool:
+    """True if `value` belongs to the elements of a parameter, or of a fragment, and not to it as a whole.
 
-    Of one element a step counter may have the same shape: what is `held` of others tells then.
+    Of one element a step counter may have the same shape. What is `held` of others, pairs that are looked at until one
+    has such elements, tells then.
     """
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     if parameter.numel() != 1:
         return True
-    others = [(p, v) for p, k, v in _values(held) if k == key and p.shape != parameter.shape and hasattr(v, "shape")]
-    return any(v.shape == p.shape for p, v in others) if others else key != "step"
+    alone = True
+    for p, state in held:
+        v: Any = state.get(key)
+        if isinstance(p, torch.Tensor) and p.shape != parameter.shape and hasattr(v, "shape"):
+            if v.shape == p.shape:
+                return True
+            alone = False
+    return alone and key != "step"
 
 
 def describe(
@@ -182,7 +189,7 @@ class Gathered(NamedTuple):
 
     states: States
     lacking: str | None = None
-    """why there is nothing, in words: no memory has room"""
+    """why there is nothing, in words"""
 
 
 class _Kind(NamedTuple):
@@ -228,7 +235,7 @@ def gather(
         needs = _needs(told, buckets)
         memory = decide(rooms, needs)
         if memory is None:
-            return Gathered({}, shortage(rooms, needs))
+            return Gathered({}, f"no memory has room: {shortage(rooms, needs)}")
         home, home_of_scalars, wanted = device if memory == "device" else host, device, True
     states: States = {}
     for id, bucket in buckets.items():
@@ -287,15 +294,16 @@ def _values(held: Held) -> Iterator[tuple[torch.Tensor, str, Any]]:
                 yield parameter, key, value
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside a value of an optimizer's state, at any depth."""
     match value:
         case torch.Tensor():
             yield value
         case list() | tuple() | set():
             for item in value:
-                yield from _tensors(item)
+                yield from tensors_in(item)
         case dict():
-            yield from _tensors(list(value.values()))
+            yield from tensors_in(list(value.values()))
 
 
 def _option(value: Any) -> Any:
@@ -311,7 +319,7 @@ def _is_plain(value: Any) -> bool:
 
 def tell(held: Held, parameter: torch.Tensor, key: str, value: Any, on_device: bool) -> Told:
     """What the others have to know of `value`, which is `held` of a whole parameter."""
-    if is_cut(parameter, key, value, held):
+    if is_cut(parameter, key, value, held.items()):
         return Told("cut", None if value.dtype == parameter.dtype else value.dtype)
     here = isinstance(value, torch.Tensor) and value.device == parameter.device
     return _tell_whole(value, on_device or (here and parameter.device.type != "cpu"))

@@ -8,8 +8,9 @@ optimizer computes from a fragment is, bit for bit, that part of what it compute
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Final
 
@@ -25,12 +26,13 @@ from zeroweave.optim.groups import Groups
 from zeroweave.optim.matrices import Matrices, Whole
 from zeroweave.optim.onepass import OnePass
 from zeroweave.optim.rates import Rates
+from zeroweave.optim.resting import RestingState
 from zeroweave.optim.room import Room
 from zeroweave.optim.rules import Kernels, Masters
 from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.several import WHOLE_MATRIX, members_of
 from zeroweave.optim.state_offload import StateOffload
-from zeroweave.optim.states import Described, Gathered, Held, States, gather, take
+from zeroweave.optim.states import Described, Gathered, Held, States, gather, take, tensors_in
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.transfers import Transfers
@@ -111,6 +113,7 @@ class ShardedOptimizer:
         self._at_once = max([_AT_ONCE, *(fragments.nbytes for fragments in self._fragments.values())])
         """bytes of masters that are updated in one call: their gradients, cast, are alive at once"""
         group_of = {slot_of[id(user)]: index for index, users in enumerate(in_groups) for user in users}
+        self._group_of = group_of
         self.shared = frozenset(group_of[at] for at in self.sharded if views[at[0]].layout.groups == 1)
         """the groups with parameters of which all ranks have a part"""
         self._one_pass = None
@@ -118,6 +121,8 @@ class ShardedOptimizer:
             self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, rates, self.offload.compact)
         self.groups = Groups(optimizer, in_groups, self._all)
         """of the optimizer; at rest they hold the user's parameters"""
+        self._names = {id(user): views[bucket].layout.slots[slot].name for (bucket, slot), user in self.sharded.items()}
+        self._rest(self._names)
 
     @property
     def uneven(self) -> Set[int]:
@@ -266,6 +271,26 @@ class ShardedOptimizer:
             self.replace(bucket, mine)
         with self.groups.holding(self._all):
             self.optimizer.__setstate__({"state": self.optimizer.state, "param_groups": self.optimizer.param_groups})
+        self._rest(self._names)
+
+    def _rest(self, names: Mapping[int, str]) -> None:
+        """`optimizer.state` refuses parameters of these names, by `id`. It is another object then, as after loading."""
+        for member in members_of(self.optimizer):
+            if type(state := member.state) in (defaultdict, RestingState):
+                inside = [one for one in vars(member).values() if isinstance(one, torch.optim.Optimizer)]
+                kept = (RestingState if names else defaultdict)(state.default_factory, state)
+                if isinstance(kept, RestingState):
+                    kept.names = names
+                for one in (member, *inside):
+                    if one.state is state:
+                        one.state = kept
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Inside, the groups hold all fragments, and these and their states are on the device, as in a step."""
+        with self.groups.holding(self._all), self.offload.on_device(sorted(self._views)):
+            yield
+        self.states_changed()
 
     def home_of_moments(self, bucket: int) -> torch.device:
         """Where `replace` wants what belongs to the elements of a bucket's fragments."""
@@ -275,9 +300,7 @@ class ShardedOptimizer:
         """Where the optimizer wants a tensor that belongs to a parameter as a whole: as `load_state_dict` has it."""
         if key != "step":
             return self._device
-        fragment = self._fragments[bucket].parameters[slot]
-        groups = zip(self.optimizer.param_groups, self._all, strict=True)
-        group = next((group for group, fragments in groups if any(f is fragment for f in fragments)), {})
+        group = self.optimizer.param_groups[self._group_of[bucket, slot]] if (bucket, slot) in self._group_of else {}
         return self._device if group.get("capturable") or group.get("fused") else torch.device("cpu")
 
     def tensors(self, bucket: int) -> list[torch.Tensor]:
@@ -291,9 +314,8 @@ class ShardedOptimizer:
 
     def memory(self) -> int:
         """Bytes of the optimizer's state tensors on this rank, step counters included."""
-        held = chain.from_iterable(state.values() for state in self.optimizer.state.values())
         coded = sum(moments.nbytes for moments in self.offload.compact.values())
-        return coded + sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
+        return coded + sum(value.nbytes for value in tensors_in(list(self.optimizer.state.values())))
 
     def gather(self, transport: Transport, control: Control, room: Room | None) -> Gathered:
         """The state of whole parameters, where all ranks have `room` for it; None: on rank 0 alone. Collective.
@@ -301,6 +323,9 @@ class ShardedOptimizer:
         `destroy` needs it, and so do state dicts.
         """
         self.offload.finish()
+        told = control.all_gather_object(self.offload.uncuttable(), "state that cannot be cut")
+        if any(told):
+            return Gathered({}, max(told))
         held = self.offload.outline_of, self.offload.cut_of, self.offload.value_of
         return gather(*held, self._views, self._fragments, transport, control, self._device, room)
 
@@ -322,6 +347,7 @@ class ShardedOptimizer:
         To be called after the parameters were restored.
         """
         self.offload.finish()
+        self._rest({})
         for (bucket, slot), user in self.sharded.items():
             state = self._member[bucket, slot].state
             state.pop(self._fragments[bucket].parameters[slot], None)

@@ -155,6 +155,28 @@ def test_states_are_passed_on(pools: Pools) -> None:
     assert pools(2).run(passed_on) == [[], []]
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    def run(dtype: torch.dtype) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+        settings = {"precision": {"params": "bfloat16", "optimizer": "compact"}, "compile": {"enabled": False}}
+        with zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-2), settings) as engine:
+            x = torch.linspace(-1, 1, 64, dtype=torch.bfloat16).view(8, 8)
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(dtype)
+            try:
+                for _ in range(3):
+                    engine.backward(engine(x).float().square().mean())
+                    engine.step()
+                keys = ("param", "exp_avg", "exp_avg_sq")
+                return [engine.full(name, key).clone() for name, _ in engine.module.named_parameters() for key in keys]
+            finally:
+                torch.set_default_dtype(before)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(torch.float32), run(default), strict=True))
+
+
 @pytest.mark.filterwarnings("ignore:what requires gradients and is in no group")
 def test_masters_that_no_adam_updates_keep_their_bits() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(40, 40), nn.Tanh()) for _ in range(3)))

@@ -3,7 +3,7 @@
 Tensors, by name (NAME: a parameter's key in state dicts; R: a rank):
 
     param/NAME           the parameter, the float32 master where there is one
-    state/NAME/KEY       what the optimizer keeps of each element, such as "exp_avg"
+    state/NAME/KEY       what the optimizer keeps of each element, such as "exp_avg"; KEY: see `fitting.quoted`
     grad/NAME            in the middle of a window: its gradient, as far as it was reduced
     rank/R/grad/NAME     that of rank R, as far as it was not
     buffer/NAME          a persistent buffer of rank 0, and of all ranks that have no other

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroweave.checkpoint.fitting import Accumulation, Fitting, Wanted
+from zeroweave.checkpoint.fitting import Accumulation, Fitting, Wanted, quoted
 from zeroweave.checkpoint.reader import Reader
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.state_dict import extra_states, names_of, persistent_buffers
@@ -95,7 +95,7 @@ class Loaded:
                 continue
             state = states[index] = {}
             for key in fitting.cut.get(name, ()):
-                read = reader.read(f"state/{name}/{key}", place.offset, place.numel)
+                read = reader.read(f"state/{name}/{quoted(key)}", place.offset, place.numel)
                 if (key, read.dtype) not in shards:
                     shards[key, read.dtype] = torch.zeros(layout.shard_numel, dtype=read.dtype, device=home)
                 state[key] = bucket.fragment(shards[key, read.dtype], index).copy_(read)
@@ -181,6 +181,6 @@ def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
         now = group.get(key)
         if isinstance(now, torch.Tensor):
-            now.copy_(torch.as_tensor(value, device="cpu"))
+            now.copy_(torch.as_tensor(value, dtype=now.dtype, device="cpu"))
         else:
             group[key] = value.item() if isinstance(value, torch.Tensor) and key in group else value

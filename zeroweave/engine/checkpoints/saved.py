@@ -12,6 +12,7 @@ import torch
 from zeroweave.checkpoint import plain, random_numbers
 from zeroweave.checkpoint.export import CONFIGS, Model
 from zeroweave.checkpoint.files import Part
+from zeroweave.checkpoint.fitting import quoted
 from zeroweave.checkpoint.manifest import NAMES
 from zeroweave.checkpoint.writer import Content
 from zeroweave.engine.parts import EngineParts
@@ -111,7 +112,9 @@ class Saved:
     ) -> Content:
         """What this rank has to write; of its values, those in `told` are known."""
         self._runtime.transfers.finish()
-        rank, buckets = self._control.rank, self._runtime.buckets.values()
+        rank, buckets, optimizer = self._control.rank, self._runtime.buckets.values(), self._parts.optimizer
+        if optimizer is not None and (odd := optimizer.offload.uncuttable()):
+            raise EngineError(odd)
         outlines = ((bucket, bucket.shard.to("meta")) for bucket in buckets)
         parts = [part for bucket, shard in outlines for part, _ in self._pieces(bucket, shard, self._outline)]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
@@ -168,7 +171,8 @@ class Saved:
             cut = self._cut(bucket, index)
             for key, value in held(bucket, index).items():
                 if key in cut:
-                    yield Part(f"state/{name}/{key}", shape, value.dtype, place.offset, place.numel), value
+                    part = f"state/{name}/{quoted(key)}"
+                    yield Part(part, shape, value.dtype, place.offset, place.numel), value
 
     def _gradients(self, bucket: Bucket) -> Iterator[tuple[Part, torch.Tensor]]:
         """What this rank has of the gradients of an open window: of those reduced its part, of its own all."""
@@ -191,7 +195,7 @@ class Saved:
             cut = self._cut(bucket, index)
             for key, value in self._outline(bucket, index).items():
                 if key not in cut:
-                    name = f"{layout.keys(slot.name)[bucket.number]}/{key}"
+                    name = f"{layout.keys(slot.name)[bucket.number]}/{quoted(key)}"
                     yield f"scalar/{name}", plain.encode(value, f"the optimizer's state {name}")
 
     def _optimizer_of(self, bucket: Bucket) -> ShardedOptimizer | None:
