@@ -67,7 +67,7 @@ class FakeHost:
         self.expected: Counter[Place] = Counter()
         self.entered: list[tuple[str, str, tuple[int, ...]]] = []
         self.log: list[str] = []
-        self.ran = 0
+        self.ran = self.watched = 0
         self.pending: list[Tensor] = []
         self.lent: list[Tensor] = []
         self.seen_by_hooks: list[Tensor] = []
@@ -191,6 +191,9 @@ class FakeHost:
             known = self.gradients.get((b, slot))
             self.gradients[b, slot] = gradient.clone() if known is None else known + gradient
         return frozenset()
+
+    def watch_writes(self) -> None:
+        self.watched += 1
 
     def template_ran(self) -> None:
         self.ran += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import operator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from zeroweave._torch.dynamo import (
     keep_from_dynamo,
     module_runner,
 )
-from zeroweave._torch.fx import boxed, mark_boxed
+from zeroweave._torch.fx import boxed, is_kernel, mark_boxed
 from zeroweave._torch.inductor import (
     inductor_cache_hits,
     inductor_compile,
@@ -274,3 +275,11 @@ def test_inductor_tells_of_its_cache() -> None:
     frames = len(dynamo_frame_seconds())
     torch.compile(lambda x: x + 7, backend="eager")(torch.ones(3))
     assert len(dynamo_frame_seconds()) == frames + 1 and dynamo_frame_seconds()[-1] > 0
+
+
+def test_kernels_that_pytorch_does_not_look_into_are_known() -> None:
+    import torch._higher_order_ops.triton_kernel_wrap as wrap
+
+    assert is_kernel(wrap.triton_kernel_wrapper_functional)
+    assert is_kernel(torch.ops.higher_order.auto_functionalized_v2)
+    assert not is_kernel(torch.ops.aten.copy_.default) and not is_kernel(operator.getitem)

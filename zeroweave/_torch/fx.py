@@ -34,6 +34,14 @@ def operator_schema(target: Any) -> Any:
     return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
+def is_kernel(target: Any) -> bool:
+    """True if it wraps code that PyTorch does not look into, as Triton kernels and some custom operators are wrapped.
+
+    Why: what PyTorch cannot prove to be only read by it counts as written.
+    """
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of nested containers, and what `unflatten` needs. Why: as `map_tensors`."""
     from torch.utils._pytree import tree_flatten

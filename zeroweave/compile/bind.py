@@ -72,6 +72,9 @@ class TemplateHost(Protocol):
         their memory.
         """
 
+    def watch_writes(self) -> None:
+        """A template is compiled that may write to parameters, as far as PyTorch can tell: values are to decide."""
+
     def template_ran(self) -> None:
         """A template was executed (forward, backward or inference)."""
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zeroweave._torch.aot import aot_partition, aot_saved
-from zeroweave._torch.fx import boxed, operator_schema
+from zeroweave._torch.fx import boxed, is_kernel, operator_schema
 from zeroweave._torch.inductor import (
     inductor_calls,
     inductor_compile,
@@ -96,15 +96,23 @@ def partition(
     )
 
 
-def check_mutations(graph: fx.Graph, roles: Roles, inputs: Sequence[Any]) -> None:
-    """Raises ParameterError if a graph writes to a parameter; `inputs` is AOTAutograd's `input_info`."""
+def may_write(graph: fx.Graph, roles: Roles, inputs: Sequence[Any]) -> bool:
+    """True if a kernel may write to a parameter, as far as PyTorch can tell; `inputs` is AOTAutograd's `input_info`.
+
+    Raises ParameterError where the graph has no such kernel, and writes.
+    """
+    suspected, kernels = False, any(is_kernel(node.target) for node in graph.nodes)
     for node, info in zip(_placeholders(graph), inputs, strict=False):
         position = roles.position(node)
-        if position is not None and (info.mutates_data or info.mutates_metadata):
+        if position is None or not (info.mutates_data or info.mutates_metadata):
+            continue
+        if info.mutates_metadata or not kernels:
             raise ParameterError(
                 f"the forward writes to parameter {roles.parameters[position]!r}, which would be lost: the values "
                 "live in shards; write inside engine.full_parameters(), or use a buffer"
             )
+        suspected = True
+    return suspected
 
 
 def tag_recomputed(graph: fx.Graph, roles: Roles) -> None:

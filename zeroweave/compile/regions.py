@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from zeroweave._torch.modules import hooks_as_called
 from zeroweave.errors import ConfigError
+from zeroweave.parameters.foreign import is_foreign
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -125,7 +126,7 @@ def call_modules(model: nn.Module, regions: Sequence[tuple[str, nn.Module]]) -> 
     return [
         (name, module)
         for name, module in model.named_modules()
-        if module not in inside and any(p is not None for p in module._parameters.values())
+        if module not in inside and any(p is not None and not is_foreign(p) for p in module._parameters.values())
     ]
 
 

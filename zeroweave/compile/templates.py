@@ -237,7 +237,11 @@ class _Compilation:
 
     def _forward(self, graph: fx.GraphModule, inputs: Sequence[Any], split: Split | None) -> Boxed:
         metadata = aot_metadata()
-        lowering.check_mutations(graph.graph, self._roles, metadata.input_info)
+        if (
+            lowering.may_write(graph.graph, self._roles, metadata.input_info)
+            and (host := self._caller.host) is not None
+        ):
+            host.watch_writes()
         metadata.bw_donated_idxs = []
         bind = forward_binder(self._caller, graph.graph, split)
         kind: Kind = "forward" if split else "inference"

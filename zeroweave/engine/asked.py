@@ -17,6 +17,7 @@ from zeroweave.experts import find_experts
 from zeroweave.optim.check import check_optimizers
 from zeroweave.optim.several import Schedulers, WholeMatrices, as_one, given, members_of
 from zeroweave.parameters.check import check
+from zeroweave.parameters.foreign import own_parameters
 from zeroweave.parameters.weights import Buffers, Weights, WeightsLike, weights_of
 from zeroweave.ranks.faults import Fault
 from zeroweave.ranks.signals import check_thread
@@ -52,7 +53,7 @@ def asked_for(
     check(model)
     experts = find_experts(model, settings.experts)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(list(model.parameters()))
+        optimizer = optimizer(list(own_parameters(model).values()))
     passed = [] if optimizer is None else given(optimizer)
     check_optimizers(passed, model)
     one = as_one([each.optimizer for each in passed]) if passed else None

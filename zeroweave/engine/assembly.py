@@ -67,6 +67,7 @@ from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts, weak
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.parameters.foreign import foreign_parameters, move, own_parameters
 from zeroweave.parameters.places import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.parameters.weights import WeightsLike
@@ -155,7 +156,9 @@ def _assemble(
     ledger = guard.progress.ledger
     settings, optimizer, experts = asked.settings, asked.optimizer, asked.experts
     sinks = sinks_of(settings, ends) if control.rank == 0 and optimizer is not None else []
-    named = dict(model.named_parameters())
+    named, foreign = own_parameters(model), foreign_parameters(model)
+    if foreign:
+        warn(f"frozen parameters stay as each rank has them, whole, and are not saved: {foreign}", control.rank)
     own = experts if settings.experts.parallel_size > 1 else frozenset()
     specs = specs_of(model, named, own, settings, optimizer)
     agree_on(control, model, specs, settings)
@@ -193,6 +196,8 @@ def _assemble(
     fill(runtime, named, asked.weights)
     runtime.transfers.finish()
     asked.buffers.give()
+    move(model, device)
+    runtime.writes.watch()
     share_buffers(model, device, runtime)
     buckets, moments_off, states = list(runtime.buckets.values()), settings.offload.optimizer != "none", States()
     if optimizer is not None:

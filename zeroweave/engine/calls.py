@@ -24,6 +24,7 @@ from zeroweave.eager.hooks import Compiled, ModuleCall
 from zeroweave.eager.shown import Shown
 from zeroweave.errors import EngineError
 from zeroweave.notices import Journal, warn
+from zeroweave.parameters.foreign import own_parameters
 from zeroweave.runtime.runtime import Runtime
 
 _HOOKED: Final = (
@@ -82,10 +83,10 @@ class Calls:
                 runtime, names, c.lower, c.recompile_limit, c.activation_budget, announcer, journal, code
             )
 
-        place_of = {id(p): runtime.directory.places[name] for name, p in model.named_parameters()}
+        place_of = {id(p): runtime.directory.places[name] for name, p in own_parameters(model).items()}
 
         def call(name: str, module: nn.Module, recurse: bool, compiled: Compiled | None = None) -> ModuleCall:
-            slots = [place_of[id(p)] for p in module.parameters(recurse)]
+            slots = [place_of[id(p)] for p in module.parameters(recurse) if id(p) in place_of]
             return ModuleCall(name, module, slots, runtime, access, self.session, compiled)
 
         outside = call_modules(model, regions)

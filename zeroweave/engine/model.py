@@ -13,6 +13,7 @@ from zeroweave.engine.state_dict import share
 from zeroweave.errors import EngineError
 from zeroweave.experts import GROUP as EXPERTS
 from zeroweave.layout import WORLD, ParameterSpec
+from zeroweave.parameters.foreign import foreign_parameters
 from zeroweave.parameters.weights import FileWeights, Weights
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.runtime import Runtime
@@ -54,7 +55,8 @@ def specs_of(
 
 
 def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], settings: Config) -> None:
-    parameters = [_spelled(spec) for spec in specs]
+    foreign = foreign_parameters(model).items()
+    parameters = [*map(_spelled, specs), *(f"parameter {name!r} {what}" for name, what in foreign)]
     buffers = [f"buffer {name!r} {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     mine = (parameters, buffers, settings.model_dump(), torch.__version__)
     for rank, theirs in enumerate(control.all_gather_object(mine)):

@@ -15,6 +15,7 @@ from zeroweave.optim.lion import Lion
 from zeroweave.optim.probe import kept_of_wholes, probe
 from zeroweave.optim.several import WHOLE_MATRIX, Given
 from zeroweave.optim.states import uncuttable
+from zeroweave.parameters.foreign import own_parameters
 
 # Optimizers that compute each element by itself, and whose state, step counters included, belongs to single
 # parameters: some of these can be stepped without the others. Exact types; a subclass may do things of its own.
@@ -77,7 +78,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, whole: b
     """
     reasons = [*_class_reasons(optimizer, whole)]
     if isinstance(optimizer, torch.optim.Optimizer):
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): name for name, parameter in own_parameters(model).items()}
         reasons += _group_reasons(optimizer, names)
         if lasting := uncuttable(optimizer.state, names):
             reasons.append(
@@ -150,7 +151,7 @@ def _group_reasons(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -
     if other:
         yield (
             f"it is an optimizer over other parameters than the model's ({', '.join(other)}); "
-            "build it on model.parameters() of the model that is initialized"
+            "build it on model.parameters() of the model that is initialized, without frozen ones of other libraries"
         )
     counts = Counter(key for _, key in members)
     twice = [names.get(key, "a parameter of another model") for key, count in counts.items() if count > 1]

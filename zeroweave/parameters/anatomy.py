@@ -9,6 +9,7 @@ from torch import nn
 
 from zeroweave._torch.modules import Inside, child_modules, is_compiled_function
 from zeroweave.errors import ParameterError
+from zeroweave.parameters.foreign import is_foreign
 from zeroweave.parameters.stub import AtRest
 
 _NAMED: Final = 6
@@ -48,7 +49,7 @@ class Anatomy:
         if not self._inside.holds:
             known = set(map(id, own()))
             named = self._model.named_parameters(remove_duplicate=False)
-            if came := [name for name, p in named if not (id(p) in known or isinstance(p, AtRest))]:
+            if came := [name for name, p in named if not (id(p) in known or isinstance(p, AtRest) or is_foreign(p))]:
                 more = f" and {len(came) - _NAMED} more" if len(came) > _NAMED else ""
                 raise ParameterError(
                     f"{', '.join(came[:_NAMED])}{more}: added to the model since zeroweave.initialize, so it would not "

@@ -22,6 +22,7 @@ from zeroweave._torch.modules import forward_pre_hooks, is_compiled_function, is
 from zeroweave._torch.storages import storage_key, use_count
 from zeroweave._torch.tensors import post_accumulate_hooks, tensor_hooks
 from zeroweave.errors import ParameterError
+from zeroweave.parameters.foreign import own_parameters
 from zeroweave.parameters.stub import AtRest
 
 _TRANSIENT_SECONDS: Final = 2.0
@@ -48,7 +49,7 @@ def check(model: nn.Module) -> None:
     """
     gc.collect()
     _raise_if_any(_of_wrappers(model))
-    parameters = dict(model.named_parameters())
+    parameters = own_parameters(model)
     ordinary = {name: p for name, p in parameters.items() if _has_plain_storage(p)}
     _raise_if_any(
         [
@@ -109,7 +110,7 @@ def _kind_reasons(parameter: nn.Parameter) -> Iterator[str]:
         yield "has no shape yet (a lazy module); run one forward before zeroweave.initialize"
     elif type(parameter) is not nn.Parameter:
         kind = type(parameter).__name__
-        yield f"is a tensor subclass ({kind}); only plain nn.Parameter objects can be sharded"
+        yield f"is a tensor subclass ({kind}); only plain nn.Parameter objects can be trained"
     elif parameter.layout is not torch.strided:
         yield f"has layout {parameter.layout}; convert it with to_dense()"
     elif parameter.is_quantized or parameter.is_complex():

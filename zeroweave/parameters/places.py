@@ -25,6 +25,7 @@ from zeroweave._torch.modules import parameter_entries, refresh_rnn_weights, wat
 from zeroweave._torch.tensors import exchange
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.anatomy import Anatomy
+from zeroweave.parameters.foreign import is_foreign, own_parameters
 from zeroweave.parameters.stub import VALUES, AtRest, Showing, StubStatus
 
 
@@ -37,7 +38,7 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
     autograd again, because `swap_tensors` poisons it. Errors of `real` pass through; ParameterError where
     a parameter cannot be swapped.
     """
-    named = dict(model.named_parameters())
+    named = own_parameters(model)
     reals = {name: real(name, parameter) for name, parameter in named.items()}
     rnns = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     swapped: list[tuple[nn.Parameter, torch.Tensor]] = []
@@ -84,7 +85,7 @@ class Places:
         self.aliases = {
             alias: canonical[id(stub)]
             for alias, stub in model.named_parameters(remove_duplicate=False)
-            if alias not in stubs
+            if alias not in stubs and not is_foreign(stub)
         }
         self._status = status
         self._entries: list[tuple[dict[str, nn.Parameter | None], str]] = []
@@ -96,11 +97,11 @@ class Places:
         for path, module in model.named_modules():
             entries = parameter_entries(module)
             for name, stub in entries.items():
-                if stub is not None:
+                if stub is not None and not is_foreign(stub):
                     self._entries.append((entries, name))
                     self._labels.append(f"{path}.{name}" if path else name)
                     self._owners.append(canonical[id(stub)])
-            first = next(iter(module.parameters()), None)
+            first = next((p for p in module.parameters() if not is_foreign(p)), None)
             if first is not None:
                 self.hooks += _StateDictGuard(module, path, canonical[id(first)], status).handles
         self._stubs = [self.names[name] for name in self._owners]
@@ -255,7 +256,7 @@ class _StateDictGuard:
 
     def __init__(self, module: nn.Module, path: str, parameter: str, status: StubStatus) -> None:
         self._where = f"of {path!r}, parameter {parameter!r}" if path else f"with parameter {parameter!r}"
-        self._own = tuple(parameter_entries(module))
+        self._own = tuple(name for name, p in parameter_entries(module).items() if p is None or not is_foreign(p))
         self._status = status
         self.handles: list[RemovableHandle] = [
             module.register_state_dict_pre_hook(self._before_save),

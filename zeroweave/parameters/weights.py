@@ -21,6 +21,7 @@ from torch import nn
 
 from zeroweave.errors import ParameterError
 from zeroweave.notices import warn
+from zeroweave.parameters.foreign import is_foreign, own_parameters
 
 WeightsLike: TypeAlias = str | os.PathLike[str] | Callable[[str, torch.Tensor], Any]
 """A safetensors file, a folder of them, or a function that fills the tensor of a parameter's name."""
@@ -39,7 +40,7 @@ class MadeWeights:
 
     def __init__(self, model: nn.Module, fill: Callable[[str, torch.Tensor], Any] | None = None) -> None:
         self._model, self._fill = model, fill
-        self._named = dict(model.named_parameters())
+        self._named = own_parameters(model)
         self._owners = {
             id(parameter): module for module in model.modules() for parameter in module._parameters.values()
         }
@@ -278,9 +279,9 @@ def _files_of(path: Path) -> dict[str, Path]:
 
 def names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Canonical name -> all names of the parameter, that one first."""
-    canonical = {id(parameter): name for name, parameter in model.named_parameters()}
+    canonical = {id(parameter): name for name, parameter in own_parameters(model).items()}
     names: dict[str, list[str]] = {name: [name] for name in canonical.values()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name not in names[canonical[id(parameter)]]:
+        if not is_foreign(parameter) and name not in names[canonical[id(parameter)]]:
             names[canonical[id(parameter)]].append(name)
     return {name: tuple(known) for name, known in names.items()}

@@ -31,6 +31,7 @@ from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.scaler import Scaler, checks
 from zeroweave.optim.states import States
 from zeroweave.optim.step import ShardedOptimizer
+from zeroweave.parameters.foreign import own_parameters
 from zeroweave.parameters.places import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.plan.hardware import Hardware
@@ -161,7 +162,7 @@ class PlannedRank:
         self._config, self._model, self._hardware = config, model, hardware
         self._clock = clock = PlannedClock()
         self._meter = meter = Meter(clock, hardware)
-        named, cpu = dict(model.named_parameters()), torch.device("cpu")
+        named, cpu = own_parameters(model), torch.device("cpu")
         layouts = build_layout(
             specs_of(model, named, frozenset(), config, None), world, config.bucket.bytes, config.bucket.by_block
         )
@@ -180,7 +181,7 @@ class PlannedRank:
             )
             offloading = runtime.activations.offloading
             clock.attach(runtime.flats, None if offloading is None else offloading.away)
-            made, place = optimizer(list(model.parameters())), runtime.directory.places
+            made, place = optimizer(list(own_parameters(model).values())), runtime.directory.places
             slot_of = {id(p): place[name] for name, p in named.items()}
             del named
             at = rest(model, StubStatus(), lambda name, _: runtime.buckets[place[name][0]].real[place[name][1]])

@@ -60,7 +60,7 @@ class Bucket(Flat):
         self._key = storage_key(self.flat)
         self.generation = 0
         """how often the values of the shard have changed"""
-        self._accept_writes()
+        self.accept_writes()
         self._references = storage_use_count(self.storage)
         self._shown = False
         self._own: dict[bool, list[int]] = {}
@@ -114,12 +114,25 @@ class Bucket(Flat):
     def kept(self, handed_in: int) -> bool:
         return super().kept(handed_in) or bool(self.referenced())
 
+    @torch.no_grad()
+    def altered(self) -> torch.Tensor:
+        """[2], int64, on the device: 1 if this rank wrote its part since the gather, else 0; and one place where."""
+        self.wait()
+        own, sent = self.slice(self._target), self.home.rounded()
+        differs, index = ((own != sent) & ((own == own) | (sent == sent))).max(0)  # NaN are equal
+        return torch.stack((differs.long(), index + self.layout.shard_range(self.rank)[0]))
+
     def check_unchanged(self) -> None:
-        """Raises if a parameter was written in place (the next gather would lose it), frozen or unfrozen."""
+        """Raises if a parameter was written in place (the next gather would lose it), frozen or unfrozen.
+
+        An operator counts as one that writes where PyTorch cannot know better. So this rank's values decide. A write
+        into the part of another rank is found by that rank.
+        """
         if (now := list(map(marks, self.real))) == self._marks:
             return
         if written := self._changed(now, 0):
-            self._accept_writes()
+            self.accept_writes()
+        if written and self.layout.shard_numel and self.altered()[0]:
             raise ParameterError(
                 f"{written} written in place during a call: the write would be lost with "
                 "the next gather; write parameters inside `with engine.full_parameters():`"
@@ -127,25 +140,26 @@ class Bucket(Flat):
         if moved := self._changed(now, 1):
             for p, view in zip(self.real, self.views(self.flat), strict=True):
                 p.data = view.data
-            self._accept_writes()
+            self.accept_writes()
             raise ParameterError(
                 f"the data of {moved} was replaced by another tensor during a call; write values "
                 "with `copy_` inside `with engine.full_parameters():`"
             )
-        frozen = self._changed(now, 2)
-        for p in self.real:
-            p.requires_grad_(self.layout.requires_grad)
-        raise ParameterError(
-            f"requires_grad of {frozen} changed during a call: what is trained is decided "
-            "when the engine is made; freeze or unfreeze before zeroweave.initialize"
-        )
+        if frozen := self._changed(now, 2):
+            for p in self.real:
+                p.requires_grad_(self.layout.requires_grad)
+            raise ParameterError(
+                f"requires_grad of {frozen} changed during a call: what is trained is decided "
+                "when the engine is made; freeze or unfreeze before zeroweave.initialize"
+            )
 
     def _changed(self, now: list[tuple[int, int, bool]], which: int) -> str:
         """The names of the parameters of which this one of their marks has changed."""
         pairs = zip(self.layout.slots, now, self._marks, strict=True)
         return ", ".join(repr(slot.name) for slot, a, b in pairs if a[which] != b[which])
 
-    def _accept_writes(self) -> None:
+    def accept_writes(self) -> None:
+        """Writes until now are no error any more."""
         key, trains = self._key, self.layout.requires_grad
         self._marks = [(known, key, trains) for known in versions(self.real)]
 
@@ -163,7 +177,7 @@ class Bucket(Flat):
             self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
         increment_version(self.real)
         self.generation += 1
-        self._accept_writes()
+        self.accept_writes()
         if self.standing and not regathered:
             self.expire()
 

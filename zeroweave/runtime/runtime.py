@@ -37,6 +37,7 @@ from zeroweave.runtime.shard import Shard
 from zeroweave.runtime.tape import Frame
 from zeroweave.runtime.timeline import Record
 from zeroweave.runtime.transfers import Transfers
+from zeroweave.runtime.writes import Writes
 from zeroweave.schedule import Call, Schedule
 
 
@@ -105,6 +106,7 @@ class Runtime:
         self._session: Frame | None = None
         self._backward_reads: list[Frame] = []
         self.saved_views = SavedViews()
+        self.writes = Writes(self.buckets.values())
         self.writable = False
         """may the user write parameters now? See `writing`"""
 
@@ -143,10 +145,17 @@ class Runtime:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
         self.note_backward()
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
-        if self._training and not (self.in_backward or self.replay.record):
+        if first := self._training and not (self.in_backward or self.replay.record):
             self._observer.window_began()
+        if first or not self._training:
+            self.watch_writes(anew=False)
         self._session_reads, self._session = [], Frame(Call("the model", "forward"), (), self.replay)
         self.activations.begin_forward()
+
+    def watch_writes(self, anew: bool = True) -> None:
+        """Has the forward that runs now watched; by default it has come to a new template that may write."""
+        if not (self.writable or self.in_backward):
+            self.writes.begin(anew)
 
     def _leave_session(self) -> None:
         reads, self._session_reads, self._session = self._session_reads, None, None
@@ -155,6 +164,7 @@ class Runtime:
     def end_session(self) -> None:
         """The outermost forward is over, and with it the reads of parameters outside of any call."""
         self._leave_session()
+        self.writes.end()
         if not self._training:
             self._inference.forward_over()
         elif not self.in_backward:
@@ -163,6 +173,7 @@ class Runtime:
     def abort_session(self) -> None:
         """The outermost forward ended with an exception, as a recomputation that has what it needs does, too."""
         self._leave_session()
+        self.writes.end(failed=True)
         self._frame = None
         if not self._training:
             self._inference.abort()
@@ -209,15 +220,16 @@ class Runtime:
                 self.activations.end_call(frame.call, frame.number)
         if not frame.covered:
             self._release(frame)
-            for bucket in map(self.buckets.__getitem__, frame.uses):
-                # What has gone was looked at as it went. What stays may go behind the update only, which is too late.
-                if bucket.resident and not self.writable:
-                    bucket.check_unchanged()
-                    bucket.check_alone()
         elif frame.call.phase == "backward":
             self._back.left(frame)
+        for bucket in map(self.buckets.__getitem__, frame.uses):
+            # What has gone was looked at as it went. What stays may go behind the update only, which is too late.
+            if bucket.resident and not self.writable:
+                bucket.check_unchanged()
+                bucket.check_alone()
 
     def _release(self, frame: Frame) -> None:
+        self.writes.look(map(self.buckets.__getitem__, frame.uses))
         self._back.tape.left(frame)
         frame.replay.left(frame.call)
 
@@ -319,6 +331,9 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._leave_reads(self._backward_reads)
+        for bucket in self.buckets.values():
+            if bucket.resident and bucket.written and not self.writable:
+                bucket.check_unchanged()  # behind the update the shard has other values
         self._back.finish()
         if self._accumulating:
             reducing = self.replay.reducing

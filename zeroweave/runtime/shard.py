@@ -104,6 +104,11 @@ class Shard:
     def source_on_host(self) -> bool:
         return self._host_source is not None
 
+    def rounded(self) -> torch.Tensor:
+        """What is gathered [numel / world], on the device and in its dtype: itself, or a copy."""
+        uploaded = None if self._host_source is None else self._transfers.upload([self._host_source]).wait()[0]
+        return cast(self.source if uploaded is None else uploaded, self._dtype)
+
     @property
     def at_rest(self) -> tuple[torch.Tensor, ...]:
         """The tensors that hold the master while it is not lifted."""

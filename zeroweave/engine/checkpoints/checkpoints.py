@@ -31,6 +31,8 @@ from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
 from zeroweave.errors import CheckpointError, EngineError
+from zeroweave.notices import warn
+from zeroweave.parameters.foreign import foreign_parameters
 from zeroweave.ranks.faults import Faults
 from zeroweave.ranks.signals import Signals
 
@@ -195,6 +197,8 @@ class Checkpoints:
             self._values.tell_left_out("export()")
             failure, items = "", stream(self._parts)
             cause: Exception | None = None
+            if foreign := foreign_parameters(self._parts.model):
+                warn(f"the export leaves out frozen parameters that are not sharded: {foreign}", self._control.rank)
             if self._control.rank == 0:
                 tensors = (rounding.cast(value, cast(value.dtype, dtype)) for _, value in items)
                 try:

@@ -1,0 +1,61 @@
+"""Writes to gathered parameters that leave no trace: through `.data`, or by kernels that PyTorch cannot look into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+
+from zeroweave.errors import ParameterError
+from zeroweave.runtime.bucket import Bucket
+
+WATCHED: Final = 5
+"""So many windows are watched: a write may change nothing at first, as that of a momentum encoder that is a copy."""
+
+
+class Writes:
+    """Compares what a forward leaves in flats with what was gathered; of the first windows, the first forward of each.
+
+    Each rank compares its own part of a flat, on the device, and reads the results at the forward's end. So a write to
+    another rank's part is found by that rank, if the program writes the same there. None is watched before `watch`.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket]) -> None:
+        self._buckets = [bucket for bucket in buckets if bucket.layout.shard_numel]
+        self._left: int | None = None
+        self._found: list[tuple[Bucket, torch.Tensor]] | None = None
+
+    def watch(self) -> None:
+        """The buckets have values: the next windows are watched."""
+        self._left = WATCHED
+
+    def begin(self, anew: bool) -> None:
+        """A window's first forward begins. `anew`: it has come to a new kernel that may write."""
+        if anew and self._left is not None:
+            self._left = WATCHED
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if self._left and self._found is None and not captures:
+            self._left, self._found = self._left - 1, []
+
+    def look(self, buckets: Iterable[Bucket]) -> None:
+        """These are held, and may not be afterwards."""
+        if self._found is not None:
+            self._found += [(bucket, bucket.altered()) for bucket in buckets if bucket in self._buckets]
+
+    def end(self, failed: bool = False) -> None:
+        """The forward is over. ParameterError if it has written, unless it has failed."""
+        self.look(bucket for bucket in self._buckets if (bucket.holds or bucket.standing) and not failed)
+        found, self._found = self._found, None
+        if not found or failed:
+            return
+        results = zip(found, torch.stack([result for _, result in found]).tolist(), strict=True)
+        places = [(bucket.layout.slots, place) for (bucket, _), (differs, place) in results if differs]
+        if names := {[slot.name for slot in slots if slot.offset <= place][-1] for slots, place in places}:
+            for bucket, _ in found:
+                bucket.accept_writes()  # this error tells them
+            raise ParameterError(
+                f"the forward writes to {', '.join(map(repr, sorted(names)))}, through `.data` or in a kernel: the "
+                "write would be lost with the next gather. Write parameters between steps, inside "
+                "`with engine.full_parameters():`, or use buffers; docs/ema.md has momentum encoders"
+            )
