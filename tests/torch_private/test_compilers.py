@@ -281,5 +281,6 @@ def test_kernels_that_pytorch_does_not_look_into_are_known() -> None:
     import torch._higher_order_ops.triton_kernel_wrap as wrap
 
     assert is_kernel(wrap.triton_kernel_wrapper_functional)
+    assert str(wrap.triton_kernel_wrapper_mutation).startswith("triton_kernel_wrapper")
     assert is_kernel(torch.ops.higher_order.auto_functionalized_v2)
     assert not is_kernel(torch.ops.aten.copy_.default) and not is_kernel(operator.getitem)
