@@ -20,6 +20,7 @@ from zeroweave.comm.rounding import cast, cast_
 from zeroweave.engine.parts import EngineParts
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.layout import BucketLayout, Slot
+from zeroweave.parameters.foreign import is_foreign
 from zeroweave.parameters.places import Places
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
@@ -134,10 +135,12 @@ def of_modules(parts: EngineParts, values: Mapping[str, torch.Tensor], lent: Len
     Experts that not all ranks share are behind the others, under the names of each.
     """
     grouped = _grouped(parts)
+    named = parts.model.named_parameters(remove_duplicate=False)
+    foreign = tuple(f"{name}." for name, p in named if is_foreign(p))  # and what their modules add under these names
     with lent(own(parts, values)), _buffers_on_host(parts.model):
         found: dict[str, Any] = parts.model.state_dict()
     for key, value in [*found.items()]:
-        if key in grouped:
+        if key in grouped or f"{key}.".startswith(foreign):
             del found[key]
         elif isinstance(value, torch.Tensor):
             found[key] = value.cpu()
