@@ -3,6 +3,7 @@
 from zeroweave import data
 from zeroweave.compile.frames import keep_package_from_dynamo
 from zeroweave.config import Config
+from zeroweave.eager.methods import mark_forward
 from zeroweave.engine import Engine
 from zeroweave.engine.assembly import initialize
 from zeroweave.errors import (
@@ -45,6 +46,7 @@ __all__ = [
     "initialize",
     "load_deepspeed",
     "load_pretrained",
+    "mark_forward",
 ]
 __version__ = "0.1.0"
 

@@ -136,6 +136,7 @@ EVERYTHING: dict[str, Any] = {
         "dynamic": False,
     },
     "transport": {"gathers": "kernel", "reductions": "pull"},
+    "sharding": {"optional": ["model.visual*"]},
     "experts": {"parameters": ["*.experts.*"], "parallel_size": 2},
     "activations": {"free_threshold_bytes": 1 << 20},
     "checkpoint": {"keep_last": 3, "keep_every": 100, "save_on_signal": "runs/7"},
@@ -163,6 +164,7 @@ reduce = { depth = 1, op = "predivide" }
 activations = { free_threshold_bytes = 1048576 }
 transport = { gathers = "kernel", reductions = "pull" }
 log_dir = "runs/7/log"
+sharding = { optional = ["model.visual*"] }
 experts = { parameters = ["*.experts.*"], parallel_size = 2 }
 
 [log]

@@ -310,11 +310,32 @@ def test_a_hook_in_full_parameters_is_told_to_end_there(sharded: Sharded, method
     assert len(called) == 1
 
 
-def test_a_penalty_between_forward_and_backward_is_refused(sharded: Sharded) -> None:
-    for parameters in (sharded.engine.module.parameters(), sharded.earlier):
+def test_values_are_read_between_a_forward_and_its_backward_only(sharded: Sharded) -> None:
+    module = sharded.engine.module
+    for parameters in (list(module.parameters()), sharded.earlier):
         loss = sharded.engine(torch.ones(2, 8)).mean()
+        penalty = torch.stack([p.pow(2).sum() for p in parameters]).sum()
+        sharded.engine.backward(loss + penalty)
+        with pytest.raises(ParameterError, match=r"blocks\.0\.weight.*zeroweave\.mark_forward"):
+            parameters[0].sum()
+        sharded.engine.step()
         with pytest.raises(ParameterError, match=r"blocks\.0\.weight"):
-            loss + sum(p.pow(2).sum() for p in parameters)
+            parameters[0].sum()
+    with sharded.engine.full_parameters():
+        expected = torch.stack([p.detach().pow(2).sum() for p in module.parameters()]).sum()
+    sharded.engine(torch.ones(2, 8))
+    with torch.no_grad():
+        assert torch.equal(torch.stack([p.pow(2).sum() for p in module.parameters()]).sum(), expected)
     sharded.engine.zero_grad()
-    sharded.backward()
+    with pytest.raises(ParameterError, match=r"blocks\.0\.weight"):
+        sharded.earlier[0].sum()
+
+
+def test_what_leaves_no_trace_is_refused_between_a_forward_and_its_backward(sharded: Sharded) -> None:
+    loss = sharded.engine(torch.ones(2, 8)).mean()
+    weight = sharded.earlier[0]
+    for touch in (lambda: weight.data, lambda: copy.deepcopy(weight), lambda: pickle.dumps(weight)):
+        with pytest.raises(ParameterError, match=r"blocks\.0\.weight"):
+            touch()
+    sharded.engine.backward(loss)
     sharded.engine.step()

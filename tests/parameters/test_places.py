@@ -50,7 +50,7 @@ def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -
 
 
 def test_full_parameters_serve_independent_state(resting: Resting) -> None:
-    resting.places.show_views()
+    resting.places.open(resting.places.views())
     resting.places.show_real()
     served = resting.model.state_dict()
     kept = resting.model.state_dict(keep_vars=True)
@@ -76,7 +76,8 @@ def test_views_of_the_real_ones_can_be_kept(resting: Resting) -> None:
     resting.places.show_real()
     real = resting.model[0].weight
     resting.places.show_stubs()
-    views = resting.places.show_views()
+    views = resting.places.views()
+    resting.places.open(views)
     assert list(views) == list(resting.places.names) and resting.model[0].weight is views[NAME] is not real
     with torch.no_grad():
         views[NAME].fill_(3.0)

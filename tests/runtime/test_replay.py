@@ -117,9 +117,9 @@ def test_a_call_that_ends_before_the_one_inside_it_departs() -> None:
     replay = player.runtime.replay
     replay.entered(X, (0,))
     replay.left(X)
-    assert replay.departures == 1
     assert not resident(player)
     replay.entered(Y, (1,))
+    assert replay.departures == 1
     assert resident(player) == {1}
     replay.left(Y)
     player.deliver(0)
@@ -162,11 +162,22 @@ def test_a_settle_comes_with_the_next_event() -> None:
 
 
 def swapped(player: Player) -> None:
+    first_left_out(player)
+    player.runtime.replay.entered(X, (0,))
+    player.runtime.replay.left(X)
+
+
+def first_left_out(player: Player) -> None:
     player.runtime.replay.entered(Y, (1,))
     player.runtime.replay.left(Y)
 
 
-def missing(player: Player) -> None:
+def last_left_out(player: Player) -> None:
+    player.runtime.replay.entered(X, (0,))
+    player.runtime.replay.left(X)
+
+
+def all_left_out(player: Player) -> None:
     return None
 
 
@@ -178,10 +189,13 @@ def twice(player: Player) -> None:
     player.runtime.replay.left(Y)
 
 
-@pytest.mark.parametrize("calls", [swapped, missing, twice])
+@pytest.mark.parametrize(
+    ("calls", "departs"),
+    [(swapped, True), (twice, True), (first_left_out, False), (last_left_out, False), (all_left_out, False)],
+)
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_any_departure_reduces_every_gradient_once_and_leaves_nothing_behind(
-    calls: Callable[[Player], None], prefetch: int
+def test_every_gradient_is_reduced_once_whatever_calls_come_and_nothing_is_left_behind(
+    calls: Callable[[Player], None], departs: bool, prefetch: int
 ) -> None:
     record = (Entered(X, (0,)), Left(X), Entered(Y, (1,)), Left(Y), Ready(1), Ready(0), Micro())
     player = Player(facts(prefetch=prefetch), FREE)
@@ -191,8 +205,15 @@ def test_any_departure_reduces_every_gradient_once_and_leaves_nothing_behind(
     player.deliver(0)
     player.deliver(1)
     assert sorted(finish(player)) == [0, 1]
-    assert player.runtime.replay.departures == 1
+    assert player.runtime.replay.departures == departs
+    if not departs:
+        schedule = player.runtime.replay.schedule
+        assert schedule is not None
+        gathers = [bucket for kind, bucket in schedule.collectives() if kind == "all_gather"]
+        assert [bucket for kind, bucket, *_ in player.transport.calls if kind == "all_gather"] == gathers
     runs = [i for i in player.runtime.replay.executed if isinstance(i, Run)]
+    if calls is swapped:
+        runs.pop(0)  # X was left out, and is recorded where it came after all
     assert tuple(Entered(i.call, i.uses) for i in runs) == tuple(
         event for event in player.runtime.replay.record if isinstance(event, Entered)
     )

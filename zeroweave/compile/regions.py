@@ -68,7 +68,7 @@ def find_regions(
     Raises ConfigError if a pattern matches no module that could be a region.
     """
     if not isinstance(patterns, str):
-        return _matching(model, patterns)
+        return matching(model, patterns)
     if patterns != "auto":
         raise ConfigError(f'compile.regions is "auto" or a list of name patterns, not {patterns!r}')
     blocks = find_blocks(model)
@@ -83,7 +83,7 @@ def find_units(model: nn.Module, patterns: str | Sequence[str]) -> list[tuple[st
 
     Those are the regions that `patterns` name, compiled or not, and then the blocks.
     """
-    named = [] if isinstance(patterns, str) else _matching(model, patterns)
+    named = [] if isinstance(patterns, str) else matching(model, patterns)
     return [*named, *find_blocks(model)]
 
 
@@ -106,12 +106,16 @@ def _fits(module: nn.Module, max_bytes: int) -> bool:
     return sum(p.numel() * p.element_size() for p in module.parameters()) <= max_bytes
 
 
-def _matching(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
+def matching(model: nn.Module, patterns: Sequence[str], key: str = "compile.regions") -> list[tuple[str, nn.Module]]:
+    """The outermost modules with parameters whose names match one of these, as (qualified name, module).
+
+    ConfigError that names the `key` of the config for a pattern that no module matches.
+    """
     candidates = {m: name for name, m in model.named_modules() if has_parameters(m) and _is_callable(m)}
     hits = {pattern: {m for m, name in candidates.items() if fnmatchcase(name, pattern)} for pattern in patterns}
     if missing := [pattern for pattern in patterns if not hits[pattern]]:
         raise ConfigError(
-            f"compile.regions: no module with parameters matches {', '.join(map(repr, missing))}; "
+            f"{key}: no module with parameters matches {', '.join(map(repr, missing))}; "
             "patterns are matched against the qualified names of model.named_modules()"
         )
     return _outermost(model, set().union(*hits.values()).__contains__)

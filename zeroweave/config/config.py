@@ -63,6 +63,7 @@ class Config(_Explained):
     precision: sections.PrecisionConfig = sections.PrecisionConfig()
     bucket: sections.BucketConfig = sections.BucketConfig()
     reduce: sections.ReduceConfig = sections.ReduceConfig()
+    sharding: sections.ShardingConfig = sections.ShardingConfig()
     compile: sections.CompileConfig = sections.CompileConfig()
     transport: sections.TransportConfig = sections.TransportConfig()
     experts: sections.ExpertsConfig = sections.ExpertsConfig()

@@ -204,6 +204,15 @@ class TransportConfig(Section):
     """Gradients are reduced by NCCL's kernels, or each GPU pulls its part of the others', inside one node."""
 
 
+class ShardingConfig(Section):
+    """How parameters are sharded."""
+
+    optional: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Stage 3: patterns of the names of modules (fnmatch) that some ranks may leave out of a forward.
+
+    Their parameters stay gathered from the window's first forward to the optimizer step, as at stage 2."""
+
+
 class ExpertsConfig(Section):
     """Which parameters are experts', each rank's own, and how many ranks exchange tokens."""
 

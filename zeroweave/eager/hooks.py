@@ -7,13 +7,14 @@ module's call. It wraps the module's own hooks and forward, compiled or not, and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zeroweave._torch.autograd import recomputing
 from zeroweave._torch.fx import map_tensors
@@ -39,7 +40,8 @@ class Compiled:
 class ModuleCall:
     """Makes each execution of `module` a call that holds the module's buckets.
 
-    `session` surrounds the call if it is the outermost one. `compiled`: None for a module that always runs eagerly.
+    `session` surrounds the call if it is the outermost one. `forward(function, args, kwargs)` runs a function as the
+    engine runs the model. `compiled`: None for a module that always runs eagerly.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ModuleCall:
         runtime: Runtime,
         access: Access,
         session: Callable[[], AbstractContextManager[None]],
+        forward: Callable[..., Any],
         compiled: Compiled | None = None,
     ) -> None:
         self.name, self.module = name, module
@@ -58,6 +61,7 @@ class ModuleCall:
         # An embedding's backward reads no values of it.
         self._trains = bool(self._trainable) and not isinstance(module, nn.Embedding | nn.EmbeddingBag)
         self._runtime, self._access, self._session, self._compiled = runtime, access, session, compiled
+        self.forward = forward
         self._inner = access.of(module)
         self._runs_compiled = False
         """does the last call that was no recomputation?"""
@@ -125,18 +129,25 @@ def own_outputs(result: Any, runtime: Runtime) -> Any:
     return map_tensors(own, result)
 
 
-def hook_gradients(runtime: Runtime) -> None:
+def hook_gradients(runtime: Runtime, stubs: Mapping[str, nn.Parameter]) -> list[RemovableHandle]:
     """Delivers what eager autograd accumulates into the real parameters, whose `.grad` is empty afterwards.
 
-    The hooks are never removed: a graph may outlive the engine, and the runtime then refuses its gradients.
+    It also delivers what is accumulated into their `stubs`, by name: an `autograd.Function` of a loss that is given a
+    stub leads back to that. Returned are the hooks of stubs, to be removed when these are ordinary parameters again.
+    The others are never removed: a graph may outlive the engine, and the runtime then refuses its gradients.
     """
+    handles = []
+    for name, stub in stubs.items():
+        if stub.requires_grad:
+            handles.append(hook_gradient(stub, runtime, *runtime.directory.places[name]))
     for bucket in runtime.buckets.values():
         if bucket.layout.trainable:
             for slot, parameter in enumerate(bucket.real):
                 hook_gradient(parameter, runtime, bucket.id, slot)
+    return handles
 
 
-def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: int) -> None:
+def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: int) -> RemovableHandle:
     """Delivers what autograd accumulates into a parameter as the slot's gradient.
 
     The hook does not keep the runtime: Python's garbage collector cannot look into it, so whatever it holds would live
@@ -145,14 +156,16 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
     reference = weakref.ref(runtime)
 
     def hand_over(parameter: torch.Tensor) -> None:
-        if (gradient := parameter.grad) is None:  # a compiled backward delivered it
-            return
-        parameter.grad = None
+        with torch.DisableTorchFunctionSubclass():  # it may be a stub
+            if (gradient := parameter.grad) is None:  # a compiled backward delivered it
+                return
+            parameter.grad = None
         if (alive := reference()) is None:
             raise EngineError("a backward of an engine that is gone: its gradients would be lost")
         alive.delivery.deliver_eager(bucket, slot, gradient)
 
-    parameter.register_post_accumulate_grad_hook(hand_over)
+    with torch.DisableTorchFunctionSubclass():
+        return parameter.register_post_accumulate_grad_hook(hand_over)
 
 
 def hooks_beside(parameter: torch.Tensor) -> tuple[int, ...]:

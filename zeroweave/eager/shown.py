@@ -56,9 +56,10 @@ class Shown:
         return self._views
 
     def open(self) -> None:
-        """Gathers everything and shows views of it to the user until `close`; does not mind a second call. Collective.
+        """Gathers everything and shows views of it to the user until `close`; a second call does nothing. Collective.
 
-        A term of the loss that reads them has gradients too, which are delivered as all others are.
+        A term of the loss that reads them has gradients too, which are delivered as all others are. Between a forward
+        and its backward the real parameters are shown, because the graph leads to these.
         """
         if self.is_open:
             return
@@ -67,10 +68,16 @@ class Shown:
             bucket.unshard()
         for bucket in self._access.buckets:
             bucket.wait()
-        self._views = self._places.show_views()
-        for name, view in self._views.items():
-            if view.requires_grad:
-                hook_gradient(view, self._runtime, *self._runtime.directory.places[name])
+        runtime, places = self._runtime, self._runtime.directory.places
+        if runtime.awaits_backward:
+            views = {name: runtime.buckets[bucket].real[slot] for name, (bucket, slot) in places.items()}
+        else:
+            views = self._places.views()
+            for name, view in views.items():
+                if view.requires_grad:
+                    hook_gradient(view, runtime, *places[name])
+        self._places.open(views)
+        self._views = views
 
     def close(self) -> None:
         """Shows stubs again, and makes one of each view that the user has kept; does not mind a second call.
@@ -94,9 +101,10 @@ class Shown:
     def _withdraw(self) -> None:
         views, self._views = self.views, None
         self._places.show_stubs()
+        real = {id(p) for bucket in self._access.buckets for p in bucket.real}
         while views:
             name, view = views.popitem()
-            if sys.getrefcount(view) > 2:  # this name and the argument
+            if id(view) not in real and sys.getrefcount(view) > 2:  # this name and the argument
                 content = self._places.retire(name, view)
                 if content is view or use_count(content) > 1:
                     content.data = content.data.clone()
@@ -121,7 +129,26 @@ class Shown:
             self._lends = False
             self._places.show_stubs()
             if self._views is not None:
-                self._places.show_views(self._views)
+                self._places.open(self._views)
+
+    # ------------------------------------------------------------------ to the loss
+    def read(self, name: str, values: bool) -> nn.Parameter | None:
+        """The real parameter, for code that has a stub; None where the parameter cannot be read now.
+
+        It can be between a forward and its backward, in a forward, and in a backward. `values`: its values are read,
+        which gathers them, collectively at stage 3. They stay usable as `Runtime.read` says.
+        """
+        runtime = self._runtime
+        if self._lends:
+            return None
+        if values:
+            self._comes()
+        if not (runtime.awaits_backward or runtime.in_session or runtime.in_backward):
+            return None
+        bucket, slot = runtime.directory.places[name]
+        if values:
+            runtime.read(runtime.buckets[bucket], slot)
+        return runtime.buckets[bucket].real[slot]
 
     # ------------------------------------------------------------------ to the engine's calls
     def show(self) -> None:

@@ -23,6 +23,7 @@ from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import take_device
 from zeroweave.comm.pulling.setup import Pulling
 from zeroweave.comm.wire import Wire
+from zeroweave.compile.regions import matching
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
@@ -168,7 +169,10 @@ def _assemble(
     groups = groups_of(settings.experts, control.world)
     layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
     has = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-    policy = policy_of(settings, layouts, {name for name, parameter in named.items() if id(parameter) in has})
+    outside = [m for _, m in matching(model, settings.sharding.optional, "sharding.optional")]
+    optional = {id(p) for module in outside for p in module.parameters()}
+    updated, at_times = ({name for name, p in named.items() if id(p) in ids} for ids in (has, optional))
+    policy = policy_of(settings, layouts, updated, at_times)
     if compact := settings.precision.optimizer == "compact":
         refuse_compact(optimizer, layouts)
     _refuse_experts(layouts, {name for name, parameter in named.items() if id(parameter) in asked.whole})
@@ -262,8 +266,10 @@ def _compose(
     sharing = ranks_beside(parts.control, parts.device)
     scheduler = Scheduler(parts, facts, Headroom(parts.transport, parts.agreements, sharing))
     access = Access(parts.model, runtime)
-    hook_gradients(runtime)
+    for handle in hook_gradients(runtime, parts.places.names):
+        parts.ends.callback(handle.remove)
     shown = Shown(runtime, parts.places, access)
+    parts.stubs.attach(shown.read)
     calls = Calls(
         parts.model,
         runtime,
@@ -285,7 +291,7 @@ def _compose(
         shown.open()
     updating = faults.before(scaler, "take", "update")
     step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
-    loop = Loop(parts, faults.before(calls, "session", "forward"), window, step)
+    loop = Loop(parts, faults.before(calls, "run", "forward"), window, step)
     never = never_captured(parts, looks) if settings.compile.cuda_graphs else None
     capturer = Capturer(parts.device) if settings.compile.cuda_graphs and never is None else None
     graphs = Graphs(parts, shown, loop, window, step, scaler, scheduler, capturer, never)

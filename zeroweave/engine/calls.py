@@ -20,7 +20,7 @@ from zeroweave.compile.templates import Templates
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.handles import SavedTensors
-from zeroweave.eager.hooks import Compiled, ModuleCall
+from zeroweave.eager.hooks import Compiled, ModuleCall, own_outputs
 from zeroweave.eager.shown import Shown
 from zeroweave.errors import EngineError
 from zeroweave.notices import Journal, warn
@@ -87,7 +87,7 @@ class Calls:
 
         def call(name: str, module: nn.Module, recurse: bool, compiled: Compiled | None = None) -> ModuleCall:
             slots = [place_of[id(p)] for p in module.parameters(recurse) if id(p) in place_of]
-            return ModuleCall(name, module, slots, runtime, access, self.session, compiled)
+            return ModuleCall(name, module, slots, runtime, access, self.session, self.run, compiled)
 
         outside = call_modules(model, regions)
         self.eager_modules = tuple(name for name, _ in outside)
@@ -151,6 +151,19 @@ class Calls:
         finally:
             self._shown.hide()
 
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the model, or a method that is marked as a forward, with floating tensors in `precision.params`."""
+        if self._runtime.in_session:
+            return function(*args, **kwargs)
+        if (dtype := self._dtype) is not None:
+
+            def cast(tensor: torch.Tensor) -> torch.Tensor:
+                return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+            args, kwargs = map_tensors(cast, tuple(args)), map_tensors(cast, dict(kwargs))
+        with self.session(), self.compiling():
+            return own_outputs(function(*args, **kwargs), self._runtime)
+
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Regions that are called inside run compiled, everywhere else eagerly; `precision.autocast` holds inside."""
@@ -163,19 +176,7 @@ class Calls:
         finally:
             self._compiling = before
 
-    def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the model is called with: floating tensors in `precision.params`, and no key-value cache unasked."""
-        dtype = self._dtype
-        if dtype is not None:
-
-            def cast(tensor: torch.Tensor) -> torch.Tensor:
-                return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-            args = tuple(map_tensors(cast, each) for each in args)
-            kwargs = {name: map_tensors(cast, each) for name, each in kwargs.items()}
-        return args, self._without_cache(kwargs)
-
-    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` with `use_cache=False` for a transformers model that would make a key-value cache.
 
         With a cache every layer reads its own index, and none shares its template with another. Whoever

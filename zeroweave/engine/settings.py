@@ -38,13 +38,21 @@ Keep = Literal["auto", "none", "all"] | Iterable[str]
 _REMAINDERS: Final = {"split": torch.int16, "float32": None}
 
 
-def policy_of(config: Config, layouts: Sequence[BucketLayout], updated: Set[str]) -> Policy:
-    """What of a config the runtime follows. `updated`: the names of what the optimizer has in its groups."""
+def policy_of(
+    config: Config, layouts: Sequence[BucketLayout], updated: Set[str], optional: Set[str] = frozenset()
+) -> Policy:
+    """What of a config the runtime follows.
+
+    `updated`: the names of the parameters that the optimizer has in its groups; `optional`: of those in modules that
+    some ranks may leave out.
+    """
     precision = config.precision
     few = layouts if precision.optimizer == "compact" else ()
-    kept = () if config.stage == 3 else tuple(layouts)
+    at_times = [b for b in layouts if config.stage == 3 and any(slot.name in optional for slot in b.slots)]
+    kept = at_times if config.stage == 3 else tuple(layouts)
     return Policy(
         kept_by_stage=frozenset(b.id for b in kept),
+        optional=frozenset(b.id for b in at_times),
         stays=frozenset(b.id for b in kept if not b.trainable),
         op=config.reduce.op,
         reduce_dtype=None if precision.reduce is None else getattr(torch, precision.reduce),

@@ -172,7 +172,7 @@ class OptimizerStep:
         self._shown.close()
         if not followed:
             needed = replay.record.needed()
-            if not replay.kept_by_stage:  # else ranks may compute different things, and each records its own
+            if not replay.keeps_all:  # else ranks may compute different things, and each records its own
                 needed = self._parts.agreements.union("what the backwards needed", needed)
             replay.record.prune(needed)
         return followed

@@ -129,23 +129,25 @@ class Places:
         """Puts other parameters, by canonical name, into the modules. Errors as `show_real`."""
         self._show([parameters[name] for name in self._owners])
 
-    def show_views(self, views: Mapping[str, nn.Parameter] | None = None) -> dict[str, nn.Parameter]:
-        """Opens the modules: puts new Parameters over the memory of the real ones there; returns them by name.
+    def open(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Puts these, by canonical name, into the modules, where anyone may read them. Errors as `show_real`.
 
-        `views`: those that it has returned before, to be there again.
-
-        They are open until `show_stubs`, also while others are shown.
-
-        For code that may keep what it gets: a real parameter must not outlive its storage in the hands of
-        a user, while these own a share of it and keep it from being freed. Errors as `show_real`.
+        The modules are open until `show_stubs`, also while others are shown.
         """
-        views = dict(views or {})
+        self.show(parameters)
+        self._status.show(Showing.OPEN)
+
+    def views(self) -> dict[str, nn.Parameter]:
+        """New Parameters over the memory of the real ones, by canonical name, for code that may keep what it gets.
+
+        A real parameter must not outlive its storage in the hands of a user. These own a share of the storage and keep
+        it from being freed.
+        """
+        views: dict[str, nn.Parameter] = {}
         for name, real in zip(self._owners, self._reals, strict=True):
             if name not in views:
                 views[name] = nn.Parameter(real.detach(), requires_grad=real.requires_grad)
                 vars(views[name]).update(vars(real))
-        self.show(views)
-        self._status.show(Showing.OPEN)
         return views
 
     def show_values(self, values: Mapping[str, torch.Tensor]) -> None:

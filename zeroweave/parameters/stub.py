@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
+from zeroweave._torch.fx import map_tensors
 from zeroweave._torch.tensors import mark_as_parameter, metadata_getters, wrapper_like
 from zeroweave.errors import ParameterError
 
@@ -31,6 +32,12 @@ class StubStatus:
     gradients_pending: bool = False
     """Gradients of the open window wait in the engine: `.grad` refuses instead of saying None."""
     showing: Showing = Showing.STUBS
+    read: Callable[[str, bool], torch.Tensor | None] = field(default=lambda name, values: None)
+    """See `Shown.read`. Without an engine no parameter can be read."""
+
+    def attach(self, read: Callable[[str, bool], torch.Tensor | None]) -> None:
+        """Called once, by what shows the real parameters."""
+        self.read = read
 
     def gradients_wait(self) -> None:
         """A backward has trained."""
@@ -76,12 +83,18 @@ _ANSWERED = frozenset(
 _GRAD: Any = torch.Tensor.grad  # the descriptor, which the stubs of torch take for a value
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _READ_GRAD, _WRITE_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_DATA: Any = torch.Tensor.data
+_UNREADABLE = (_DATA.__get__, _DATA.__set__, torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__)
+"""What no gathered copy can stand in for: a write through `.data` leaves no trace, and a pickle would be the copy's."""
+_DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward)
+"""Functions that ask for gradients of a parameter and read no values of it."""
 _WRITE_REQUIRES_GRAD = (_REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_)
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 VALUES = (
     "its values are sharded over the ranks between engine calls; read or write them inside "
-    "`with engine.full_parameters():`, or take engine.state_dict(), which all ranks call"
+    "`with engine.full_parameters():`, or take engine.state_dict(), which all ranks call. A method beside forward that "
+    "computes with parameters is to be marked: zeroweave.mark_forward(module, 'name')"
 )
 _GRADIENTS = (
     "its gradients are kept by the engine, sharded over the ranks; use engine.clip_grad_norm_() to clip "
@@ -160,7 +173,12 @@ class AtRest(torch.Tensor):
             stub.refuse(f"requires_grad = {wanted}", _FIXED)
         if func in _HOOKS:
             stub.refuse(func.__name__, _NO_HOOKS)
-        stub.refuse(_name_of(func))
+        if func not in _UNREADABLE:
+            reads = func not in _DIFFERENTIATES
+            args, kwargs = map_tensors(lambda tensor: _real(tensor, reads), (args, kwargs or {}))
+        if _first_stub((args, kwargs)) is not None:
+            stub.refuse(_name_of(func))
+        return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable[..., Any], types: object, *values: Any) -> Any:  # type: ignore[override]
@@ -177,6 +195,14 @@ class AtRest(torch.Tensor):
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
         self.refuse("dlpack")
+
+
+def _real(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
+    """The real parameter in the place of a stub where it can be read now; otherwise `tensor` itself."""
+    if not isinstance(tensor, AtRest):
+        return tensor
+    real = tensor._zeroweave_status.read(tensor._zeroweave_name, reads)
+    return tensor if real is None else real
 
 
 def _resizes() -> bool:

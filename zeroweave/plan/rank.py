@@ -203,7 +203,7 @@ class PlannedRank:
             self._scaler = Scaler(runtime.gradients, None, False, wire, cpu)
             self._facts = facts_of(config, layouts, policy, self._optimizer)
             access = Access(model, runtime)
-            hook_gradients(runtime)
+            hook_gradients(runtime, {})
             shown = Shown(runtime, at, access)
             self._calls = Calls(
                 model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program
@@ -255,12 +255,9 @@ class PlannedRank:
         """Bytes that the forward has left alive. `ends`: the window does with it."""
         runtime, steps, begin = self._runtime, self._config.gradient_accumulation_steps, self._meter.made
         args, kwargs = arguments_of(self._batch)
-        args, kwargs = self._calls.inputs(tuple(args), dict(kwargs))
-        with self._calls.compiling():
-            with self._calls.session():
-                output = self._model(*args, **kwargs)
-            loss = loss_of(output, self._batch, None)
-            del output
+        output = self._calls.run(self._model, args, self._calls.without_cache(dict(kwargs)))
+        loss = loss_of(output, self._batch, None)
+        del output
         offloading = runtime.activations.offloading
         away = runtime.transfers.staged.now + (0 if offloading is None else offloading.away.now)
         left = self._meter.alive(begin) - away

@@ -10,8 +10,8 @@ ADVICE = "all ranks must make the engine's calls together and in the same order,
 
 MODULES = (
     "at stage 3 all ranks must enter the same modules in the same order, because each gathers its parameters on all "
-    "ranks; what is used inside one region may differ (compile.regions makes a module one region), and at stages 1 and "
-    "2 the modules may differ, too"
+    "ranks. Name modules that some ranks leave out in sharding.optional; what is used inside one region may differ "
+    "(compile.regions makes a module one region), and at stages 1 and 2 the modules may differ, too"
 )
 _ALONE = (
     "make it on all ranks and equally often, with as many batches on each, or, so that one rank alone may, inside "

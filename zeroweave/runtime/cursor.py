@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple, cast
 
-from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Stage, Unshard, Update
+from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Stage, Unshard, Update, Wait
 
 _EVENTS: Final = (Run, End, Reduce, Update)
 _AT_ONCE: Final = (Unshard, Reshard, Reload, Stage)
@@ -17,6 +17,8 @@ class _View(NamedTuple):
 
     event: Instruction | None
     """the next event or update; None where nothing like that comes any more"""
+    place: int
+    """its index"""
     reductions: tuple[int, ...]
     """the buckets of its launch, if it is a reduction"""
     behind: int
@@ -28,20 +30,23 @@ class _View(NamedTuple):
 class Cursor:
     """The instructions of a schedule, and how many of them have been taken: `index`.
 
-    Many windows follow one schedule, so what lies ahead of each place is found out once.
+    Many windows follow one schedule, so what lies ahead of each place is found out once. `micro_steps`: see
+    `Schedule.micro_steps`.
     """
 
-    def __init__(self, instructions: Sequence[Instruction] = ()) -> None:
+    def __init__(self, instructions: Sequence[Instruction] = (), micro_steps: Sequence[int] = ()) -> None:
         self._instructions = instructions
         self.index = 0
-        view = _View(None, (), len(instructions), len(instructions))
+        events = [i for i, instruction in enumerate(instructions) if isinstance(instruction, Run | End | Reduce)]
+        self._micro_steps = dict(zip(events, micro_steps, strict=True))
+        view = _View(None, len(instructions), (), len(instructions), len(instructions))
         self._views = [view] * (len(instructions) + 1)
         for index in reversed(range(len(instructions))):
             self._views[index] = view = self._view(index, view)
 
     def _view(self, index: int, further: _View) -> _View:
         """The view from a place, by that from the next one."""
-        event, reductions, behind, trail = further
+        event, place, reductions, behind, trail = further
         instruction = first = self._instructions[index]
         if isinstance(instruction, Fuse):
             stop = index + 1 + instruction.count
@@ -50,9 +55,9 @@ class Cursor:
                 launch = cast(Sequence[Reduce], self._instructions[index + 1 : stop])
                 reductions, behind = tuple(each.bucket for each in launch), stop
         elif isinstance(instruction, _EVENTS):
-            event, behind = instruction, index + 1
+            event, place, behind = instruction, index, index + 1
             reductions = (instruction.bucket,) if isinstance(instruction, Reduce) else ()
-        return _View(event, reductions, behind, trail if isinstance(first, _AT_ONCE) else index)
+        return _View(event, place, reductions, behind, trail if isinstance(first, _AT_ONCE) else index)
 
     def restart(self) -> None:
         """Nothing has been taken."""
@@ -75,9 +80,18 @@ class Cursor:
             view = self._views[view.behind]
         return view.event
 
-    def ahead(self, instruction: Instruction) -> bool:
-        """Is the instruction still to come?"""
-        return instruction in self._instructions[self.index :]
+    def events(self, micro_step: int) -> Iterator[Instruction]:
+        """The events to come without a gap that belong to this micro-step of the window."""
+        view = self._views[self.index]
+        while view.event is not None and self._micro_steps.get(view.place) == micro_step:
+            yield view.event
+            view = self._views[view.behind]
+
+    def to_waits(self, buckets: Collection[int]) -> Iterator[Instruction]:
+        """Takes all up to the last wait for one of these buckets that comes before the next event."""
+        ahead = range(self.index, self._views[self.index].place)
+        waits = [i for i in ahead if isinstance(each := self._instructions[i], Wait) and each.bucket in buckets]
+        return self._take(waits[-1] + 1 if waits else self.index)
 
     def to_event(self) -> Iterator[Instruction]:
         """Takes all up to and including the next event or update; of a launch, all that belong to it."""

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Protocol
 
 import torch
 
 from zeroweave._torch.autograd import accumulates, current_graph_task, returns
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.compute_stream import ComputeStream
 from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.replay import Replay
+
+
+class NoteBackward(Protocol):
+    """See `Runtime.note_backward`."""
+
+    def __call__(self, *, accumulates: bool = False) -> None: ...
 
 
 class Delivery:
     """Takes the gradients of compiled and of eager backwards. Parameters are (bucket id, slot index).
 
-    `note_backward()` hears of each backward that delivers.
+    `note_backward` is called for each backward that delivers, `delivered(bucket id, slot index)` after each eager
+    gradient.
     """
 
     def __init__(
-        self, buckets: Mapping[int, Bucket], gradients: Gradients, replay: Replay, note_backward: Callable[[], None]
+        self,
+        buckets: Mapping[int, Bucket],
+        gradients: Gradients,
+        replay: Replay,
+        stream: ComputeStream,
+        note_backward: NoteBackward,
+        delivered: Callable[[int, int], None],
     ) -> None:
-        self._buckets, self._gradients, self._replay, self._note_backward = buckets, gradients, replay, note_backward
+        self._buckets, self._gradients, self._replay, self._stream = buckets, gradients, replay, stream
+        self._note_backward, self._delivered = note_backward, delivered
         self._whole = -1
         """the graph task that is known to accumulate into every parameter that it reaches"""
 
@@ -78,10 +94,12 @@ class Delivery:
         return asked
 
     def deliver_eager(self, bucket_id: int, slot: int, gradient: torch.Tensor) -> None:
-        """A parameter's gradient of the eager autograd engine."""
-        self._note_backward()
-        complete = self._gradients.deliver_eager(bucket_id, slot, gradient, self._replay.reducing)
-        if not self._replay.reducing:
-            self._gradients.fold(complete)
-        elif complete:
-            self._replay.reduce_due()
+        """Takes the gradient that autograd has accumulated for a parameter, on whichever stream."""
+        with self._stream.receive(gradient):
+            self._note_backward(accumulates=True)
+            complete = self._gradients.deliver_eager(bucket_id, slot, gradient, self._replay.reducing)
+            if not self._replay.reducing:
+                self._gradients.fold(complete)
+            elif complete:
+                self._replay.reduce_due()
+            self._delivered(bucket_id, slot)

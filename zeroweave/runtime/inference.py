@@ -24,8 +24,9 @@ class Inference(Replay):
         gradients: Gradients,
         kept_by_stage: frozenset[int],
         together: Callable[[], AbstractContextManager[None]],
+        optional: frozenset[int],
     ) -> None:
-        super().__init__(buckets, gradients, kept_by_stage, together, Record())
+        super().__init__(buckets, gradients, kept_by_stage, together, Record(), optional=optional)
         layouts = [bucket.layout for bucket in buckets.values()]
         self._facts = Facts(
             tuple(BucketFacts(b.id, b.name, b.nbytes, trainable=False) for b in layouts),
@@ -35,6 +36,10 @@ class Inference(Replay):
             update_by_bucket=False,
         )
         self._before: tuple[Event, ...] = ()
+
+    @property
+    def _catches_up(self) -> bool:
+        return False  # the ranks have not agreed on these schedules
 
     def forward_over(self) -> None:
         """The outermost forward is over; the next one may follow what it did."""

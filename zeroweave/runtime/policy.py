@@ -18,6 +18,8 @@ class Policy:
     op: ReduceOp
     reduce_dtype: torch.dtype | None
     accumulate_dtype: torch.dtype
+    optional: frozenset[int] = frozenset()
+    """those of them that some ranks may not use: unsharded before a window's first call, and reduced last"""
     stays: frozenset[int] = frozenset()
     """buckets that no step changes, and that are gathered once for all windows, where no schedule says otherwise"""
     keep_gradient_targets: bool = False

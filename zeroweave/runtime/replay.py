@@ -3,11 +3,15 @@
 The program's events (a call is entered or left, a bucket's gradients are ready) move the cursor through the
 schedule; the instructions that it passes are executed. Without a schedule, or once a step departs from it,
 each event generates the instructions that it needs at that moment, and they go through the same `Executor`.
+
+At stage 3 a rank may leave out calls that other ranks make, where its batch has no image for instance. When an event
+comes that the schedule has later in the same micro-step, the instructions of the calls in between are executed. So this
+rank gathers with the others, and reduces zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from zeroweave.runtime.activation_offload import Offloading
@@ -42,9 +46,9 @@ from zeroweave.schedule.instructions import (
 class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
-    `kept_by_stage`: the buckets that stay unsharded until the window's end. `together`: the scope in which gathers, or
-    reductions, are issued in one launch. `free`: what `Free` does; None: there is none. `offloading`: what moves
-    activations; None: nothing does. Counters are kept over windows.
+    `kept_by_stage`: the buckets that stay unsharded until the window's end; `optional`: see `Policy`. `together`: the
+    scope in which gathers, or reductions, are issued in one launch. `free`: what `Free` does; None: there is none.
+    `offloading`: what moves activations; None: nothing does. Counters are kept over windows.
     """
 
     def __init__(
@@ -56,8 +60,11 @@ class Replay:
         record: Record,
         free: Callable[[], None] | None = None,
         offloading: Offloading | None = None,
+        optional: frozenset[int] = frozenset(),
     ) -> None:
-        self._gradients, self.kept_by_stage = gradients, kept_by_stage
+        self._gradients, self.kept_by_stage, self._optional = gradients, kept_by_stage, optional
+        self.keeps_all = bool(kept_by_stage - optional)
+        """True at stages 1 and 2, where ranks may enter different calls"""
         self._frees, self._offloading = free is not None, offloading
         self.executor = Executor(buckets, gradients, together, free, offloading)
         self.lingering = self.executor.lingering
@@ -89,6 +96,10 @@ class Replay:
         self._cursor.restart()
         self._passed: dict[int, None] = {}
         """buckets whose turn has come in the present backward, in that order"""
+        self._micro_step = 0
+        """backwards of the window that have ended"""
+        self._left_out: list[int] = []
+        """places in the record of calls that the program has left out"""
         self._open = OpenCalls()
 
     @property
@@ -105,6 +116,16 @@ class Replay:
         self._depth = depth
 
     # ------------------------------------------------------------------ events
+    def hold_optional(self) -> None:
+        """Makes optional buckets usable until the window's end, whether this rank will use them or not."""
+        if all(map(self.executor.holds.__getitem__, self._optional)):
+            return
+        if self.following:
+            self.executor.execute(self._cursor.to_waits(self._optional))
+        else:
+            self._gather_kept()
+            self._execute(*map(Wait, sorted(self._optional)))
+
     def entered(self, call: Call, uses: tuple[int, ...], supposed: bool | None = None) -> int:
         """A call begins: makes the buckets whose values it needs usable. Returns its number among equal calls.
 
@@ -112,7 +133,7 @@ class Replay:
         """
         self.lingering.sweep()
         run = Run(call, uses)
-        self._reduce_overdue(run)
+        self._reach(run)
         index = self.record.add(Entered(call, uses))
         lasts = False
         if self._comes_next(run):
@@ -132,7 +153,7 @@ class Replay:
         """A call ends: drops the holds that it does not need any more."""
         ended = self._open.last(call)
         if ended.lasts:
-            self._reduce_overdue(End(call))
+            self._reach(End(call))
         place = self.record.add(Left(call))
         if ended.supposed is not None:
             # What nobody has used may be used in a later step, on some ranks only.
@@ -161,8 +182,8 @@ class Replay:
         What has it follows from the forward alone. So all ranks reduce it now, as it is, if it has no gradient with
         zeros; a gradient that comes later waits for another reduction.
         """
-        if not self.reducing or not self._gradients.is_unissued(bucket):
-            return
+        if not self.reducing or not self._gradients.is_unissued(bucket) or bucket in self._optional:
+            return  # the ranks come to optional buckets at different times: those are reduced at the end
         self._passed[bucket] = None
         if self.following:
             self.reduce_due()
@@ -181,9 +202,14 @@ class Replay:
             while waiting := self._gradients.unissued():
                 if (due := self._next_reductions()) and due[0] in waiting:
                     self._reduce_next(due)
+                elif self._catches_up and any(isinstance(e, Reduce) and e.bucket in waiting for e in self._events()):
+                    self._leave_out()
                 else:
                     self._reduce_now(waiting[0])
+            while self._catches_up and all(isinstance(e, Run | End) for e in self._events()) and any(self._events()):
+                self._leave_out()
         self._passed.clear()
+        self._micro_step += 1
         if self._offloading is not None:
             self._offloading.arrive()
         self.record.add(Micro())
@@ -255,7 +281,7 @@ class Replay:
             self._offloading.next_window()
         if schedule is not self.schedule:
             self.schedule = schedule
-            self._cursor = Cursor(() if schedule is None else schedule.instructions)
+            self._cursor = Cursor() if schedule is None else Cursor(schedule.instructions, schedule.micro_steps)
         self._begin()
 
     # ------------------------------------------------------------------ following the schedule
@@ -280,14 +306,55 @@ class Replay:
         """Is the bucket complete, by what was announced, and is nothing to come that uses it?"""
         return bucket in self._passed and self._gradients.awaits_turn(bucket)
 
-    def _reduce_overdue(self, event: Instruction) -> None:
-        """Reduces, as far as they are, the buckets whose turn comes before an event that happens now.
+    @property
+    def _catches_up(self) -> bool:
+        """True where calls may be left out. Kept buckets need no help: their order does not depend on calls."""
+        return self.following and not self._open.outlasted and not self.keeps_all
 
-        Gradients may be missing on this rank only (a parameter that its batch did not use): the others reduce
-        in the turn, so this one must, too.
+    def _events(self) -> Iterator[Instruction]:
+        """The schedule's next events, up to the end of the micro-step."""
+        return self._cursor.events(self._micro_step)
+
+    def _reach(self, event: Instruction) -> None:
+        """Executes what the schedule has before an event that happens now: reductions, and calls that are left out.
+
+        Gradients may be missing on this rank only (a parameter that its batch did not use), and so may calls. The other
+        ranks reduce and gather in turn, so this one must, too.
         """
-        while self.reducing and (due := self._next_reductions()) and self._cursor.ahead(event):
-            self._reduce_next(due)
+        if not self.following or self._open.outlasted or self._cursor.event == event:
+            return
+        between = []
+        for each in self._events():
+            if each == event:
+                break
+            if isinstance(each, Reduce):
+                possible = self.reducing
+            else:
+                possible = self._catches_up and not (isinstance(each, End) and self._open.lasts(each.call))
+            if not possible:
+                return
+            between.append(each)
+        else:
+            return  # it does not come in this micro-step
+        while self._cursor.event != event:
+            self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Carries out the schedule's next event without the program: it computes nothing, and reduces what there is."""
+        assert self.schedule is not None
+        match event := self._cursor.event:
+            case Reduce():
+                self._reduce_next(self._cursor.reductions)
+            case Run(call, uses):
+                self._left_out.append(self.record.add(Entered(call, uses)))
+                self.executor.execute(self._cursor.to_event())
+                if self._cursor.index - 1 not in self.schedule.lasting:
+                    self._left_out.append(self.record.add(Left(call)))
+            case End(call):
+                self._left_out.append(self.record.add(Left(call)))
+                self.executor.execute(self._cursor.to_event())
+            case _:
+                raise AssertionError(event)
 
     def _comes_next(self, event: Instruction) -> bool:
         """Is it the schedule's next event?"""
@@ -298,6 +365,8 @@ class Replay:
         if not self.following:
             return
         self.following = False
+        if isinstance(came, Run | End):
+            self.record.drop(self._left_out)  # the program makes other calls than the schedule has
         self.departures += 1
         assert self.schedule is not None
         planned, instead = (self.schedule.describe(i) if i else "the step's end" for i in (self._cursor.event, came))
@@ -358,12 +427,12 @@ class Replay:
 
     def _issue_in_turn(self) -> None:
         # Kept buckets have one order whatever a rank computes, as nothing is gathered between their reductions.
-        for bucket in self._gradients.unissued() if self.kept_by_stage else tuple(self._passed):
+        for bucket in self._gradients.unissued() if self.keeps_all else tuple(self._passed):
             launch = self._reduced_with(bucket)
             if all(each in self._passed for each in launch):
                 if self._gradients.is_unissued(bucket):
                     self._issue(launch)
-            elif self.kept_by_stage:
+            elif self.keeps_all:
                 return
 
     def _issue(self, launch: tuple[int, ...]) -> None:

@@ -27,6 +27,7 @@ from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.backward import Observer, WayBack
 from zeroweave.runtime.bucket import Bucket, Directory, SavedViews, seat
+from zeroweave.runtime.compute_stream import ComputeStream
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.delivery import Delivery
 from zeroweave.runtime.gradients import Gradients
@@ -39,6 +40,7 @@ from zeroweave.runtime.timeline import Record
 from zeroweave.runtime.transfers import Transfers
 from zeroweave.runtime.writes import Writes
 from zeroweave.schedule import Call, Schedule
+from zeroweave.schedule.instructions import Phase
 
 
 class Runtime:
@@ -90,9 +92,10 @@ class Runtime:
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         free = None if policy.free_threshold is None else self.activations.free
         together = partial(self.transfers.together, transport)
-        self.replay = Replay(self.buckets, self.gradients, policy.kept_by_stage, together, record, free, offloading)
+        kept = policy.kept_by_stage
+        self.replay = Replay(self.buckets, self.gradients, kept, together, record, free, offloading, policy.optional)
         self.replay.lingering.stay(policy.stays)
-        self._inference = Inference(self.buckets, self.gradients, policy.kept_by_stage, together)
+        self._inference = Inference(self.buckets, self.gradients, kept, together, policy.optional)
         self.compiled_calls = self.eager_calls = 0
         self._frame: Frame | None = None
         self._backward: int | None = None
@@ -100,11 +103,18 @@ class Runtime:
         self._examined = -1
         """the graph task that was last found to accumulate or not"""
         self._back = WayBack(self.replay, self.leave)
-        self.delivery = delivery = Delivery(self.buckets, self.gradients, self.replay, self.note_backward)
+        self._stream = ComputeStream(device)
+        self.delivery = delivery = Delivery(
+            self.buckets, self.gradients, self.replay, self._stream, self.note_backward, self._delivered
+        )
         self.destinations, self.sums, self.deliver = delivery.destinations, delivery.sums, delivery.deliver
+        self._optional: set[str] = set()
+        """names of calls that use optional buckets alone: what they use is held, so no schedule has them"""
         self._session_reads: list[Frame] | None = None
         self._session: Frame | None = None
         self._backward_reads: list[Frame] = []
+        self._loss_reads: dict[int, tuple[Frame, set[int]]] = {}
+        """bucket id -> what holds the bucket for the loss, and the slots whose gradients have not come"""
         self.saved_views = SavedViews()
         self.writes = Writes(self.buckets.values())
         self.writable = False
@@ -141,14 +151,21 @@ class Runtime:
         inner = self._frame
         return self._session if inner is None else inner.origin or inner
 
+    @property
+    def awaits_backward(self) -> bool:
+        """True between a forward of the window and its backward."""
+        return self._back.tape.waiting
+
     def begin_session(self) -> None:
         """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
         self.note_backward()
+        self._stream.begin_forward()
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
         if first := self._training and not (self.in_backward or self.replay.record):
             self._observer.window_began()
         if first or not self._training:
             self.watch_writes(anew=False)
+        self._forwards.hold_optional()
         self._session_reads, self._session = [], Frame(Call("the model", "forward"), (), self.replay)
         self.activations.begin_forward()
 
@@ -178,12 +195,16 @@ class Runtime:
         if not self._training:
             self._inference.abort()
 
-    def enter(self, name: str, phase: str, uses: tuple[int, ...], trains: bool = False) -> Frame:
+    def enter(self, name: str, phase: Phase, uses: tuple[int, ...], trains: bool = False) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left. `trains`: see `Frame`."""
         self.transfers.sweep()
         if phase == "backward":
             self.note_backward()
         self._entering(name, self.in_backward)
+        if uses and self.policy.optional.issuperset(uses):
+            self._optional.add(name)
+        if name in self._optional:
+            return self._enter_optional(name, phase)
         if phase == "backward":
             frame = self._back.enter(name, uses)
             if self._room is not None and self._observer.reduces():
@@ -193,6 +214,13 @@ class Runtime:
         if not self._is_covered(frame):
             frame.acquire()
         self._frame = frame
+        return frame
+
+    def _enter_optional(self, name: str, phase: Phase) -> Frame:
+        """A call whose buckets are held in any case is no event: other ranks may not make it."""
+        frame = Frame(Call(name, phase), (), self.replay, self._frame, covered=True)
+        if phase == "forward":
+            self._frame = frame
         return frame
 
     @property
@@ -220,7 +248,7 @@ class Runtime:
                 self.activations.end_call(frame.call, frame.number)
         if not frame.covered:
             self._release(frame)
-        elif frame.call.phase == "backward":
+        elif frame.call.phase == "backward" and frame.origin is not None:
             self._back.left(frame)
         for bucket in map(self.buckets.__getitem__, frame.uses):
             # What has gone was looked at as it went. What stays may go behind the update only, which is too late.
@@ -238,25 +266,49 @@ class Runtime:
             self._release(reads.pop())
 
     def read(self, bucket: Bucket, slot: int) -> None:
-        """Eager code reads a parameter, usable until the innermost call is left. It may get a gradient by that."""
-        if bucket.layout.trainable and torch.is_grad_enabled() and not self.in_backward:
-            self.gradients.read(bucket.id, slot)  # its gradient may come behind that of compiled code
+        """Eager code reads a parameter, which may get a gradient by that.
+
+        It is usable until the innermost call is left. Between a forward and its backward, where no call is open, it is
+        usable until its gradient has come, or else until the end of the backward.
+        """
+        for_loss = not (self.in_session or self.in_backward)
+        if bucket.layout.trainable and not self.in_backward and (for_loss or torch.is_grad_enabled()):
+            self.gradients.read(bucket.id, slot)  # its gradient may come after that of compiled code
+        if bucket.id in self._loss_reads:
+            self._loss_reads[bucket.id][1].add(slot)
+        if bucket.id in self.policy.optional:
+            return  # held since the forward began
         if self.replay.is_used(bucket.id) or self._inference.is_used(bucket.id):
             return
-        if self._frame is not None:
-            reads = self._frame.reads
-        elif self._session_reads is not None:
-            reads = self._session_reads
-        elif self.in_backward:
-            reads = self._backward_reads
-        else:
-            raise EngineError(f"a parameter of bucket {bucket.layout.name!r} is read outside of a call")
         self.transfers.sweep()
         call = Call(f"{bucket.layout.name} (read)", "forward")
-        frame = Frame(call, (bucket.id,), self._forwards, self._frame, is_read=True)
+        replay = self.replay if for_loss else self._forwards
+        frame = Frame(call, (bucket.id,), replay, self._frame, is_read=True)
         if not self._is_covered(frame):
             frame.acquire()
-        reads.append(frame)
+        if for_loss:
+            self._back.tape.left(frame)
+            self._loss_reads[bucket.id] = frame, {slot}
+        elif self._frame is not None:
+            self._frame.reads.append(frame)
+        elif self._session_reads is not None:
+            self._session_reads.append(frame)
+        else:
+            self._backward_reads.append(frame)
+
+    def _delivered(self, bucket: int, slot: int) -> None:
+        """An eager gradient has come. The loss reads the bucket no more once it has those of all slots that it read."""
+        if bucket in self._loss_reads:
+            frame, slots = self._loss_reads[bucket]
+            slots.discard(slot)
+            if not slots:
+                del self._loss_reads[bucket]
+                frame.replay.left(frame.call)
+
+    def _leave_loss_reads(self) -> None:
+        while self._loss_reads:
+            frame, _ = self._loss_reads.popitem()[1]
+            frame.replay.left(frame.call)
 
     # ------------------------------------------------------------------ saved tensors
     def saved(self, tensors: Iterable[tuple[torch.Tensor, tuple[int, int]]], read: bool) -> None:
@@ -270,7 +322,8 @@ class Runtime:
         """A node of the backward needs a tensor that the eager code of the call `origin` saved."""
         self.note_backward()
         self.transfers.sweep()
-        self._back.use(bucket, origin)
+        if bucket.id not in self.policy.optional:
+            self._back.use(bucket, origin)
 
     # ------------------------------------------------------------------ gradients
     def announce(self, parts: Sequence[tuple[int, int]]) -> None:
@@ -297,10 +350,11 @@ class Runtime:
         return back
 
     # ------------------------------------------------------------------ backward
-    def note_backward(self, trains: bool = False) -> None:
+    def note_backward(self, trains: bool = False, *, accumulates: bool = False) -> None:
         """Called at every sign of a backward: the first one begins it.
 
         `trains`: it is known to be one that adds all gradients up, even if it reaches no parameter on this rank.
+        `accumulates`: it has just accumulated one.
         """
         task = current_graph_task()
         if trains:
@@ -308,17 +362,20 @@ class Runtime:
         if self._backward is None:
             if task >= 0:
                 self._backward, self._examined, self._accumulating = task, -1, False
-                self._examine(task, trains)
+                self._examine(task, trains or accumulates)
                 at_end_of_backward(self._end_backward)
                 with unseen():
                     self._observer.backward_began()
         elif task < 0:
             raise EngineError("an earlier backward did not finish; call engine.zero_grad() and start the window anew")
         else:
-            self._examine(task, trains)
+            self._examine(task, trains or accumulates)
 
     def _examine(self, task: int, trains: bool) -> None:
-        """Does the backward accumulate? One that does not itself may run another inside, from a hook, that does."""
+        """Notes whether the backward accumulates: `trains`, or one of its nodes does.
+
+        One that does not itself may run another inside, from a hook, that does.
+        """
         if self._accumulating or (task == self._examined and not trains):
             return
         self._examined = task
@@ -334,6 +391,8 @@ class Runtime:
         for bucket in self.buckets.values():
             if bucket.resident and bucket.written and not self.writable:
                 bucket.check_unchanged()  # behind the update the shard has other values
+        if self._accumulating:
+            self._leave_loss_reads()
         self._back.finish()
         if self._accumulating:
             reducing = self.replay.reducing
@@ -357,6 +416,7 @@ class Runtime:
     def next_window(self, schedule: Schedule | None) -> None:
         """After the step or `zero_grad`: the next window follows `schedule`, in its order of reductions."""
         self._back.clear()
+        self._loss_reads.clear()
         self.gradients.reset()
         self.gradients.set_order(None if schedule is None else schedule.reduce_order)
         changes = schedule is not self.replay.schedule or not self._seated
@@ -398,6 +458,7 @@ class Runtime:
         self._frame, self._backward, self._session_reads = None, None, None
         self._back.clear()
         self._backward_reads.clear()
+        self._loss_reads.clear()
         self.saved_views.clear()
         self.gradients.reset()
         self.replay.abort()

@@ -138,6 +138,11 @@ class Tape:
         self._before: list[tuple[Frame, bool]] = []
         """the marks that the last backward found"""
 
+    @property
+    def waiting(self) -> bool:
+        """True while it has calls that no backward has passed."""
+        return bool(self._marks)
+
     def entered(self, frame: Frame, silent: bool) -> None:
         """A forward call begins; `silent`: see `Frame`."""
         segment = checkpoint_segment()

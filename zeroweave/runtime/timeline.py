@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -26,12 +26,14 @@ class Record:
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._supposed: list[_Supposed] = []
+        self._dropped: set[int] = set()
+        """places of events that do not count"""
 
     def __len__(self) -> int:
         return len(self._events)
 
     def __iter__(self) -> Iterator[Event]:
-        return iter(self._events)
+        return (event for index, event in enumerate(self._events) if index not in self._dropped)
 
     def add(self, event: Event) -> int:
         """One more event; returns its place."""
@@ -49,13 +51,17 @@ class Record:
     def prune(self, needed: bytes) -> None:
         """Drops the supposed calls that no rank has needed; `needed` says it for all ranks."""
         unneeded = [each for each, some in zip(sorted(self._supposed), needed, strict=True) if not some]
-        dropped = {index for each in unneeded for index in (each.entered, each.left)}
-        self._events = [event for index, event in enumerate(self._events) if index not in dropped]
+        self.drop(index for each in unneeded for index in (each.entered, each.left))
         self._supposed.clear()
+
+    def drop(self, places: Iterable[int]) -> None:
+        """The events at these places do not count."""
+        self._dropped.update(places)
 
     def clear(self) -> None:
         self._events.clear()
         self._supposed.clear()
+        self._dropped.clear()
 
 
 class _Marked(NamedTuple):

@@ -41,6 +41,7 @@ from zeroweave.schedule.instructions import (
     Wait,
     ends,
     is_backward,
+    numbered,
     project,
 )
 from zeroweave.schedule.moves import Move, moves_of
@@ -279,6 +280,17 @@ class Schedule:
         return tuple(order)
 
     @cached_property
+    def micro_steps(self) -> tuple[int, ...]:
+        """For each Run, End and Reduce, in order: the number of backwards of the window that have ended before it."""
+        found: list[int] = []
+        ended = 0
+        for _, event, becomes in numbered(self.record):
+            if becomes:
+                found.append(ended)
+            ended += isinstance(event, Micro)
+        return tuple(found)
+
+    @cached_property
     def fingerprint(self) -> int:
         """64 bits, never 0, equal on ranks whose collectives (kind, bucket, order) and facts are equal."""
         return xxhash.xxh3_64_intdigest("\n".join(self.words()).encode()) or 1
@@ -343,6 +355,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
     settled: dict[int, None] = {}  # in the order of each bucket's last Settle
     used = {bucket for event in record if isinstance(event, Entered) for bucket in event.uses}
     unused = sorted(facts.kept_by_stage - used)  # kept, used by no call, not yet unsharded
+    at_once = len(facts.kept_by_stage) < len(facts.by_id)  # at stage 3: ranks may use these in calls of their own
 
     def unshard(buckets: Iterable[int]) -> None:
         needed = [bucket for bucket in buckets if bucket not in kept]
@@ -358,7 +371,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         return bucket
 
     for index, event in enumerate(record):
-        if unused and is_backward(event):
+        if unused and (at_once or is_backward(event)):
             unshard(unused)
             unused = []
         match event:

@@ -91,7 +91,7 @@ def short_of_memory(most: int) -> tuple[bool, int, list[str], str]:
 def test_memory_that_runs_out_is_told_once_and_costs_no_bit(pools: Pools, most: int) -> None:
     for rank, (same, gathers, told, said) in enumerate(pools(2).run(short_of_memory, most)):
         assert same and bool(gathers) == bool(most)
-        assert len(told) == (rank == 0) and all("are gathered by kernel from now on" in each for each in told), told
+        assert len(told) == (rank == 0) and all("is gathered by kernel from now on" in each for each in told), told
         assert said.startswith("by copy engine") and "by kernel from" in said, said
 
 

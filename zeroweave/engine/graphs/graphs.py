@@ -373,7 +373,7 @@ class Graphs:
         if not (computes and opened.awaits):
             return
         with _Mine(self), self._guard("a module that is called by itself"):
-            if not replay.kept_by_stage:
+            if not replay.keeps_all:
                 self._guard.meet()
             opened.run_again()
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from zeroweave.eager.hooks import own_outputs
 from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.step import OptimizerStep
@@ -21,14 +20,12 @@ class Loop:
     """Forward, backward and step of one engine; the methods are those of `Engine`, which tells more of them."""
 
     def __init__(self, parts: EngineParts, calls: Calls, window: Window, step: OptimizerStep) -> None:
-        self._model, self._runtime, self._guard = parts.model, parts.runtime, parts.guard
+        self._model, self._guard = parts.model, parts.guard
         self._calls, self._window, self._step = calls, window, step
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with self._guard("forward"):
-            args, kwargs = self._calls.inputs(tuple(args), dict(kwargs))
-            with self._calls.session(), self._calls.compiling():
-                return own_outputs(self._model(*args, **kwargs), self._runtime)
+            return self._calls.run(self._model, args, self._calls.without_cache(dict(kwargs)))
 
     def loss(self, batch: Any, loss_fn: LossFunction | None) -> torch.Tensor:
         args, kwargs = arguments_of(batch)
