@@ -100,3 +100,36 @@ def late(
     plain, delayed = trained(settings, steps, None), trained(settings, steps, stage)
     same = all(map(torch.equal, plain[0], delayed[0])) and torch.equal(plain[1], delayed[1])
     return same, bool(plain[1].isfinite().all()), plain[2] and delayed[2]
+
+
+def on_a_stream_of_an_earlier_forward(lower: str | None) -> bool:
+    """Are gradients bit-equal where a graph is kept whose forward ran on another stream, which is late?
+
+    The graph's `AccumulateGrad` nodes belong to that stream, and a later backward delivers there.
+    """
+    device = join()
+    compile_: dict[str, Any] = {"enabled": False} if lower is None else {"lower": lower}
+
+    def gradients(keep: bool) -> dict[str, Tensor | None]:
+        torch.manual_seed(0)
+        model = Net().to(device)
+        side, kept = torch.cuda.Stream(device), []
+        with zw.initialize(model, adamw(model.parameters()), {"stage": 2, "compile": compile_}) as engine:
+            if keep:
+                with torch.cuda.stream(side):
+                    kept.append(engine(rows(engine.rank, 0, device)))
+                side.synchronize()
+                engine.zero_grad()
+            loss = engine(rows(engine.rank, 1, device)).pow(2).mean()
+            if keep:
+                with torch.cuda.stream(side):
+                    torch.cuda._sleep(200 * MOST)
+            engine.backward(loss)
+            found = engine.gradients()
+            engine.step()
+            kept.clear()
+            return found
+
+    with deterministic():
+        plain, late = gradients(False), gradients(True)
+    return all(plain[name] is not None and torch.equal(plain[name], late[name]) for name in plain)

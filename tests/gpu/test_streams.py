@@ -33,3 +33,8 @@ def test_delays_change_no_bit_of_eager_modules(ranks: Ranks) -> None:
 @pytest.mark.gpus(2)
 def test_delays_change_no_bit_of_copy_engines(ranks: Ranks) -> None:
     assert ranks(jobs.late, 3, SMALL, "aot_eager", {}, STEPS, "copy_engine") == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize("lower", [None, "aot_eager"])
+def test_gradients_that_arrive_on_another_stream_change_no_bit(ranks: Ranks, lower: str | None) -> None:
+    assert ranks(jobs.on_a_stream_of_an_earlier_forward, lower) == [True, True]
