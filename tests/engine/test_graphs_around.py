@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zeroweave.engine.graphs.around import Modes, Surroundings
+from zeroweave.parameters.stub import StubStatus
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,7 @@ def settings() -> list[tuple[Any, str, Any]]:
 @pytest.mark.parametrize("index", range(len(settings())))
 def test_a_setting_of_kernels_belongs_to_a_graph(index: int) -> None:
     owner, name, value = settings()[index]
-    places: Any = SimpleNamespace(changes=0)
+    places: Any = SimpleNamespace(changes=0, status=StubStatus())
     around = Surroundings(nn.Linear(1, 1), CPU, places, ())
     before, usual = around.now(None), getattr(owner, name)
     assert around.now(None) == before
@@ -83,7 +84,7 @@ def test_a_setting_of_kernels_belongs_to_a_graph(index: int) -> None:
 
 
 def test_anomaly_mode_belongs_to_a_graph() -> None:
-    places: Any = SimpleNamespace(changes=0)
+    places: Any = SimpleNamespace(changes=0, status=StubStatus())
     around = Surroundings(nn.Linear(1, 1), CPU, places, ())
     before = around.now(None)
     with torch.autograd.set_detect_anomaly(True, check_nan=False):

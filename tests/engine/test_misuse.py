@@ -201,12 +201,30 @@ def test_a_module_that_changes_its_parameters(stage: int, lower: str, block: typ
 
 
 @STAGES
-def test_changing_requires_grad_later(stage: int) -> None:
+def test_requires_grad_inside_of_a_forward(stage: int) -> None:
     with engine_of(stage=stage) as engine:
-        with pytest.raises(ParameterError, match="requires_grad"):
-            engine.module[0].scale.requires_grad_(False)
-        with pytest.raises(ParameterError, match="requires_grad"):
-            engine.module[0].scale.requires_grad = False
+        scale = engine.module[0].scale
+        for touched in (lambda: engine.module[0].scale, lambda: scale):
+            handle = engine.module[0].register_forward_hook(lambda *_: touched().requires_grad_(False) and None)  # noqa: B023
+            with pytest.raises(ParameterError, match=r"requires_grad.*0\.scale.*between"):
+                engine.backward(loss_of(engine))
+                engine.step()
+            handle.remove()
+            engine.zero_grad()
+        assert scale.requires_grad
+        engine.backward(loss_of(engine))
+        engine.step()
+
+
+@pytest.mark.parametrize("given", [torch.zeros(2), torch.zeros((), dtype=torch.float64)])
+@STAGES
+def test_a_hook_that_returns_something_else(stage: int, given: Tensor) -> None:
+    with engine_of(stage=stage) as engine:
+        handle = engine.module[0].scale.register_hook(lambda gradient: given)
+        with pytest.raises(ParameterError, match=r"hook of '0\.scale' must return None or torch\.float32"):
+            engine.backward(loss_of(engine))
+        handle.remove()
+        engine.zero_grad()
         engine.backward(loss_of(engine))
         engine.step()
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.parameters.resting import NAME, ROUTES, Resting, make_resting
 from zeroweave.errors import ParameterError
-from zeroweave.parameters.stub import AtRest
+from zeroweave.parameters.stub import AtRest, Showing
 
 pytestmark = pytest.mark.oldest
 
@@ -176,21 +176,46 @@ def test_gradients_are_none_until_some_wait(resting: Resting, route: str) -> Non
     assert p.grad is None
 
 
-def test_requires_grad_is_fixed(resting: Resting) -> None:
+def test_requires_grad_of_what_is_trained_can_be_set(resting: Resting) -> None:
+    p, others, told = resting.list[0], resting.list[1:], list[frozenset[str]]()
+    resting.status.listen(lambda: told.append(frozenset(resting.status.off)))
+    for way in (lambda: p.requires_grad_(False), lambda: setattr(p, "requires_grad", False)):
+        way()
+        way()
+        assert not p.requires_grad and "requires_grad=False" in repr(p) and resting.status.off == {NAME}
+        assert all(other.requires_grad for other in others)
+        assert p.requires_grad_() is p and p.requires_grad and not resting.status.off
+    resting.model.requires_grad_(False)
+    assert resting.status.off == set(resting.places.names)
+    assert told[:4] == [set(), {NAME}, set(), {NAME}], "each change is told before it happens"
+    resting.status.show(Showing.REAL)
+    with pytest.raises(ParameterError, match=r"requires_grad = True on parameter '0\.weight'.*between engine calls"):
+        p.requires_grad = True
+
+
+def test_what_was_frozen_stays_so() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    resting = make_resting(model)
+    model.bias.requires_grad_(False)
+    with pytest.raises(ParameterError, match=r"requires_grad = True on parameter 'bias'.*initialize again"):
+        model.requires_grad_(True)
+    assert not resting.status.off and model.weight.requires_grad and not model.bias.requires_grad
+    with pytest.raises(ParameterError, match=r"register_hook on parameter 'bias'.*not require gradients"):
+        model.bias.register_hook(lambda gradient: None)
+
+
+def test_hooks_are_kept_in_their_order(resting: Resting) -> None:
     p = resting.list[0]
-    for way in (
-        lambda: p.requires_grad_(False),
-        lambda: setattr(p, "requires_grad", False),
-        lambda: resting.model.requires_grad_(False),
-    ):
-        with pytest.raises(ParameterError, match=r"requires_grad = False on parameter '0\.weight'.*initialize again"):
-            way()
-    resting.model.requires_grad_(True)
-    p.requires_grad = True
-    assert p.requires_grad_() is p
 
+    def first(gradient: torch.Tensor) -> None: ...
 
-def test_hooks_on_stubs_are_refused(resting: Resting) -> None:
-    for name in ("register_hook", "register_post_accumulate_grad_hook"):
-        with pytest.raises(ParameterError, match=rf"{name} on parameter '0\.weight'.*never run"):
-            getattr(resting.list[0], name)(lambda p: None)
+    def second(gradient: torch.Tensor) -> None: ...
+
+    handle = p.register_hook(first)
+    p.register_hook(hook=second)
+    assert list(resting.status.hooks[NAME].values()) == [first, second]
+    handle.remove()
+    assert list(resting.status.hooks[NAME].values()) == [second]
+    with pytest.raises(ParameterError, match=r"register_post_accumulate_grad_hook on parameter '0\.weight'.*use regis"):
+        p.register_post_accumulate_grad_hook(lambda p: None)

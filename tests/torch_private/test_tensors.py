@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from zeroweave._torch.tensors import (
     mark_as_parameter,
     metadata_getters,
     post_accumulate_hooks,
+    put_hooks,
     tensor_hooks,
     wrapper_like,
 )
@@ -115,9 +117,12 @@ def test_hooks_on_tensors_and_modules_are_seen() -> None:
     layer.weight.register_hook(lambda gradient: gradient)
     layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     assert len(tensor_hooks(layer.weight)) == len(post_accumulate_hooks(layer.weight)) == 1
-    before = tensor_hooks(layer.weight)
-    layer.weight.register_hook(lambda gradient: gradient)
-    assert tensor_hooks(layer.weight)[:1] == before and len({*tensor_hooks(layer.weight)}) == 2
+    before = [*tensor_hooks(layer.weight)]
+    handle = layer.weight.register_hook(lambda gradient: gradient)
+    assert [*tensor_hooks(layer.weight)][:1] == before and len({*tensor_hooks(layer.weight)}) == 2
+    kept = tensor_hooks(layer.weight)
+    handle.remove()
+    assert [*kept] == before, "handles remove hooks from this very object"
 
     def hook(*_: object) -> None: ...
 
@@ -126,6 +131,23 @@ def test_hooks_on_tensors_and_modules_are_seen() -> None:
     assert not is_compiled_in_place(layer)
     layer.compile()
     assert is_compiled_in_place(layer)
+
+
+def test_hooks_that_are_put_run_and_can_be_removed() -> None:
+    hooked, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    handle = hooked.register_hook(lambda gradient: gradient * 2)
+    hooks = tensor_hooks(hooked)
+    put_hooks(other, hooks)
+    other.register_hook(lambda gradient: gradient + 1)
+    for expected in (3.0, 2.0):
+        other.grad = None
+        other.sum().backward()
+        assert other.grad is not None and other.grad.tolist() == [expected] * 2
+        handle.remove()
+    put_hooks(other, OrderedDict())
+    other.grad = None
+    other.sum().backward()
+    assert other.grad.tolist() == [1.0, 1.0]
 
 
 def test_sums_of_two_dtypes_keep_that_of_the_target() -> None:

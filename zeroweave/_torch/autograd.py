@@ -48,7 +48,9 @@ def returns(parameter: torch.Tensor) -> bool:
 
 
 def _goes_into(parameter: torch.Tensor) -> bool | None:
-    """Does the backward that runs now accumulate into this leaf? None where it returns the gradient instead."""
+    """True if the backward that runs now accumulates into this leaf. None where it returns the gradient instead."""
+    if not parameter.requires_grad:
+        return False
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -34,13 +35,18 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
     tensor._is_param = True
 
 
-def tensor_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
-    """What `register_hook` has put on `tensor`, by number, in order. Why: it would never run on a sharded parameter."""
-    return tuple(tensor._backward_hooks or ())
+def tensor_hooks(tensor: torch.Tensor) -> OrderedDict[int, Callable[..., Any]]:
+    """Where `register_hook` has put hooks, by number. Why: handles remove them from this object, wherever they run."""
+    return cast("OrderedDict[int, Callable[..., Any]]", tensor._backward_hooks or OrderedDict())
+
+
+def put_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[..., Any]]) -> None:
+    """Autograd runs these on the gradients of `tensor`. Why: as `tensor_hooks`."""
+    tensor._backward_hooks = hooks or None
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The same of `register_post_accumulate_grad_hook`. Why: as for tensor hooks."""
+    """The numbers of what `register_post_accumulate_grad_hook` has put on it. Why: it would never run when sharded."""
     return tuple(tensor._post_accumulate_grad_hooks or ())
 
 

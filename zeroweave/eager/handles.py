@@ -54,8 +54,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return runtime.activations.save(own, version(tensor))
         bucket, slot = runtime.buckets[place[0]], place[1]
         if runtime.saved_views.take(tensor, place):
-            if slot >= 0:
-                return _Parameter(bucket, slot, version(bucket.real[slot]))
+            real = bucket.real[slot]
+            if slot >= 0 and (tensor.shape, tensor.stride()) == (real.shape, real.stride()):  # and no other view of it
+                return _Parameter(bucket, slot, version(real))
             return Saved(tensor.detach(), version(tensor))
         frame.handed_out()
         return _Handle(

@@ -168,7 +168,6 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
         return parameter.register_post_accumulate_grad_hook(hand_over)
 
 
-def hooks_beside(parameter: torch.Tensor) -> tuple[int, ...]:
-    """What is registered on a parameter beside the hook of `hook_gradient`, which is its first: by number."""
-    own = 1 if parameter.requires_grad else 0
-    return *tensor_hooks(parameter), *post_accumulate_hooks(parameter)[own:]
+def hooks_beside(parameter: torch.Tensor, trained: bool) -> tuple[int, ...]:
+    """What is registered on a parameter beside the hook of `hook_gradient`, the first of a `trained` one: by number."""
+    return *tensor_hooks(parameter), *post_accumulate_hooks(parameter)[int(trained) :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import cast
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from zeroweave.eager.hooks import hook_gradient, hooks_beside
 from zeroweave.errors import EngineError
 from zeroweave.notices import warn
 from zeroweave.parameters.places import Places
+from zeroweave.parameters.stub import AtRest
 from zeroweave.runtime.runtime import Runtime
 
 
@@ -31,11 +33,13 @@ class Shown:
         """how many need the real parameters"""
         self._views: dict[str, nn.Parameter] | None = None
         """what `open` shows, by name; None: it is closed"""
+        self._off = set[str]()
+        """the trained parameters whose real ones do not require gradients, by name"""
         self._lends = False
         """does this rank show full values of its own?"""
         self._comes: Callable[[], None] = lambda: None
         for bucket in access.buckets:
-            bucket.attach(self._retire)
+            bucket.attach(self._retire, places.status.hooks)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
         self.hide()
 
@@ -64,6 +68,7 @@ class Shown:
         if self.is_open:
             return
         self._comes()
+        self._toggle()
         for bucket in self._access.buckets:
             bucket.unshard()
         for bucket in self._access.buckets:
@@ -74,8 +79,11 @@ class Shown:
         else:
             views = self._places.views()
             for name, view in views.items():
-                if view.requires_grad:
+                if self._is_trained(name):
+                    on = view.requires_grad
+                    view.requires_grad_()  # or it takes no hook
                     hook_gradient(view, runtime, *places[name])
+                    view.requires_grad_(on)
         self._places.open(views)
         self._views = views
 
@@ -86,7 +94,7 @@ class Shown:
         """
         if not self.is_open:
             return
-        hooked = [name for name, view in self.views.items() if hooks_beside(view)]
+        hooked = [name for name, view in self.views.items() if hooks_beside(view, self._is_trained(name))]
         self._withdraw()
         with ExitStack() as each:  # a parameter that was written raises, but the others go as well
             for bucket in self._access.buckets:
@@ -98,7 +106,11 @@ class Shown:
                 self._runtime.transport.rank,
             )
 
+    def _is_trained(self, name: str) -> bool:
+        return self._runtime.buckets[self._runtime.directory.places[name][0]].layout.trainable
+
     def _withdraw(self) -> None:
+        self._toggle()
         views, self._views = self.views, None
         self._places.show_stubs()
         real = {id(p) for bucket in self._access.buckets for p in bucket.real}
@@ -145,6 +157,8 @@ class Shown:
             self._comes()
         if not (runtime.awaits_backward or runtime.in_session or runtime.in_backward):
             return None
+        if not (runtime.in_session or runtime.in_backward):
+            self._toggle()
         bucket, slot = runtime.directory.places[name]
         if values:
             runtime.read(runtime.buckets[bucket], slot)
@@ -159,10 +173,22 @@ class Shown:
             )
         if self._count == 0:
             self._comes()
+            self._toggle()
             self._places.show_real()
             self._access.watch()
             self._note(shown=True)
         self._count += 1
+
+    def _toggle(self) -> None:
+        """The real parameters require gradients as the program has last told stubs, or views that are open."""
+        for name, view in (self._views or {}).items():
+            if view.requires_grad != (stub := cast(AtRest, self._places.names[name])).requires_grad:
+                stub.toggle(view.requires_grad)
+        off = self._places.status.off
+        for name in off ^ self._off:
+            bucket, slot = self._runtime.directory.places[name]
+            self._runtime.buckets[bucket].toggle(slot, name not in off)
+        self._off = set(off)
 
     def hide(self) -> None:
         """One less; with the last one the stubs return."""

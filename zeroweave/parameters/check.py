@@ -20,10 +20,10 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from zeroweave._torch.modules import forward_pre_hooks, is_compiled_function, is_compiled_in_place, watch_rnn_weights
 from zeroweave._torch.storages import storage_key, use_count
-from zeroweave._torch.tensors import post_accumulate_hooks, tensor_hooks
+from zeroweave._torch.tensors import post_accumulate_hooks
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.foreign import own_parameters
-from zeroweave.parameters.stub import AtRest
+from zeroweave.parameters.stub import NO_POST_HOOKS, AtRest
 
 _TRANSIENT_SECONDS: Final = 2.0
 """How long threads of a communication backend may go on to hold what a collective was handed."""
@@ -194,10 +194,8 @@ def _of_uses(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[
             else:
                 reason = "in a live autograd graph; delete earlier losses and outputs"
             yield reason, name
-        if tensor_hooks(parameter):
-            yield "has tensor hooks, which would never run; remove them, or hook modules instead", name
         if post_accumulate_hooks(parameter):
-            yield "has post-accumulate-grad hooks, which would never run; remove them", name
+            yield f"has hooks of register_post_accumulate_grad_hook, which would never run: {NO_POST_HOOKS}", name
         if parameter.grad is not None:
             yield "has a gradient; call model.zero_grad() first", name
 

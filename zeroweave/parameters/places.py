@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, cast
 
@@ -22,7 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroweave._torch.modules import parameter_entries, refresh_rnn_weights, watch_rnn_weights
-from zeroweave._torch.tensors import exchange
+from zeroweave._torch.tensors import exchange, put_hooks, tensor_hooks
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.anatomy import Anatomy
 from zeroweave.parameters.foreign import is_foreign, own_parameters
@@ -35,8 +36,8 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
     `real(name, parameter)` is called once for each distinct parameter, in model order, before anything is
     changed; it returns the engine's real Parameter, a new object whose shape, stride, dtype, device and
     `requires_grad` the stub takes over. The content of the old object is dropped and must not be used for
-    autograd again, because `swap_tensors` poisons it. Errors of `real` pass through; ParameterError where
-    a parameter cannot be swapped.
+    autograd again, because `swap_tensors` poisons it; `status` has its hooks. Errors of `real` pass through;
+    ParameterError where a parameter cannot be swapped.
     """
     named = own_parameters(model)
     reals = {name: real(name, parameter) for name, parameter in named.items()}
@@ -53,6 +54,7 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
             torch.utils.swap_tensors(parameter, other)
             swapped.append((parameter, other))
             vars(reals[current]).update(vars(other))
+        status.hooks.update((name, hooks) for name, stub in named.items() if (hooks := tensor_hooks(stub)))
         return Places(model, status, named, reals)
     except BaseException as error:
         for parameter, other in reversed(swapped):
@@ -87,7 +89,7 @@ class Places:
             for alias, stub in model.named_parameters(remove_duplicate=False)
             if alias not in stubs and not is_foreign(stub)
         }
-        self._status = status
+        self.status = status
         self._entries: list[tuple[dict[str, nn.Parameter | None], str]] = []
         self._labels: list[str] = []  # the name of each place for errors
         self._owners: list[str] = []  # the canonical name of the parameter that belongs there
@@ -114,7 +116,7 @@ class Places:
     def check(self) -> None:
         """ParameterError if modules with parameters, or parameters, were replaced, or others have come."""
         if replaced := self._replaced():
-            self._refuse(replaced, self._status.showing)
+            self._refuse(replaced, self.status.showing)
         # A forward may have given a real one another name.
         self._anatomy.check(lambda: (*self._shown, *self._reals))
 
@@ -135,7 +137,7 @@ class Places:
         The modules are open until `show_stubs`, also while others are shown.
         """
         self.show(parameters)
-        self._status.show(Showing.OPEN)
+        self.status.show(Showing.OPEN)
 
     def views(self) -> dict[str, nn.Parameter]:
         """New Parameters over the memory of the real ones, by canonical name, for code that may keep what it gets.
@@ -153,7 +155,7 @@ class Places:
     def show_values(self, values: Mapping[str, torch.Tensor]) -> None:
         """Puts Parameters with these full values, by canonical name, into the modules. Errors as `show_real`."""
         self.show({name: nn.Parameter(values[name], stub.requires_grad) for name, stub in self.names.items()})
-        self._status.show(Showing.LENT)
+        self.status.show(Showing.LENT)
 
     def show_stubs(self) -> None:
         """Puts the stubs back. No-op if they are there.
@@ -161,7 +163,7 @@ class Places:
         Places where someone replaced the entry meanwhile keep it, and are named by the ParameterError that
         is raised after all others are at rest.
         """
-        replaced, showing = self._replaced(), self._status.showing
+        replaced, showing = self._replaced(), self.status.showing
         self._put(self._stubs, replaced)
         if replaced:
             self._refuse(replaced, showing)
@@ -173,7 +175,7 @@ class Places:
         itself, unchanged, where some C++ code refers to it weakly.
         """
         torch.clear_autocast_cache()  # weak references, of which an open `torch.autocast` makes new ones
-        other: torch.Tensor = AtRest(parameter, name, self._status)
+        other: torch.Tensor = AtRest(parameter, name, self.status)
         vars(other).update({**vars(parameter), **vars(other)})
         try:
             exchange(parameter, other)
@@ -203,6 +205,7 @@ class Places:
             full = nn.Parameter(values(name), requires_grad=stub.requires_grad)
             full.__dict__.update({key: value for key, value in vars(stub).items() if key not in _OWN})
             torch.utils.swap_tensors(stub, full)
+            put_hooks(stub, self.status.hooks.get(name, OrderedDict()))
         for rnn in self._rnns:
             refresh_rnn_weights(rnn)
             watch_rnn_weights(rnn, watch=True)
@@ -232,9 +235,9 @@ class Places:
         self._shown = wanted
         self.changes += 1
         if wanted is self._stubs:
-            self._status.show(Showing.STUBS)
-        elif self._status.showing is Showing.STUBS:
-            self._status.show(Showing.REAL)
+            self.status.show(Showing.STUBS)
+        elif self.status.showing is Showing.STUBS:
+            self.status.show(Showing.REAL)
 
     def _refuse(self, replaced: frozenset[int], showing: Showing) -> NoReturn:
         """`showing`: what the modules showed when somebody replaced these."""

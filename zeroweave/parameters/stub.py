@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zeroweave._torch.fx import map_tensors
 from zeroweave._torch.tensors import mark_as_parameter, metadata_getters, wrapper_like
 from zeroweave.errors import ParameterError
+
+Hooks: TypeAlias = OrderedDict[int, Callable[[torch.Tensor], torch.Tensor | None]]
+"""What `register_hook` was given, by number. Each takes a gradient and returns another one, or None to keep it."""
 
 
 class Showing(Enum):
@@ -27,11 +32,20 @@ class Showing(Enum):
 
 @dataclass(slots=True)
 class StubStatus:
-    """What all stubs of one engine know about it. `Places` tells what the modules show, the engine of gradients."""
+    """What all stubs of one engine know about it, and what the program has told them.
+
+    `Places` tells what the modules show, the engine of gradients.
+    """
 
     gradients_pending: bool = False
     """Gradients of the open window wait in the engine: `.grad` refuses instead of saying None."""
     showing: Showing = Showing.STUBS
+    off: set[str] = field(default_factory=set)
+    """trained parameters whose `requires_grad` the program has set to False, by name"""
+    hooks: dict[str, Hooks] = field(default_factory=dict)
+    """those of parameters, by name"""
+    changes: Callable[[], None] = lambda: None
+    """is called before `off` or `hooks` change"""
     read: Callable[[str, bool], torch.Tensor | None] = field(default=lambda name, values: None)
     """See `Shown.read`. Without an engine no parameter can be read."""
 
@@ -51,6 +65,10 @@ class StubStatus:
         """The modules show this from now on."""
         self.showing = showing
 
+    def listen(self, changes: Callable[[], None]) -> None:
+        """`changes()` is called before `off` or `hooks` change."""
+        self.changes = changes
+
 
 def _getters(names: str) -> Iterator[Callable[..., Any]]:
     return (getattr(torch.Tensor, name).__get__ for name in names.split() if hasattr(torch.Tensor, name))
@@ -63,7 +81,7 @@ def _methods(names: str) -> Iterator[Callable[..., Any]]:
 # What a stub answers: everything that a tensor knows without looking at its values.
 _ANSWERED = frozenset(
     (
-        *_getters("shape dtype device layout requires_grad is_leaf grad_fn grad_dtype ndim name names itemsize"),
+        *_getters("shape dtype device layout is_leaf grad_fn grad_dtype ndim name names itemsize"),
         *_getters("nbytes retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested"),
         *_getters("is_mkldnn is_mps is_xpu is_xla is_mtia is_ipu is_maia is_vulkan"),
         *metadata_getters(),
@@ -83,13 +101,13 @@ _ANSWERED = frozenset(
 _GRAD: Any = torch.Tensor.grad  # the descriptor, which the stubs of torch take for a value
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 _READ_GRAD, _WRITE_GRAD, _DELETE_GRAD = _GRAD.__get__, _GRAD.__set__, _GRAD.__delete__
+_READ_REQUIRES_GRAD = _REQUIRES_GRAD.__get__
 _DATA: Any = torch.Tensor.data
 _UNREADABLE = (_DATA.__get__, _DATA.__set__, torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__)
 """What no gathered copy can stand in for: a write through `.data` leaves no trace, and a pickle would be the copy's."""
 _DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward)
 """Functions that ask for gradients of a parameter and read no values of it."""
 _WRITE_REQUIRES_GRAD = (_REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_)
-_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 VALUES = (
     "its values are sharded over the ranks between engine calls; read or write them inside "
@@ -100,24 +118,28 @@ _GRADIENTS = (
     "its gradients are kept by the engine, sharded over the ranks; use engine.clip_grad_norm_() to clip "
     "them, engine.step() to apply them, engine.zero_grad() to drop them"
 )
-_FIXED = (
-    "requires_grad is part of how parameters are sharded and cannot change under an engine; call "
-    "engine.destroy(), change it, and initialize again"
+_FROZEN = (
+    "zeroweave.initialize found it frozen, so it has no gradient and no optimizer state; call engine.destroy(), set "
+    "requires_grad, and initialize again"
 )
+_SHOWN = "the module shows another parameter in its place now; set it there, or between engine calls"
 _RESIZED = (
     "the shapes of parameters are part of how they are sharded; call engine.destroy(), resize, and initialize again "
     "with a new optimizer"
 )
-_NO_HOOKS = "tensor hooks never run on a sharded parameter; hook the module, or look at engine.gradients()"
+NO_POST_HOOKS = (
+    "the engine takes gradients before they are accumulated; use register_hook, which sees the local gradient of a "
+    "backward, or engine.gradients()"
+)
 
 
 class AtRest(torch.Tensor):
     """A stub: shape, dtype, device and the like of a parameter, without its values.
 
     It holds no storage, counts as an `nn.Parameter`, and carries the attributes that the user had set on
-    the parameter. Every read and write of values, gradients (while some wait), hooks and `requires_grad`
-    raises `ParameterError` with the parameter's name and the way out; none is silently ignored. The one
-    exception is the C function `torch.utils.dlpack.to_dlpack`, which asks nobody.
+    the parameter. It takes `requires_grad` of what is trained, and tensor hooks. Every read and write of values and
+    gradients (while some wait) raises `ParameterError` with the parameter's name and the way out; none is silently
+    ignored. The one exception is the C function `torch.utils.dlpack.to_dlpack`, which calls no Python.
     """
 
     _zeroweave_name: str
@@ -159,7 +181,10 @@ class AtRest(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         stub = _first_stub((args, kwargs))
         assert stub is not None, func  # else PyTorch would not have asked this class
-        pending = stub._zeroweave_status.gradients_pending
+        status, name = stub._zeroweave_status, stub._zeroweave_name
+        if func == _READ_REQUIRES_GRAD:
+            return stub._is_trained() and name not in status.off
+        pending = status.gradients_pending
         if func == _READ_GRAD and not pending:
             return None
         if func == _WRITE_GRAD and args[0] is stub and args[1] is None and not pending:
@@ -168,17 +193,40 @@ class AtRest(torch.Tensor):
             stub.refuse(".grad", _GRADIENTS)
         if func in _WRITE_REQUIRES_GRAD:
             wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
-            if wanted == stub.requires_grad:
-                return stub
-            stub.refuse(f"requires_grad = {wanted}", _FIXED)
-        if func in _HOOKS:
-            stub.refuse(func.__name__, _NO_HOOKS)
+            if wanted != stub.requires_grad:
+                if status.showing is not Showing.STUBS:
+                    stub.refuse(f"requires_grad = {wanted}", _SHOWN)
+                stub.toggle(wanted)
+            return stub
+        if func is torch.Tensor.register_hook and stub.requires_grad:
+            status.changes()
+            hooks = status.hooks.setdefault(name, OrderedDict())
+            handle = RemovableHandle(hooks)
+            hooks[handle.id] = args[1] if len(args) > 1 else (kwargs or {})["hook"]
+            return handle
+        if func is torch.Tensor.register_hook:
+            stub.refuse(func.__name__, "it does not require gradients")
+        if func is torch.Tensor.register_post_accumulate_grad_hook:
+            stub.refuse(func.__name__, NO_POST_HOOKS)
         if func not in _UNREADABLE:
             reads = func not in _DIFFERENTIATES
             args, kwargs = map_tensors(lambda tensor: _real(tensor, reads), (args, kwargs or {}))
         if _first_stub((args, kwargs)) is not None:
             stub.refuse(_name_of(func))
         return func(*args, **(kwargs or {}))
+
+    def toggle(self, on: bool) -> None:
+        """Sets `requires_grad`. ParameterError for a parameter that `initialize` took as frozen."""
+        status, name = self._zeroweave_status, self._zeroweave_name
+        if not self._is_trained():
+            self.refuse(f"requires_grad = {on}", _FROZEN)
+        status.changes()
+        (status.off.discard if on else status.off.add)(name)
+
+    def _is_trained(self) -> bool:
+        """True if `initialize` took it as one that requires gradients."""
+        with torch.DisableTorchFunctionSubclass():
+            return self.requires_grad
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable[..., Any], types: object, *values: Any) -> Any:  # type: ignore[override]

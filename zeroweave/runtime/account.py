@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -12,9 +13,11 @@ from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts, Transport
 from zeroweave.compile.destinations import may_add
-from zeroweave.errors import EngineError, ZeroweaveError
+from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradient_flat import GradientFlat
+
+_ONCE: Final = "compute with it in the model's forward only, or remove the hooks and use engine.gradients()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,10 @@ class Account:
         """was anything announced? A backward without a word before it is complete only at its end"""
         self.parts: dict[int, torch.Tensor] = {}
         """contributions of this backward that have entered no reduction yet"""
+        self._unhooked: dict[int, torch.Tensor] = {}
+        """those on whose sum hooks have to run"""
+        self._hooked: set[int] = set()
+        """slots on whose gradients hooks have run in this backward"""
         self.flat.clear()
         self.local: torch.Tensor | None = None
         """[numel] the sum of backwards that did not reduce, laid out like the flat"""
@@ -129,18 +136,40 @@ class Account:
         if self._sums and gradient is self._sums[slot]:
             self.added += 1
             return
-        earlier = self.parts.get(slot)
+        if slot in self._hooked:
+            name = self.bucket.layout.slots[slot].name
+            raise EngineError(f"a part of the gradient of {name!r} comes after its hooks have run: {_ONCE}")
+        parts = self._unhooked if self.bucket.hooks(slot) else self.parts
+        earlier = parts.get(slot)
         # out of place: a gradient may be a tensor that the graph still reads (a tangent, an activation)
-        self.parts[slot] = gradient if earlier is None else earlier + gradient
-        self.flat.came(slot, self.parts[slot], made and earlier is None)
+        parts[slot] = gradient if earlier is None else earlier + gradient
+        if parts is self.parts:
+            self.flat.came(slot, parts[slot], made and earlier is None)
+
+    @torch.no_grad()
+    def _run_hooks(self) -> None:
+        """What the program's hooks make of the gradients of this backward becomes parts."""
+        unhooked, self._unhooked = self._unhooked, {}
+        for slot, gradient in unhooked.items():
+            made = gradient.clone()  # which hooks may write
+            for hook in tuple((self.bucket.hooks(slot) or {}).values()):
+                given = hook(made)
+                if given is not None and (given.dtype, given.shape) != (made.dtype, made.shape):
+                    name, wanted = self.bucket.layout.slots[slot].name, f"{made.dtype} {list(made.shape)}"
+                    raise ParameterError(f"a hook of {name!r} must return None or {wanted}, as its gradient is")
+                made = made if given is None else given
+            earlier = self.parts.get(slot)
+            self.parts[slot] = made if earlier is None else earlier + made
+            self.flat.came(slot, self.parts[slot])
+            self._hooked.add(slot)
 
     def newly_complete(self, reducing: bool) -> bool:
         """Has nothing announced been missing since this contribution? Says so once until it is added up.
 
         A backward that reduces waits for what may come, too: the bucket is reduced once. Others add that up when it
-        comes, and need no memory for gradients that wait.
+        comes, and need no memory for gradients that wait, unless hooks wait for all of them.
         """
-        missing = self._announced or self._expected or (reducing and self._read)
+        missing = self._announced or self._expected or (self._read if reducing else self._unhooked)
         if self.reported or missing or not (self._armed and self._fresh):
             return False
         self.reported = True
@@ -149,6 +178,7 @@ class Account:
     # ------------------------------------------------------------------ reductions
     def fold(self) -> None:
         """Adds the parts of a backward that does not reduce to the local sum."""
+        self._run_hooks()
         self.add_up()
         self.reported = self._fresh = False
 
@@ -168,6 +198,7 @@ class Account:
 
     def issue(self) -> Parts:
         """Hands over what the bucket has, to be reduced: its parts, or the local sum where it has one."""
+        self._run_hooks()
         if self.local is not None:
             self.add_up()
             parts: Parts = self.local  # which is a flat already: nothing is copied
@@ -186,11 +217,13 @@ class Account:
 
     def end_backward(self) -> None:
         """Announced gradients that did not come count as zeros; the next backward reduces anew."""
+        self._run_hooks()
         if self.parts and not self.issued:
             raise ZeroweaveError(f"bucket {self.bucket.layout.name!r}: a gradient entered no reduction")
         self._announced.clear()
         self._expected.clear()
         self._read.clear()
+        self._hooked.clear()
         if not self.parts:
             self.flat.clear()  # what was lent for gradients that nobody wanted
         self.issued = self.reported = self._armed = False

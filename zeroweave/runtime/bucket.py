@@ -19,6 +19,7 @@ from zeroweave.comm.places import Places
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import ParameterError
 from zeroweave.layout import BucketLayout
+from zeroweave.parameters.stub import Hooks
 from zeroweave.runtime.flat import Flat
 from zeroweave.runtime.shard import Shard
 from zeroweave.schedule.build import Schedule
@@ -60,11 +61,12 @@ class Bucket(Flat):
         self._key = storage_key(self.flat)
         self.generation = 0
         """how often the values of the shard have changed"""
-        self.accept_writes()
+        self._marks = [marks(parameter) for parameter in self.real]
         self._references = storage_use_count(self.storage)
         self._shown = False
         self._own: dict[bool, list[int]] = {}
         self._retire: Callable[[str, nn.Parameter], nn.Parameter] = lambda name, parameter: parameter
+        self._hooks: Mapping[str, Hooks] = {}
 
     @property
     def id(self) -> int:
@@ -88,12 +90,17 @@ class Bucket(Flat):
         """Overwrites the shard by values on the device, which nobody writes any more."""
         self.home.put(values)
 
-    def attach(self, retire: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    def attach(self, retire: Callable[[str, nn.Parameter], nn.Parameter], hooks: Mapping[str, Hooks]) -> None:
         """Called once, by whoever shows the real parameters.
 
         `retire(name, parameter)` makes all references to one refuse, and returns the Parameter that takes its place.
+        `hooks`: the program's, by the names of parameters.
         """
-        self._retire = retire
+        self._retire, self._hooks = retire, hooks
+
+    def hooks(self, slot: int) -> Hooks | None:
+        """The hooks that the program has registered on a parameter, if there are any."""
+        return self._hooks.get(self.layout.slots[slot].name) if self._hooks else None
 
     def note_shown(self, shown: bool) -> None:
         """The modules show the real parameters from now on, or do not.
@@ -146,12 +153,15 @@ class Bucket(Flat):
                 "with `copy_` inside `with engine.full_parameters():`"
             )
         if frozen := self._changed(now, 2):
-            for p in self.real:
-                p.requires_grad_(self.layout.requires_grad)
+            for p, (_, _, on) in zip(self.real, self._marks, strict=True):
+                p.requires_grad_(on)
             raise ParameterError(
-                f"requires_grad of {frozen} changed during a call: what is trained is decided "
-                "when the engine is made; freeze or unfreeze before zeroweave.initialize"
+                f"requires_grad of {frozen} changed during a call: set it before the forward, between engine calls"
             )
+
+    def toggle(self, slot: int, on: bool) -> None:
+        """The program wants gradients of a trained parameter from now on, or does not."""
+        self._marks[slot] = (*self._marks[slot][:2], self.real[slot].requires_grad_(on).requires_grad)
 
     def _changed(self, now: list[tuple[int, int, bool]], which: int) -> str:
         """The names of the parameters of which this one of their marks has changed."""
@@ -160,8 +170,8 @@ class Bucket(Flat):
 
     def accept_writes(self) -> None:
         """Writes until now are no error any more."""
-        key, trains = self._key, self.layout.requires_grad
-        self._marks = [(known, key, trains) for known in versions(self.real)]
+        now = zip(versions(self.real), self._marks, strict=True)
+        self._marks = [(known, self._key, on) for known, (_, _, on) in now]
 
     @property
     def written(self) -> bool:

@@ -61,14 +61,17 @@ class Delivery:
     def _of_wanted(
         self, parts: Sequence[tuple[int, int]], ask: Callable[[int, int], torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """What `ask` has for each of these that the window wants."""
-        wanted = set(self._wanted(parts))
+        """What `ask` has for each of these that the window wants as it is."""
+        wanted = {place for place in self._wanted(parts) if not self._buckets[place[0]].hooks(place[1])}
         return [ask(*place) if place in wanted else None for place in parts]
 
     def _wanted(self, parts: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants."""
+        """`torch.autograd.grad` and `backward(inputs=…)` run a compiled backward whose gradients no window wants.
+
+        Nor does it want those of parameters that were switched off since the forward.
+        """
         if current_graph_task() == self._whole:
-            return parts
+            return [(bucket, slot) for bucket, slot in parts if self._buckets[bucket].real[slot].requires_grad]
         return [place for place in parts if accumulates(self._buckets[place[0]].real[place[1]])]
 
     def deliver(
@@ -97,6 +100,8 @@ class Delivery:
         """Takes the gradient that autograd has accumulated for a parameter, on whichever stream."""
         with self._stream.receive(gradient):
             self._note_backward(accumulates=True)
+            if not self._buckets[bucket_id].real[slot].requires_grad:
+                return  # autograd takes its stub for one that requires gradients
             complete = self._gradients.deliver_eager(bucket_id, slot, gradient, self._replay.reducing)
             if not self._replay.reducing:
                 self._gradients.fold(complete)

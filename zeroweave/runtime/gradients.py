@@ -87,7 +87,8 @@ class Gradients:
     def expect(self, parts: Iterable[tuple[int, int]]) -> None:
         """The eager gradients of these (bucket id, slot index) are likely to come."""
         for bucket_id, slot in parts:
-            self._accounts[bucket_id].expect(slot)
+            if (account := self._accounts[bucket_id]).bucket.real[slot].requires_grad:
+                account.expect(slot)
 
     def read(self, bucket_id: int, slot: int) -> None:
         """Eager code reads a parameter. By that a gradient may come, or none."""

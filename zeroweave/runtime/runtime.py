@@ -272,7 +272,7 @@ class Runtime:
         usable until its gradient has come, or else until the end of the backward.
         """
         for_loss = not (self.in_session or self.in_backward)
-        if bucket.layout.trainable and not self.in_backward and (for_loss or torch.is_grad_enabled()):
+        if bucket.real[slot].requires_grad and not self.in_backward and (for_loss or torch.is_grad_enabled()):
             self.gradients.read(bucket.id, slot)  # its gradient may come after that of compiled code
         if bucket.id in self._loss_reads:
             self._loss_reads[bucket.id][1].add(slot)

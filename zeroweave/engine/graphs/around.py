@@ -98,16 +98,17 @@ class _OnParameters:
         self._places, self._buckets = places, tuple(buckets)
         self._changes = places.changes
         """of what the modules show, when all parameters were looked at last"""
-        self._hooked: list[tuple[Sequence[torch.Tensor], int]] = []
+        self._hooked: list[tuple[Bucket, int]] = []
         """where those are that had hooks then"""
 
-    def now(self) -> tuple[tuple[int, ...], ...]:
-        """Which there are, by number. In replays nobody sees a parameter, so that hooks can go, but not come."""
+    def now(self) -> tuple[object, ...]:
+        """What is off, and which hooks there are, by number. In replays no code sees a parameter: hooks only go."""
         if self._changes != self._places.changes:
             self._changes = self._places.changes
-            found = ((bucket.real, slot) for bucket in self._buckets for slot in range(len(bucket.real)))
-            self._hooked = [(real, slot) for real, slot in found if hooks_beside(real[slot])]
-        return tuple(hooks for real, slot in self._hooked if (hooks := hooks_beside(real[slot])))
+            found = ((bucket, slot) for bucket in self._buckets for slot in range(len(bucket.real)))
+            self._hooked = [(b, slot) for b, slot in found if hooks_beside(b.real[slot], b.layout.trainable)]
+        hooks = (hooks_beside(b.real[slot], b.layout.trainable) for b, slot in self._hooked)
+        return frozenset(self._places.status.off), *filter(None, hooks)
 
 
 class _Same:

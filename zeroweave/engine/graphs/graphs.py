@@ -71,6 +71,7 @@ class Graphs:
             self._engaged = Trials(bench, scheduler, self.known), opened
             parts.guard.attach(self._something_begins)
             shown.attach(self._somebody_reads)
+            parts.stubs.listen(self._parameters_change)
             own = ExitStack()
             own.callback(self.close)
             control = parts.control
@@ -321,6 +322,8 @@ class Graphs:
     def _unsettled(self) -> str | None:
         """Why the window that begins cannot be a graph, whatever it computes."""
         runtime = self._parts.runtime
+        if any(self._parts.stubs.hooks.values()):
+            return "parameters have hooks, which no graph runs"
         if not self._scheduler.settled or self._scheduler.timing.is_on:
             return "the schedule has not settled, or is timed"
         schedule = self._scheduler.schedule
@@ -358,6 +361,12 @@ class Graphs:
             trials, opened = self._engaged
             trials.spoil("something else was done in it")
             opened.go_on_as_ever()
+
+    def _parameters_change(self) -> None:
+        """The program sets `requires_grad`, or hooks: what was replayed does not know of that."""
+        self._something_begins()
+        with _Mine(self):
+            self._run_again("requires_grad")
 
     def _somebody_reads(self) -> None:
         """Parameters are about to be read, by the model or by the program.
