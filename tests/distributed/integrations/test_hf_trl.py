@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("accelerate", minversion="1.15", reason="transformers' Trainer needs accelerate")
 pytest.importorskip("trl")
 
 import transformers
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trl import SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from tests.distributed.integrations import trainers
 from tests.distributed.integrations.trainers import apart, config, launched, said, whole
@@ -75,3 +77,44 @@ def test_trls_trainer_trains_as_on_its_own(pools: Pools, tmp_path: Path, world: 
     for found, written, library, sharded in pools(world).run(supervised, str(tmp_path)):
         assert found <= 1e-6 and written <= 1e-6
         assert sharded == pytest.approx(library, abs=1.01e-4) and len(sharded) == 12  # losses have four decimals
+
+
+class ShardedPreferences(hf.Trainer, DPOTrainer):
+    pass
+
+
+@dataclass
+class PreferenceArguments(DPOConfig, hf.TrainingArguments):
+    pass
+
+
+def preferences(folder: str, stage: int) -> tuple[float, list[Any], list[Any]]:
+    """Adapters are trained, and off where the base model is the reference: how far apart they are, and the logs."""
+    with launched(folder):
+        tokenizer, _ = letters()
+        rows = [{"prompt": "the cat ", "chosen": "sat. " * (1 + i % 3), "rejected": "ate it. "} for i in range(48)]
+        more = {"bf16": False, "max_steps": 6, "max_grad_norm": 1.0, "learning_rate": 1e-2}
+        runs = []
+        for trainer, arguments in (
+            (DPOTrainer, said(DPOConfig, **more)),
+            (ShardedPreferences, said(PreferenceArguments, **more, zeroweave=config(stage, "aot_eager"))),
+        ):
+            model = trainers.llama(vocab_size=64, max_position_embeddings=128)
+            adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+            torch.manual_seed(0)
+            given = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer, "peft_config": adapters}
+            run = trainers.quiet(trainer(model, args=arguments, **given))
+            run.train()
+            runs.append(run)
+        library, sharded = runs
+        found = apart(whole(sharded), library.model.state_dict())
+        logs = [trainers.logged(run, "loss", "rewards/margins") for run in runs]
+        sharded.engine.destroy()
+        return found, *logs
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 3)])
+def test_preferences_are_learnt_with_adapters(pools: Pools, tmp_path: Path, world: int, stage: int) -> None:
+    for found, library, sharded in pools(world).run(preferences, str(tmp_path), stage):
+        assert found <= 1e-6
+        assert sharded == pytest.approx(library, abs=1.01e-4) and len(sharded) == 12
