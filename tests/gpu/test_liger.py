@@ -20,14 +20,7 @@ pytestmark = pytest.mark.skipif(
     ("stage", "mode", "checkpointing"),
     [
         (3, "inductor", False),
-        pytest.param(
-            3,
-            "inductor",
-            True,
-            marks=pytest.mark.xfail(
-                reason="a region's input counts as written too, so that the checkpoint refuses to run it again"
-            ),
-        ),
+        (3, "inductor", True),
         (2, "inductor", False),
         (1, "inductor", False),
         (3, "aot_eager", False),

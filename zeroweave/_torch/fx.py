@@ -42,12 +42,6 @@ def is_kernel(target: Any) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
-def has_triton_kernel(graph: torch.fx.GraphModule) -> bool:
-    """True if a graph of Dynamo's, or one inside, calls a Triton kernel. Why: what calls it has no public name."""
-    inside = (module for module in graph.modules() if isinstance(module, torch.fx.GraphModule))
-    return any(str(node.target).startswith("triton_kernel_wrapper") for each in inside for node in each.graph.nodes)
-
-
 def flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of nested containers, and what `unflatten` needs. Why: as `map_tensors`."""
     from torch.utils._pytree import tree_flatten

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zeroweave._torch.aot import aot_partition
+from zeroweave._torch.fx import is_kernel
 
 
 def inductor_partition(
@@ -64,11 +65,33 @@ def inductor_compile(
         _told_apart_by_processor(devices),
         config.patch(get_cpp_wrapper_config()) if config.cpp_wrapper else nullcontext(),
     ):
+        inputs = _without_offsets(graph, inputs, fake_mode)
         if is_inference:
             graph = _recursive_joint_graph_passes(graph, input_device=devices[0] if devices else None)
         pin_output_strides(graph)
         cpp = config.cpp_wrapper
         return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference, cpp_wrapper=cpp)
+
+
+def _without_offsets(graph: torch.fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> Sequence[Any]:
+    """The inputs of a graph that calls kernels, with no offset into their storages, in the graph's values as well.
+
+    Why: where Inductor copies an argument that a kernel may write, it makes the copy by the argument's offset into its
+    storage, and its code then applies that offset to the argument itself. Parameters that are views of one storage have
+    such offsets, and other memory was read in their place.
+    """
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    moved = [isinstance(each, torch.Tensor) and each.storage_offset() != 0 for each in inputs]
+    if not any(moved) or not any(is_kernel(node.target) for node in graph.graph.nodes):
+        return inputs
+    with fake_mode:
+        made = [
+            torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device=each.device) if moves else each
+            for each, moves in zip(inputs, moved, strict=True)
+        ]
+    FakeTensorProp(graph, fake_mode).propagate_dont_convert_inputs(*made)
+    return made
 
 
 def _devices(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[torch.device]:

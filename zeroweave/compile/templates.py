@@ -23,7 +23,6 @@ from zeroweave._torch.dynamo import (
     dynamo_graph_breaks,
     module_runner,
 )
-from zeroweave._torch.fx import has_triton_kernel
 from zeroweave._torch.inductor import inductor_cache_hits
 from zeroweave.compile import lower as lowering
 from zeroweave.compile.announce import Announcer
@@ -154,24 +153,22 @@ class Templates:
         module = self._running[-1] if self._running else None
         name = self._names.get(module, "") if module else ""
         roles = roles_of(graph.graph, self._host, module, name)
-        # Behind our partition Inductor's code around Triton kernels gave wrong gradients (Liger's RMSNorm, H200).
-        lower: Lower = "aot_eager" if has_triton_kernel(graph) else self._lower
-        compilation = _Compilation(self, lower, self._budget, roles, name)
+        compilation = _Compilation(self, self._lower, self._budget, roles, name)
         with self.phases("aot"):
             return dynamo_backend(
                 fw_compiler=compilation.forward,
                 bw_compiler=compilation.backward,
                 inference_compiler=compilation.inference,
                 partition_fn=compilation.partition,
-                decompositions=lowering.decompositions(lower),
+                decompositions=lowering.decompositions(self._lower),
                 keep_inference_input_mutations=True,
             )(graph, inputs)
 
-    def lowered(self, region: str, lower: Lower, kind: Kind, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+    def lowered(self, region: str, kind: Kind, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """The code of one graph of a region."""
         hits = inductor_cache_hits()
         with self.announcer.graph(region, kind):
-            run = self._code(lower, graph, inputs, kind, self.phases)
+            run = self._code(self._lower, graph, inputs, kind, self.phases)
         self.templates += 1
         self.found += inductor_cache_hits() - hits
         return run
@@ -248,7 +245,7 @@ class _Compilation:
         metadata.bw_donated_idxs = []
         bind = forward_binder(self._caller, graph.graph, split)
         kind: Kind = "forward" if split else "inference"
-        return bind(self._templates.lowered(self._region, self._lower, kind, graph, inputs))
+        return bind(self._templates.lowered(self._region, kind, graph, inputs))
 
     def backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         written = written_gradients(graph.graph, self._roles)
@@ -256,4 +253,4 @@ class _Compilation:
         made = made_gradients(graph.graph, self._roles) - (written.keys() if early else frozenset())
         bind = backward_binder(self._caller, graph.graph, self._split, self._roles, [*written], made, early)
         inputs = [*inputs, *write_into_arguments(graph, written)]
-        return bind(self._templates.lowered(self._region, self._lower, "backward", graph, inputs))
+        return bind(self._templates.lowered(self._region, "backward", graph, inputs))

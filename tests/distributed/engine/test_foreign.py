@@ -89,7 +89,7 @@ def test_ranks_with_different_ones_are_told(pools: Pools) -> None:
         assert "'1.base.weight'" in message and "[8, 4]" in message and "Coarse" in message
 
 
-def quantized_llama() -> Any:
+def quantized_llama(device: str) -> Any:
     """A small Llama in 4 bits, with PEFT's adapters: QLoRA."""
     import bitsandbytes as bnb
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
@@ -111,32 +111,34 @@ def quantized_llama() -> Any:
                 layer.in_features, layer.out_features, bias=False, compute_dtype=torch.float32, quant_type="nf4"
             )
             values = bnb.nn.Params4bit(layer.weight.detach().clone(), requires_grad=False, quant_type="nf4")
-            new.weight = values.to("cpu")
+            new.weight = values.to(device)
             parent, _, leaf = name.rpartition(".")
             setattr(model.model.get_submodule(parent), leaf, new)
     model.is_loaded_in_4bit = True
     model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(model, adapters).to(device)
 
 
 def tokens(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def qlora(folder: Path, stage: int, mode: str) -> dict[str, Any]:
-    model = quantized_llama()
-    reference = quantized_llama()
+def qlora(folder: Path, stage: int, mode: str, device: str = "cpu") -> dict[str, Any]:
+    model = quantized_llama(device)
+    reference = quantized_llama(device)
     optimizer = torch.optim.AdamW(trained(reference), lr=0.01)
     for step in range(2 * STEPS):
         optimizer.zero_grad()
-        torch.stack([reference(t, labels=t).loss for t in (tokens(step, 0), tokens(step, 1))]).mean().backward()
+        both = [tokens(step, rank).to(device) for rank in range(2)]
+        torch.stack([reference(t, labels=t).loss for t in both]).mean().backward()
         optimizer.step()
     expected = {name: p.detach() for name, p in reference.named_parameters() if p.requires_grad}
 
     def steps(engine: zw.Engine, first: int) -> None:
         for step in range(first, first + STEPS):
-            ids = tokens(step, engine.rank)
+            ids = tokens(step, engine.rank).to(device)
             engine.backward(engine(ids, labels=ids).loss)
             engine.step()
 
@@ -153,7 +155,7 @@ def qlora(folder: Path, stage: int, mode: str) -> dict[str, Any]:
         state, served = {name: engine.full(name) for name in expected}, engine.state_dict()
         own = {name for name, p in model.named_parameters(remove_duplicate=False) if type(p).__name__ != "Params4bit"}
         engine.load_state_dict(served)
-    with made(quantized_llama()) as engine:
+    with made(quantized_llama(device)) as engine:
         engine.load(folder)
         steps(engine, STEPS)
         resumed = {name: engine.full(name) for name in expected}
