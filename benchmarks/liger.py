@@ -82,7 +82,18 @@ def plain_step(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
                 master.grad = None if p.grad is None else p.grad.float()
                 p.grad = None
             optimizer.step()
-            torch._foreach_copy_(weights, masters)
+            for master, p in zip(masters, weights, strict=True):
+                p.copy_(master)
+        return loss.detach()
+
+    return step
+
+
+def engine_step(engine: zw.Engine) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
         return loss.detach()
 
     return step
@@ -100,17 +111,11 @@ def run(arm: str, build: Callable[[], Any], steps: int, device: torch.device, lo
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
-    engine = None
+    engine: zw.Engine | None = None
     if arm.startswith("zw"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
         engine = zw.initialize(model, optimizer, {"stage": 3, "compile": {"lower": lower}})
-
-        def step(ids: torch.Tensor) -> torch.Tensor:
-            loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
-
+        step = engine_step(engine)
     else:
         step = plain_step(model)
     losses, times = [], []
