@@ -252,3 +252,29 @@ def test_writes_between_steps_are_kept() -> None:
             optimizer.step()
             engine.backward(losses[1])
             engine.step()
+
+
+class Later(nn.Module):
+    """Its gate comes after other parameters, so that it has an offset into the memory that they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(6, 6), nn.ParameterList([nn.Parameter(torch.randn(6))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(Gate.apply(x * 1.5, self.inner[0], False)))
+
+
+@pytest.mark.oldest
+def test_inductor_copies_what_a_kernel_may_write_from_where_it_is() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Later(), Later()), torch.randn(4, 6)
+    plain = copy.deepcopy(model)
+    plain(x).square().mean().backward()
+    with zw.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), {"stage": 3}) as engine:
+        engine.backward(engine(x).square().mean())
+        gradients = engine.gradients()
+        assert engine.stats.compiled_calls > 0 and not engine.stats.eager_regions
+        engine.step()
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zeroweave._torch.aot import aot_partition
-from zeroweave._torch.fx import is_kernel
+from zeroweave._torch.fx import is_kernel, map_tensors
 
 
 def inductor_partition(
@@ -82,16 +82,21 @@ def _without_offsets(graph: torch.fx.GraphModule, inputs: Sequence[Any], fake_mo
     """
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    moved = [isinstance(each, torch.Tensor) and each.storage_offset() != 0 for each in inputs]
-    if not any(moved) or not any(is_kernel(node.target) for node in graph.graph.nodes):
+    def without(value: torch.Tensor) -> torch.Tensor:
+        if value.storage_offset() == 0:
+            return value
+        return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+    kernels = [node for node in graph.graph.nodes if is_kernel(node.target)]
+    if not kernels or all(each.storage_offset() == 0 for each in inputs if isinstance(each, torch.Tensor)):
         return inputs
     with fake_mode:
-        made = [
-            torch.empty_strided(each.size(), each.stride(), dtype=each.dtype, device=each.device) if moves else each
-            for each, moves in zip(inputs, moved, strict=True)
-        ]
-    FakeTensorProp(graph, fake_mode).propagate_dont_convert_inputs(*made)
-    return made
+        inputs = [map_tensors(without, each) for each in inputs]
+        for node in kernels:
+            if (values := node.meta.get("eager_input_vals")) is not None:
+                node.meta["eager_input_vals"] = map_tensors(without, values)
+    FakeTensorProp(graph, fake_mode).propagate_dont_convert_inputs(*inputs)
+    return inputs
 
 
 def _devices(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> list[torch.device]:
