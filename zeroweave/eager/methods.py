@@ -19,7 +19,7 @@ def mark_forward(module: nn.Module, *methods: str) -> None:
     for name in methods:
         if not callable(getattr(type(module), name, None)):
             raise EngineError(f"mark_forward: {type(module).__name__} has no method {name!r}")
-        setattr(module, name, MarkedMethod(module, name))
+        vars(module).update({name: MarkedMethod(module, name)})
 
 
 class MarkedMethod:

@@ -27,8 +27,8 @@ def serve(
     """Has both methods see fragments, in the context `shown(call)`, until `ends`. In a step they see these anyway."""
     for member in members_of(optimizer):
         for mode in modes_of(member):
-            setattr(member, mode, _seeing(getattr(member, mode), groups, shown, f"optimizer.{mode}()"))
-            ends.callback(delattr, member, mode)
+            vars(member).update({mode: _seeing(getattr(member, mode), groups, shown, f"optimizer.{mode}()")})
+            ends.callback(vars(member).pop, mode, None)
 
 
 def _seeing(

@@ -12,8 +12,10 @@ from zeroweave.errors import ParameterError
 class RestingState(defaultdict[Any, Any]):
     """The state of one optimizer. A sharded parameter is in it once anything is; ParameterError where it is read."""
 
-    names: Mapping[int, str] = {}
-    """of the sharded parameters, by `id`; a copy refuses none"""
+    def __init__(self, default: Any = None, values: Any = (), names: Mapping[int, str] | None = None) -> None:
+        """`names`: of the sharded parameters, by `id`; a copy has none."""
+        super().__init__(default, values)
+        self.names = names or {}
 
     def _known(self, key: Any) -> Any:
         if (name := self.names.get(id(key))) is not None:

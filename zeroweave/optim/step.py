@@ -278,12 +278,11 @@ class ShardedOptimizer:
         for member in members_of(self.optimizer):
             if type(state := member.state) in (defaultdict, RestingState):
                 inside = [one for one in vars(member).values() if isinstance(one, torch.optim.Optimizer)]
-                kept = (RestingState if names else defaultdict)(state.default_factory, state)
-                if isinstance(kept, RestingState):
-                    kept.names = names
+                made = RestingState(state.default_factory, state, names) if names else None
+                kept = defaultdict(state.default_factory, state) if made is None else made
                 for one in (member, *inside):
                     if one.state is state:
-                        one.state = kept
+                        vars(one).update(state=kept)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
