@@ -16,6 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts as selec
 from tests.support.hf_models import HF_MODELS
 from tests.support.odd_models import ODD_MODELS
 from tests.support.outside_models import OUTSIDE_MODELS
+from tests.support.shaped_models import SHAPED_MODELS
 from tests.support.zoo import (
     VOCABULARY,
     WIDTH,
@@ -267,7 +268,7 @@ PLAIN_MODELS = (
     Entry("uneven_lengths", Decoder, uneven_tokens, next_token),
 )
 
-ZOO = PLAIN_MODELS + ODD_MODELS + OUTSIDE_MODELS + HF_MODELS
+ZOO = PLAIN_MODELS + ODD_MODELS + SHAPED_MODELS + OUTSIDE_MODELS + HF_MODELS
 
 
 def entry(name: str) -> Entry:
