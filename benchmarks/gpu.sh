@@ -11,14 +11,13 @@
 #   benchmarks/gpu.sh plan [its arguments]               benchmarks.plan: plans beside what GPUs do, on all GPUs
 #   benchmarks/gpu.sh update [its arguments]             benchmarks.update: the optimizer's step alone, on one GPU
 #   benchmarks/gpu.sh gathers                            benchmarks.gathers: by kernel and copy engine, on all GPUs
-#   benchmarks/gpu.sh reductions [its arguments]         benchmarks.reductions: by kernel and by pulling, on all GPUs
 #   benchmarks/gpu.sh doctor                             versions and devices, only
 #
 # Run from anywhere. PYTHON names the interpreter (default: python3), OUT the folder for logs and results
 # (default: ./out), LIMIT the seconds after which a run is ended (default: 540).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
-what=${1:?tests, bench, coalesce, saving, endurance, plan, update, gathers, reductions or doctor}
+what=${1:?tests, bench, coalesce, saving, endurance, plan, update, gathers or doctor}
 shift
 python=${PYTHON:-python3}
 export OUT=${OUT:-$PWD/out} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -62,7 +61,6 @@ saving) run() { bounded "$python" -m benchmarks.saving --out "$OUT" "$@"; } ;;
 endurance) run() { bounded "$python" -m benchmarks.endurance --out "$OUT/runs" "$@"; } ;;
 update) run() { bounded "$python" -m benchmarks.update "$@"; } ;;
 gathers) run() { bounded "$python" -m benchmarks.gathers; } ;;
-reductions) run() { bounded "$python" -m benchmarks.reductions "$@"; } ;;
 plan) run() { bounded "$python" -m benchmarks.plan --out "$OUT" "$@"; } ;;
 doctor) run() { :; } ;;
 *) echo "unknown: $what" >&2; exit 2 ;;

@@ -8,8 +8,7 @@
 #                              transformers' model; then the tests that need four GPUs, and gathers by kernel and by copy
 #                              engine
 #   benchmarks/tables.sh 4     4,096 tokens with nothing kept; then kept buckets and 8 micro-steps on four
-#   benchmarks/tables.sh 5     4,096 tokens on four, at stage 2 by pulling and by kernel, and at stage 3 with less memory,
-#                              by pulling; and FSDP2; then reductions by kernel and by pulling
+#   benchmarks/tables.sh 5     4,096 tokens on four, at stage 2 and at stage 3 with less memory, beside FSDP2
 #   benchmarks/tables.sh 6     Qwen3-8B, 4,096 tokens and stage 2, beside its floor; then memory with nothing kept and with
 #                              compact states; the optimizer's step alone
 #   benchmarks/tables.sh 7     tests/gpu; then 1,024 tokens as graphs
@@ -99,12 +98,9 @@ case $part in
         --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3
     ;;
 5)
-    pull="--variant pull transport.reductions=pull"
     less="--variant less compile.memory_budget=$((53 << 30)) compile.regather=true"
-    bench z2 300 --case qwen3-8b-4096-z2 $rows --timeout 150 $in_96_gib $pull \
-        --impl zeroweave-graphs-regather-pull-z2,fsdp2-ce-z2,zeroweave-graphs-regather-z2
-    bench z3 200 --case qwen3-8b-4096-z3 $rows --timeout 130 $less $pull --impl zeroweave-graphs-less-pull-z3,fsdp2-ce-z3
-    run reductions 60 reductions
+    bench z2 300 --case qwen3-8b-4096-z2 $rows --timeout 150 $in_96_gib --impl zeroweave-graphs-regather-z2,fsdp2-ce-z2
+    bench z3 200 --case qwen3-8b-4096-z3 $rows --timeout 130 $less --impl zeroweave-graphs-less-z3,fsdp2-ce-z3
     ;;
 6)
     bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 $in_96_gib \

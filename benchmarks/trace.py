@@ -81,8 +81,8 @@ class Profile:
 
 
 def is_collective(name: str) -> bool:
-    """Of NCCL, or a reduction by pulling, whose kernel has this name."""
-    return name.startswith("nccl") or name == "pull"
+    """True if it is a kernel of NCCL."""
+    return name.startswith("nccl")
 
 
 def is_copy(name: str) -> bool:

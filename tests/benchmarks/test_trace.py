@@ -45,15 +45,14 @@ def test_a_step_with_a_hidden_and_an_exposed_collective() -> None:
     assert "matmul" in found.text()
 
 
-@pytest.mark.parametrize("reduces", ["ncclDevKernel_ReduceScatter", "pull"])
-def test_a_graph_spreads_the_computation_over_streams(reduces: str) -> None:
+def test_a_graph_spreads_the_computation_over_streams() -> None:
     work = [
         Work("Memcpy PtoP (Device -> Device)", COPIES, 0, 100),  # exposed, but no kernel
         Work("matmul", 1, 100, 300),
         Work("Memcpy PtoP (Device -> Device)", COPIES, 150, 340),
         Work("add", 2, 310, 350),
         Work("matmul", 3, 350, 450),
-        Work(reduces, COMMUNICATION, 360, 500),
+        Work("ncclDevKernel_ReduceScatter", COMMUNICATION, 360, 500),
     ]
     found = trace.analyse(work)
     assert found is not None

@@ -78,9 +78,6 @@ class VirtualTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return self.empty(layout.numel, dtype)
-
     @contextmanager
     def together(self) -> Iterator[None]:
         launch = self._launch = []

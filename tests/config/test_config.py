@@ -82,7 +82,7 @@ def test_defaults() -> None:
         "passes": (),
         "dynamic": None,
     }
-    assert config.transport.model_dump() == {"gathers": "auto", "reductions": "kernel"}
+    assert config.transport.model_dump() == {"gathers": "auto"}
     assert config.activations.model_dump() == {"free_threshold_bytes": None}
     assert config.offload.model_dump() == {
         "optimizer": "none",
@@ -135,7 +135,7 @@ EVERYTHING: dict[str, Any] = {
         "passes": ["json:loads"],
         "dynamic": False,
     },
-    "transport": {"gathers": "kernel", "reductions": "pull"},
+    "transport": {"gathers": "kernel"},
     "sharding": {"optional": ["model.visual*"]},
     "experts": {"parameters": ["*.experts.*"], "parallel_size": 2},
     "activations": {"free_threshold_bytes": 1 << 20},
@@ -162,7 +162,7 @@ on_nonfinite = "raise"
 bucket = { bytes = 1_048_576, by_block = false }
 reduce = { depth = 1, op = "predivide" }
 activations = { free_threshold_bytes = 1048576 }
-transport = { gathers = "kernel", reductions = "pull" }
+transport = { gathers = "kernel" }
 log_dir = "runs/7/log"
 sharding = { optional = ["model.visual*"] }
 experts = { parameters = ["*.experts.*"], parallel_size = 2 }

@@ -239,9 +239,8 @@ def gradients(stage: int, mode: str, checked: int = 3) -> list[tuple[float, str]
 class Peak:
     """Bytes of this rank's GPU. `rest`: allocated between steps. `grown`: more so after further steps.
 
-    `states`: what the engine says its shards, masters and optimizer take; `gradients`: gradient shards. `pulled`: where
-    most gradient flats lie while an engine lives, if reductions are pulled. `small`: the largest bucket of less than an
-    eighth of the largest one.
+    `states`: what the engine says its shards, masters and optimizer take; `gradients`: gradient shards. `small`: the
+    largest bucket of less than an eighth of the largest one.
     """
 
     rest: int
@@ -249,7 +248,6 @@ class Peak:
     peak: int
     states: int
     gradients: int
-    pulled: int
     flats: int
     gradient_flats: int
     largest: int
@@ -277,13 +275,12 @@ def activations(shape: Shape) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def peak(stage: int, reductions: str) -> Peak:
+def peak(stage: int) -> Peak:
     device = join()
     needed = activations(WIDE)
     before = allocated()
     settings = config(stage, "inductor", torch.bfloat16)
     settings["compile"]["fuse"] = False  # where gathers are slow to start, several buckets share a launch
-    settings["transport"] = {"reductions": reductions}
     with start(WIDE, settings, torch.bfloat16) as engine:
         for _ in range(4):
             step(engine, tokens(WIDE, device))
@@ -302,7 +299,6 @@ def peak(stage: int, reductions: str) -> Peak:
             peak=highest - before,
             states=memory.shards + memory.masters + memory.optimizer,
             gradients=memory.gradients,
-            pulled=memory.pulled,
             flats=memory.flats_peak,
             gradient_flats=memory.gradient_flats_peak,
             largest=max(sizes),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from tests.gpu import jobs, pull_jobs
+from tests.gpu import jobs
 
 MIB = 2**20
 WORKSPACES = 96 * MIB
@@ -17,19 +15,17 @@ Ranks = Callable[..., list[Any]]
 
 def check(found: jobs.Peak, flats: int) -> None:
     """The peak of a stage that has so many bytes of flats at most."""
-    assert found.rest <= 1.05 * found.states + found.pulled + WORKSPACES, found
+    assert found.rest <= 1.05 * found.states + WORKSPACES, found
     assert found.grown <= MIB, found
     # A compiled backward hands out its gradients as tensors before they are copied into a flat.
-    there = found.flats + max(found.gradient_flats, found.pulled) + found.largest
+    there = found.flats + found.gradient_flats + found.largest
     predicted = found.states + found.gradients + there + found.activations
     assert found.peak <= 1.1 * predicted + WORKSPACES, (found, predicted)
     assert found.flats <= flats and found.gradient_flats <= 2 * found.largest + found.small, found
 
 
-@pytest.mark.parametrize("reductions", ["kernel", pytest.param("pull", marks=pytest.mark.gpus(2))])
-def test_peak_is_model_states_flats_and_activations(ranks: Ranks, reductions: str) -> None:
-    for two, three in zip(ranks(jobs.peak, 2, reductions), ranks(jobs.peak, 3, reductions), strict=True):
-        assert (two.pulled > 0) == (three.pulled > 0) == (reductions == "pull")
+def test_peak_is_model_states_flats_and_activations(ranks: Ranks) -> None:
+    for two, three in zip(ranks(jobs.peak, 2), ranks(jobs.peak, 3), strict=True):
         check(two, two.total)
         check(three, 2 * three.largest + three.small)
         saved = two.total - 2 * two.largest
@@ -46,11 +42,3 @@ def test_a_destroyed_engine_leaves_nothing_and_a_second_one_trains_the_same(rank
 def test_two_engines_at_once(ranks: Ranks) -> None:
     for one, two, alone in ranks(jobs.both):
         assert one == two == alone, (one, two, alone)
-
-
-@pytest.mark.gpus(2)
-def test_memory_for_pulling_is_counted_and_given_back(ranks: Ranks) -> None:
-    for more, told, without, left in ranks(pull_jobs.memory):
-        assert told > 1 << 20
-        assert told <= more <= told + (8 << 20), (told, more)
-        assert left <= without + (8 << 20), (left, without)

@@ -50,31 +50,6 @@ def test_it_ends_once() -> None:
     assert closed == [1]
 
 
-FAILURE = """
-from contextlib import ExitStack
-from zeroweave.ranks.start import at_failure
-ends = ExitStack()
-at_failure(ends, lambda: print("gave up"), lambda: {failed})
-{then}
-"""
-
-
-@daily(
-    ("then", "failed", "told"),
-    [],
-    [
-        ("", False, ""),
-        ("raise ValueError", False, "gave up\n"),
-        ("raise SystemExit(3)", False, ""),
-        ("", True, "gave up\n"),
-        ("ends.close()", True, ""),
-    ],
-)
-def test_what_is_under_way_is_given_up_behind_a_failure_only(then: str, failed: bool, told: str) -> None:
-    script = FAILURE.format(then=then, failed=failed)
-    assert output_of(script) == told
-
-
 GROUPS = """
 import torch
 from contextlib import ExitStack

@@ -117,7 +117,6 @@ def about(blocks: int) -> About:
             offloaded_peak=0,
             on_demand_reloads=0,
             gathers="by copy engine from 4 MiB on: they cost least",
-            reductions="by pulling up to 368 MiB, and by kernel above",
             last_step=traffic,
             total=traffic,
             memory=Memory(1 << 30, 1 << 31, 1 << 32, 1 << 20, 0, 1 << 28, 1 << 27),

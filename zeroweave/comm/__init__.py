@@ -4,5 +4,5 @@
 collectives to its own. `choose` finds out which gathers copy engines take, and `places` is the memory in which they do.
 `wire` is what an engine issues them through: it puts `timed` and `skip` around the transport while they are on. `fence`
 and `paired` stay around it where they are asked for. What wrappers have in common is in `around`, streams beside the
-computation in `pending`. `ledger` counts what was issued. `pulling` reduces without the backend.
+computation in `pending`. `ledger` counts what was issued.
 """

@@ -21,9 +21,6 @@ class Around:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._inner.empty(numel, dtype)
 
-    def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return self._inner.flat(layout, dtype)
-
     def together(self) -> AbstractContextManager[None]:
         return self._inner.together()
 

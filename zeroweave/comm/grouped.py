@@ -36,8 +36,5 @@ class Grouped(Apart):
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self._transports[layout.group].all_reduce(out, parts, layout, op)
 
-    def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return self._transports[layout.group].flat(layout, dtype)
-
     def broadcast(self, tensor: torch.Tensor, source: int = 0, group: str = WORLD) -> None:
         self._transports[group].broadcast(tensor, source)

@@ -76,10 +76,5 @@ class Beside:
                 self._ends.append(self._event)
         self._alive = ()
 
-    def reach(self) -> None:
-        """The current stream goes on behind it; somebody else waits for it, and has not yet."""
-        if self._event is not None and not self._waited:
-            self._event.wait()
-
     def over(self, clock: Clock) -> Mark:
         return clock.mark() if self._event is None else clock.after(self._event.wait)

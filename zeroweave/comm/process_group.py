@@ -195,9 +195,6 @@ class ProcessGroupTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return self.empty(layout.numel, dtype)
-
     @contextmanager
     def together(self) -> Iterator[None]:
         if not self._launches:
@@ -255,7 +252,7 @@ class ProcessGroupTransport:
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
             else:
-                flat = self.flat(layout, out.dtype)
+                flat = self.empty(layout.numel, out.dtype)
                 lay_out(flat, parts, layout)
             kind = self._prepare(flat, op)
             self._count("reduce_scatter", flat, layout.id)
@@ -315,9 +312,6 @@ class LocalTransport:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
-
-    def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return self.empty(layout.numel, dtype)
 
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -87,9 +87,6 @@ class Transport(Gatherer, Protocol):
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A new 1-D tensor for a shard; from here so that a transport can choose the kind of memory."""
 
-    def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        """A new 1-D tensor [numel] for gradients that are to be reduced from there; from here as in `empty`."""
-
     def together(self) -> AbstractContextManager[None]:
         """Inside, gathers only, or reduce-scatters only, are issued: in one launch where the backend can.
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import Final
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+_GONE: Final = {"transport.reductions": "gradients are always reduced as with 'kernel'"}
+"""Keys that there were once, and what holds instead."""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
@@ -29,6 +33,8 @@ def findings(error: ValidationError, model: type[BaseModel], table: str = "") ->
 def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) -> str:
     """A value that fits no branch of a union has one error for each branch; the first has the whole value."""
     first = details[0]
+    if key in _GONE:
+        return f"{key} is gone from the config: {_GONE[key]}; leave it out"
     if first["type"] == "extra_forbidden":
         return f"unknown key {key!r} in the config; {_suggestion(key, known)}"
     if first["type"] == "missing":

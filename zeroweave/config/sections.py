@@ -200,9 +200,6 @@ class TransportConfig(Section):
     gathers: Literal["auto", "copy_engine", "kernel"] = "auto"
     """Parameters are gathered by NCCL's kernels, or by copy engines, inside one node; "auto": measured at the start."""
 
-    reductions: Literal["kernel", "pull"] = "kernel"
-    """Gradients are reduced by NCCL's kernels, or each GPU pulls its part of the others', inside one node."""
-
 
 class ShardingConfig(Section):
     """How parameters are sharded."""

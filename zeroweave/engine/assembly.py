@@ -21,7 +21,6 @@ from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import take_device
-from zeroweave.comm.pulling.setup import Pulling
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.regions import matching
 from zeroweave.config import Config
@@ -51,7 +50,7 @@ from zeroweave.engine.settings import facts_of, policy_of, settings_of
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
-from zeroweave.engine.ways import Links, gather_by, reduce_by
+from zeroweave.engine.ways import Links, gather_by
 from zeroweave.engine.window import Window
 from zeroweave.errors import ConfigError, EngineError, ParameterError
 from zeroweave.experts import groups_of
@@ -185,18 +184,14 @@ def _assemble(
     links = Links(group, control, device, ledger, groups, ends)
     transports = links.transports()
     gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
-    reduced = Pulling("nothing is trained")
     if optimizer is not None:
         gathered_in, choice = gather_by(settings.transport.gathers, transports, links, layouts, journal)
-        reduced = reduce_by(settings, transports, links, layouts)
     meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
     trains = optimizer is not None
-    runtime = Runtime(
-        layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in, room=reduced.room
-    )
+    runtime = Runtime(layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in)
     fill(runtime, named, asked.weights)
     runtime.transfers.finish()
     asked.buffers.give()
@@ -241,7 +236,6 @@ def _assemble(
         original_dtypes=original,
         device=device,
         gathers=choice,
-        reductions=reduced,
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)

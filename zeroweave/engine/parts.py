@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from zeroweave.comm.choose import Choice
-from zeroweave.comm.pulling.setup import Pulling
 from zeroweave.comm.wire import Wire
 from zeroweave.config import Config
 from zeroweave.engine.agreements import Agreements
@@ -43,7 +42,6 @@ class EngineParts:
     device: torch.device
     gathers: Choice
     """which way they take, and why"""
-    reductions: Pulling
     ends: ExitStack
     """ends what was started for the engine: its communicators, last the control group"""
 

@@ -23,10 +23,9 @@ class Memory:
     once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
     ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
     `gradient_flats_peak`, the gradient flats of reductions in flight.
-    `symmetric`: the places in which copy engines gather; flats lie there, and they stay. `pulled`: what other GPUs read
-    gradients from; gradient flats lie there, and it stays. `graphs`: what CUDA graphs hold for their replays, beside
-    the tensors that lie there. With offload, what is gathered of a master in host memory counts as a shard; `host_…` is
-    what of the same figures lies in host memory.
+    `symmetric`: the places in which copy engines gather; flats lie there, and they stay. `graphs`: what CUDA graphs
+    hold for their replays, beside the tensors that lie there. With offload, what is gathered of a master in host memory
+    counts as a shard; `host_…` is what of the same figures lies in host memory.
     """
 
     shards: int
@@ -37,7 +36,6 @@ class Memory:
     flats_peak: int
     gradient_flats_peak: int
     symmetric: int = 0
-    pulled: int = 0
     graphs: int = 0
     host_shards: int = 0
     host_masters: int = 0
@@ -54,7 +52,7 @@ class Memory:
         return self.shards + self.masters + self.optimizer - self.host
 
     @classmethod
-    def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None, pulled: int, graphs: int) -> Memory:
+    def read(cls, runtime: Runtime, optimizer: ShardedOptimizer | None, graphs: int) -> Memory:
         homes = [bucket.home for bucket in runtime.buckets.values()]
         masters = [home for home in homes if home.wider]
         sources = [home for home in homes if not home.wider or home.on_host]
@@ -67,7 +65,6 @@ class Memory:
             flats_peak=runtime.flats.peak,
             gradient_flats_peak=runtime.gradients.flats.peak,
             symmetric=runtime.places.nbytes,
-            pulled=pulled,
             graphs=graphs,
             host_shards=sum(home.source.nbytes for home in sources if home.source_on_host),
             host_masters=sum(home.master.nbytes for home in masters if home.on_host),
@@ -105,8 +102,8 @@ class Stats:
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
     storages among them that a backward asked for before its schedule had brought them back. `gathers`: by kernel or by
-    copy engine, and why. `reductions`: by kernel or by pulling, and why. `last_step`, `total`: traffic by kind of
-    collective. `memory`: of the model state; `device`: of everything.
+    copy engine, and why. `last_step`, `total`: traffic by kind of collective. `memory`: of the model state; `device`:
+    of everything.
     """
 
     compiled_calls: int
@@ -129,7 +126,6 @@ class Stats:
     offloaded_peak: int
     on_demand_reloads: int
     gathers: str
-    reductions: str
     last_step: dict[str, Traffic]
     total: dict[str, Traffic]
     memory: Memory
@@ -163,10 +159,9 @@ class Stats:
             offloaded_peak=0 if offloading is None else offloading.host.peak,
             on_demand_reloads=0 if offloading is None else offloading.on_demand,
             gathers=_gathers(parts),
-            reductions=parts.reductions.why,
             last_step=dict(last_step),
             total=dict(parts.progress.ledger.totals()),
-            memory=Memory.read(runtime, parts.optimizer, parts.reductions.nbytes, graphs.nbytes),
+            memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),
             device=DeviceMemory(
                 allocated=parts.transport.clock.peak(),
                 reserved=parts.transport.clock.reserved(),

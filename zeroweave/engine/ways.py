@@ -1,4 +1,4 @@
-"""How data of one engine crosses ranks: its communicators, and what gathers and reduces by which."""
+"""How data of one engine crosses ranks: its communicators, and what gathers by which."""
 
 from __future__ import annotations
 
@@ -15,13 +15,11 @@ from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import make_transport, own_group
-from zeroweave.comm.pulling.setup import Pulling, pulling
 from zeroweave.comm.transport import Transport
-from zeroweave.config import Config
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.notices import Journal
 from zeroweave.ranks.control import Control
-from zeroweave.ranks.start import at_end, at_failure, backstop, groups_at_end
+from zeroweave.ranks.start import at_end, backstop, groups_at_end
 
 
 @dataclass(frozen=True)
@@ -85,32 +83,3 @@ def gather_by(
         if own is not None:
             transports[name] = engines.around(transports[name], own, links.ledger, name)
     return places, choice
-
-
-def reduce_by(
-    config: Config, transports: dict[str, Transport], links: Links, layouts: Sequence[BucketLayout]
-) -> Pulling:
-    """Whether gradients are pulled, and why; puts what pulls around the transport of all ranks. Collective."""
-    found = pulling(
-        config.transport.reductions,
-        transports[WORLD],
-        links.control,
-        links.device,
-        links.ledger,
-        [(b.numel, getattr(torch, config.precision.reduce or b.dtype)) for b in layouts if _is_reduced(b)],
-    )
-    if found.transport is not None:
-        flats = found.transport.flats
-
-        def failed() -> bool:
-            return links.control.broken is not None
-
-        links.ends.callback(lambda: flats.close(failed()))
-        at_failure(links.ends, flats.give_up, failed)
-        transports[WORLD] = found.transport
-    return found
-
-
-def _is_reduced(layout: BucketLayout) -> bool:
-    """Over all ranks."""
-    return layout.trainable and layout.group == WORLD

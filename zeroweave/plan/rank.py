@@ -291,7 +291,7 @@ class PlannedRank:
         self._wire.time(None)
         executor.note_times(None)
         step, offloading = timeline.step(first), self._runtime.activations.offloading
-        memory = Memory.read(self._runtime, self._optimizer, pulled=0, graphs=0)
+        memory = Memory.read(self._runtime, self._optimizer, graphs=0)
         return Measured(
             first,
             step,

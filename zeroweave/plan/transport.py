@@ -50,9 +50,6 @@ class PlannedTransport:
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
-    def flat(self, layout: Spread, dtype: torch.dtype) -> torch.Tensor:
-        return self.empty(layout.numel, dtype)
-
     def together(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -78,18 +78,6 @@ def at_end(ends: ExitStack, own: ExitStack, failed: Callable[[], bool]) -> None:
     ends.callback(atexit.unregister, leave)
 
 
-def at_failure(ends: ExitStack, act: Callable[[], object], failed: Callable[[], bool]) -> None:
-    """Has `act` called when the process ends where this rank has `failed`, or after an exception; not behind `ends`."""
-    process = os.getpid()
-
-    def leave() -> None:
-        if os.getpid() == process and _went_wrong(failed):
-            act()
-
-    atexit.register(leave)
-    ends.callback(atexit.unregister, leave)
-
-
 def groups_at_end(ends: ExitStack, own: ExitStack, device: torch.device, failed: Callable[[], bool]) -> None:
     """Has `own`, which ends process groups, closed with `ends`; gloo's with the process at the latest, see `at_end`.
 

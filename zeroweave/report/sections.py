@@ -36,7 +36,6 @@ MEMORY: Final = {
     "flats_peak": "gathered parameters, at most",
     "gradient_flats_peak": "gradients of reductions in flight, at most",
     "symmetric": "places in which copy engines gather",
-    "pulled": "what other GPUs read gradients from",
     "graphs": "what CUDA graphs hold for their replays",
     "host_shards": "of the shards, in host memory",
     "host_masters": "of the masters, in host memory",

@@ -11,7 +11,7 @@ import torch
 from zeroweave._torch.foreach import foreach_add_
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.parts import lay_out
-from zeroweave.comm.transport import Parts, Transport
+from zeroweave.comm.transport import Parts
 from zeroweave.compile.destinations import may_add
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
@@ -35,12 +35,12 @@ class Balance:
 class Account:
     """The account of `bucket`, whose gradients add up in `accumulate_dtype` or a wider one of their own.
 
-    `shards` counts the bytes of settled gradients. `transport` will reduce them.
+    `shards` counts the bytes of settled gradients.
     """
 
-    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge, transport: Transport) -> None:
+    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge) -> None:
         self.bucket, self._shards = bucket, shards
-        self.flat = GradientFlat(bucket, transport)
+        self.flat = GradientFlat(bucket)
         self.added = 0
         """gradients that backwards have added to local sums themselves"""
         self.shard: torch.Tensor | None = None

@@ -15,20 +15,18 @@ from collections.abc import Mapping
 import torch
 
 from zeroweave.comm.parts import lay_out
-from zeroweave.comm.transport import Parts, Transport
+from zeroweave.comm.transport import Parts
 from zeroweave.runtime.bucket import Bucket
 
 
 class GradientFlat:
     """That of one bucket, in the dtype of its gradients. It is for one reduction, then there is another.
 
-    `transport` will reduce it.
-
     Until that is issued it counts as what a backward computes with; see `Reductions`.
     """
 
-    def __init__(self, bucket: Bucket, transport: Transport) -> None:
-        self._bucket, self._transport = bucket, transport
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
         self._flat: torch.Tensor | None = None
         self._lent: dict[int, torch.Tensor] = {}
         """slot -> its place, into which something may be written at any time"""
@@ -53,7 +51,7 @@ class GradientFlat:
         layout = self._bucket.layout
         place = layout.slots[slot]
         if self._flat is None:
-            self._flat = self._transport.flat(layout, self._bucket.dtype)
+            self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
         view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
         return view
 

@@ -38,8 +38,7 @@ class Gradients:
     ) -> None:
         self.settled = Gauge()
         """bytes of the gradient shards"""
-        trained = [bucket for bucket in buckets if bucket.layout.trainable]
-        self._accounts = {b.id: Account(b, accumulate_dtype, self.settled, transport) for b in trained}
+        self._accounts = {b.id: Account(b, accumulate_dtype, self.settled) for b in buckets if b.layout.trainable}
         self._targets: dict[int, torch.Tensor] = {}
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:

@@ -19,7 +19,6 @@ from zeroweave._torch.autograd import accumulates, at_end_of_backward, current_g
 from zeroweave._torch.modes import unseen
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.places import Places
-from zeroweave.comm.pulling.room import Room
 from zeroweave.comm.transport import Transport
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout
@@ -49,7 +48,6 @@ class Runtime:
     `entering(name, back)` hears of each call before anything is gathered for it; `back`: inside a backward?
     `issuing`: the scope of what is to count as a part of a gather. `trains`: does a forward in grad mode belong to a
     window? Without an optimizer none does. `places`: where schedules have buckets gathered. `streams`: see `Transfers`.
-    `room`: what compiled backwards leave to reductions; None: nothing.
     """
 
     def __init__(
@@ -62,9 +60,8 @@ class Runtime:
         trains: bool = True,
         places: Places | None = None,
         streams: Callable[[torch.device], CopyStream] = CopyStream,
-        room: Room | None = None,
     ) -> None:
-        self.places, self._seated, self._room = places or Places(), True, room
+        self.places, self._seated = places or Places(), True
         self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
         self._observer = Observer()
         self.flats = Gauge()
@@ -206,10 +203,7 @@ class Runtime:
         if name in self._optional:
             return self._enter_optional(name, phase)
         if phase == "backward":
-            frame = self._back.enter(name, uses)
-            if self._room is not None and self._observer.reduces():
-                frame.makes(self._room)
-            return frame
+            return self._back.enter(name, uses)
         frame = Frame(Call(name, "forward"), uses, self._forwards, self._frame, trains=trains)
         if not self._is_covered(frame):
             frame.acquire()
@@ -238,8 +232,6 @@ class Runtime:
 
     def leave(self, frame: Frame) -> None:
         """A call ends, and with it the reads of parameters that happened inside."""
-        if frame.room is not None:
-            frame.room.end()
         self._leave_reads(frame.reads)
         if frame.call.phase == "forward":
             self._frame = frame.parent

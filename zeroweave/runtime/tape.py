@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zeroweave._torch.autograd import checkpoint_segment
-from zeroweave.comm.pulling.room import Room
 from zeroweave.runtime.replay import Replay
 from zeroweave.schedule import Call
 
@@ -26,7 +25,7 @@ class Frame:
     On the tape: `saves`: its graph keeps values of parameters, which a backward that comes to it reads; `trains`: it
     does wherever its input has a gradient, and has one itself; `silent`: it keeps no graph, because it runs again in
     the backward, or has none. `segment`: see `_torch.autograd.checkpoint_segment`. `compiled`: does it run compiled, or
-    has the call that it runs again? None: nobody has said. `room`: what its matmuls leave to others.
+    has the call that it runs again? None: nobody has said.
     """
 
     call: Call
@@ -49,17 +48,11 @@ class Frame:
     segment: object = None
     on_tape: bool = False
     compiled: bool | None = None
-    room: Room | None = None
 
     def acquire(self) -> None:
         """The call begins: the values of its buckets are usable until it is left."""
         supposed = self.saves if self.call.phase == "backward" else None
         self.number = self.replay.entered(self.call, self.uses, supposed)
-
-    def makes(self, room: Room) -> None:
-        """Its matmuls leave that to others until it is left."""
-        room.begin()
-        self.room = room
 
     def runs_again(self, origin: Frame) -> None:
         """It is a recomputation of `origin`, whose backward holds its buckets."""

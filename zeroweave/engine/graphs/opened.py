@@ -113,7 +113,6 @@ class Opened:
         captured, optimizer = self._captured, self._parts.optimizer
         assert captured is not None and optimizer is not None and optimizer.rates is not None
         part = captured.parts[self._at]
-        self._parts.runtime.gradients.reductions.settle_all()  # a graph uses memory that those which are no graph's do
         if self._at == 0:
             self._since = self._now
             self._parts.runtime.unseat()

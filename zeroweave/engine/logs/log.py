@@ -51,7 +51,6 @@ class Log:
             "world": parts.control.world,
             "device": device_name(parts.device),
             "gathers": str(parts.gathers),
-            "reductions": parts.reductions.why,
             "versions": versions(),
             "config": parts.config.model_dump(mode="json"),
         }
