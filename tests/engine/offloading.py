@@ -24,10 +24,11 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
         self.between = between
-        self.depth = BLOCKS
+        self.depth, self.backwards = BLOCKS, False
 
     def forward(self, x: Tensor) -> Tensor:
-        for index, block in enumerate(self.blocks[: self.depth]):
+        blocks = list(self.blocks[: self.depth])
+        for index, block in enumerate(reversed(blocks) if self.backwards else blocks):
             x = self.between(index, block(x))
         return x
 

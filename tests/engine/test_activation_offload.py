@@ -122,13 +122,13 @@ def test_every_copy_is_waited_for(mode: str) -> None:
         if late is not None:
             assert late.issued == 4 * (2 * (BLOCKS - 2) - 1)  # out and back, in two steps
         engine.module.depth = BLOCKS - 1
-        losses.append(train(engine, 4))  # departs when some are leaving and others are away
-        engine(rows(5))  # follows the new schedule
+        losses.append(train(engine, 4))  # leaves a block out when some are leaving and others are away
+        engine(rows(5))
         engine.zero_grad()
         assert late is None or not late.waiting
         return losses
 
-    assert in_both(course, mode).departures == 1
+    assert in_both(course, mode).departures == 0
 
 
 def test_what_the_program_lets_go_of_later_moves_later() -> None:
@@ -217,13 +217,13 @@ def next_exp(loss: Tensor) -> Any:
 def test_a_step_that_departs_finds_its_activations(mode: str) -> None:
     def course(engine: Any) -> list[Tensor]:
         losses = []
-        for step, depth in enumerate((BLOCKS - 1, 4, BLOCKS, BLOCKS)):
-            engine.module.depth = depth
+        for step, depth in enumerate((BLOCKS - 1, BLOCKS, 4, BLOCKS)):
+            engine.module.depth, engine.module.backwards = depth, bool(step % 2)
             losses.append(train(engine, step + 2))
         return losses
 
     stats = in_both(course, mode)
-    assert stats.departures >= 2 and stats.on_demand_reloads > 0 and stats.offloaded_activations > 0
+    assert stats.departures >= 2 and stats.offloaded_activations > 0
 
 
 @pytest.mark.parametrize("mode", LARGER)

@@ -103,7 +103,7 @@ def persistent_buffers(model: nn.Module, every_name: bool = False) -> Iterator[t
 @contextmanager
 def _buffers_on_host(model: nn.Module) -> Iterator[None]:
     """Inside, the modules have copies of their buffers, in host memory."""
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules() if isinstance(module._buffers, dict)]
     buffers = {id(b): b for _, before in held for b in before.values() if b is not None}
     copies = {key: buffer.detach().to("cpu", copy=True) for key, buffer in buffers.items()}
     try:

@@ -208,12 +208,21 @@ class Values:
         return self._on_rank_0("state_dict")[1]
 
     def _on_rank_0(self, call: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """What is streamed, and the state dict that the modules make of it. Both are empty on the other ranks."""
+        """What is streamed, and the state dict; both are empty on the other ranks.
+
+        The modules make the state dict. Where they only have other names since `initialize`, it has those of then.
+        """
         with self._guard(call):
             self._window.refuse_inside(f"{call}()")
             self._guard.meet()
             values = dict(state.stream(self._parts))
-            return values, state.of_modules(self._parts, values, self.shown.lent) if self._control.rank == 0 else {}
+            shaped, found = bool(state.changing(self._parts) or state.extra_states(self._model)), dict[str, Any]()
+            try:
+                found = state.of_modules(self._parts, values, self.shown.lent) if self._control.rank == 0 else {}
+            except ParameterError:  # a forward has given a parameter another name
+                if shaped:
+                    raise
+            return values, found if shaped or found.keys() == values.keys() else dict(values)
 
     @contextmanager
     def full_on_rank_0(self) -> Iterator[dict[str, Any]]:

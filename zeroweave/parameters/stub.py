@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -50,8 +51,8 @@ class StubStatus:
     """See `Shown.read`. Without an engine no parameter can be read."""
 
     def attach(self, read: Callable[[str, bool], torch.Tensor | None]) -> None:
-        """Called once, by what shows the real parameters."""
-        self.read = read
+        """Called once, by what shows the real parameters: `read` is a method of it."""
+        self.read = _weakly(read)
 
     def gradients_wait(self) -> None:
         """A backward has trained."""
@@ -66,8 +67,18 @@ class StubStatus:
         self.showing = showing
 
     def listen(self, changes: Callable[[], None]) -> None:
-        """`changes()` is called before `off` or `hooks` change."""
-        self.changes = changes
+        """`changes()`, a method, is called before `off` or `hooks` change."""
+        self.changes = _weakly(changes)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method while its object is alive: an optimizer keeps stubs, and must not keep engines."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return None if (alive := reference()) is None else alive(*args)
+
+    return call
 
 
 def _getters(names: str) -> Iterator[Callable[..., Any]]:
