@@ -178,7 +178,13 @@ def test_gradients_are_none_until_some_wait(resting: Resting, route: str) -> Non
 
 def test_requires_grad_of_what_is_trained_can_be_set(resting: Resting) -> None:
     p, others, told = resting.list[0], resting.list[1:], list[frozenset[str]]()
-    resting.status.listen(lambda: told.append(frozenset(resting.status.off)))
+
+    class Listener:
+        def hears(self) -> None:
+            told.append(frozenset(resting.status.off))
+
+    listener = Listener()
+    resting.status.listen(listener.hears)
     for way in (lambda: p.requires_grad_(False), lambda: setattr(p, "requires_grad", False)):
         way()
         way()
