@@ -25,6 +25,14 @@ from zeroweave.runtime.shard import Shard
 from zeroweave.schedule.build import Schedule
 
 
+def write_error(names: str) -> str:
+    """What the error says of parameters that were written in place."""
+    return (
+        f"{names} written in place during a call: the write would be lost with the next gather; "
+        "write parameters inside `with engine.full_parameters():`"
+    )
+
+
 class Bucket(Flat):
     """One bucket of this rank. `real[i]` is the Parameter that views slot i of the flat.
 
@@ -42,8 +50,12 @@ class Bucket(Flat):
         flats: Gauge,
         home: Shard,
         device: torch.device,
+        doubt: Callable[[str, torch.Tensor], bool],
     ) -> None:
         """`dtype`: of the computation, in which the values are gathered.
+
+        `doubt(names, altered)`: an operator that may write had these parameters, and `altered()` said this then. False
+        if nobody reads it later.
 
         The shard of trainable parameters has at least float32: it is the optimizer's master, and rounded when
         it is gathered. So nothing is kept twice, and the optimizer has nothing to round.
@@ -62,6 +74,7 @@ class Bucket(Flat):
         self.generation = 0
         """how often the values of the shard have changed"""
         self._marks = [marks(parameter) for parameter in self.real]
+        self._doubt = doubt
         self._references = storage_use_count(self.storage)
         self._shown = False
         self._own: dict[bool, list[int]] = {}
@@ -132,18 +145,16 @@ class Bucket(Flat):
     def check_unchanged(self) -> None:
         """Raises if a parameter was written in place (the next gather would lose it), frozen or unfrozen.
 
-        An operator counts as one that writes where PyTorch cannot know better. So this rank's values decide. A write
-        into the part of another rank is found by that rank.
+        An operator counts as one that writes where PyTorch cannot know better. So this rank's values decide. They are
+        compared on the device, and during a call read together at its end. A write into the part of another rank is
+        found by that rank.
         """
         if (now := list(map(marks, self.real))) == self._marks:
             return
         if written := self._changed(now, 0):
             self.accept_writes()
-        if written and self.layout.shard_numel and self.altered()[0]:
-            raise ParameterError(
-                f"{written} written in place during a call: the write would be lost with "
-                "the next gather; write parameters inside `with engine.full_parameters():`"
-            )
+            if self.layout.shard_numel and not self._doubt(written, altered := self.altered()) and altered[0]:
+                raise ParameterError(write_error(written))
         if moved := self._changed(now, 1):
             for p, view in zip(self.real, self.views(self.flat), strict=True):
                 p.data = view.data

@@ -72,7 +72,9 @@ class Runtime:
         kinds = {b.id: torch.int8 if b.id in policy.compact else policy.remainder for b in layouts}
         dtypes = {b.id: getattr(torch, b.dtype) for b in layouts}
         homes = {b.id: Shard(b, dtypes[b.id], transport, self.transfers, *off, kinds[b.id]) for b in layouts}
-        self.buckets = {b.id: Bucket(b, dtypes[b.id], transport, self.flats, homes[b.id], device) for b in layouts}
+        self.buckets = {
+            b.id: Bucket(b, dtypes[b.id], transport, self.flats, homes[b.id], device, self._doubt) for b in layouts
+        }
         self.directory = Directory(self.buckets.values())
         self.find = self.directory.find
         self.gradients = Gradients(
@@ -113,7 +115,7 @@ class Runtime:
         self._loss_reads: dict[int, tuple[Frame, set[int]]] = {}
         """bucket id -> what holds the bucket for the loss, and the slots whose gradients have not come"""
         self.saved_views = SavedViews()
-        self.writes = Writes(self.buckets.values())
+        self.writes = Writes(self.buckets.values(), lambda: self.in_session or self.in_backward)
         self.writable = False
         """may the user write parameters now? See `writing`"""
 
@@ -165,6 +167,9 @@ class Runtime:
         self._forwards.hold_optional()
         self._session_reads, self._session = [], Frame(Call("the model", "forward"), (), self.replay)
         self.activations.begin_forward()
+
+    def _doubt(self, names: str, altered: torch.Tensor) -> bool:
+        return self.writes.doubt(names, altered)
 
     def watch_writes(self, anew: bool = True) -> None:
         """Has the forward that runs now watched; by default it has come to a new template that may write."""
@@ -383,6 +388,7 @@ class Runtime:
         for bucket in self.buckets.values():
             if bucket.resident and bucket.written and not self.writable:
                 bucket.check_unchanged()  # behind the update the shard has other values
+        self.writes.settle()
         if self._accumulating:
             self._leave_loss_reads()
         self._back.finish()
@@ -448,6 +454,7 @@ class Runtime:
     def abort(self) -> None:
         """Forgets the window and drops every hold: after an exception, or `zero_grad` in mid-window."""
         self._frame, self._backward, self._session_reads = None, None, None
+        self.writes.forget()
         self._back.clear()
         self._backward_reads.clear()
         self._loss_reads.clear()

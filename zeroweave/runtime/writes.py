@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
 
 from zeroweave.errors import ParameterError
-from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.bucket import Bucket, write_error
 
 WATCHED: Final = 5
 """So many windows are watched: a write may change nothing at first, as that of a momentum encoder that is a copy."""
@@ -21,7 +21,10 @@ class Writes:
     another rank's part is found by that rank, if the program writes the same there. None is watched before `watch`.
     """
 
-    def __init__(self, buckets: Iterable[Bucket]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], busy: Callable[[], bool]) -> None:
+        """`busy()`: a forward or backward is under way."""
+        self._busy = busy
+        self._doubts: list[tuple[str, torch.Tensor]] = []
         self._buckets = [bucket for bucket in buckets if bucket.layout.shard_numel]
         self._left: int | None = None
         self._found: list[tuple[Bucket, torch.Tensor]] | None = None
@@ -47,7 +50,10 @@ class Writes:
         """The forward is over. ParameterError if it has written, unless it has failed."""
         self.look(bucket for bucket in self._buckets if (bucket.holds or bucket.standing) and not failed)
         found, self._found = self._found, None
-        if not found or failed:
+        if failed:
+            return self.forget()
+        self.settle()
+        if not found:
             return
         results = zip(found, torch.stack([result for _, result in found]).tolist(), strict=True)
         places = [(bucket.layout.slots, place) for (bucket, _), (differs, place) in results if differs]
@@ -59,3 +65,22 @@ class Writes:
                 "write would be lost with the next gather. Write parameters between steps, inside "
                 "`with engine.full_parameters():`, or use buffers; docs/ema.md has momentum encoders"
             )
+
+    def doubt(self, names: str, altered: torch.Tensor) -> bool:
+        """See `Bucket`. One read at the end of the forward or backward is cheaper than one for each bucket."""
+        if taken := self._busy():
+            self._doubts.append((names, altered))
+        return taken
+
+    def settle(self) -> None:
+        """The forward or backward is over. ParameterError if operators that may write did so."""
+        doubts, self._doubts = self._doubts, []
+        if not doubts:
+            return
+        results = torch.stack([altered for _, altered in doubts]).tolist()
+        if written := [names for (names, _), (differs, _) in zip(doubts, results, strict=True) if differs]:
+            raise ParameterError(write_error(", ".join(dict.fromkeys(written))))
+
+    def forget(self) -> None:
+        """What was called has failed."""
+        self._doubts = []
