@@ -213,6 +213,8 @@ OUTSIDE_MODELS = (
     Entry("gradients_of_losses", lambda: Stack(lambda index: Block()), rows, weighed),
     Entry("penalty", lambda: Stack(lambda index: Block()), rows, penalised),
     Entry("marked_method", Encoder, rows, both_ways),
-    Entry("optional_modules", Towers, choices, with_choices, config=OPTIONAL),
+    Entry("optional_modules", Towers, choices, with_choices, config=OPTIONAL, stages=(3,)),
+    # What is kept needs no order of calls; without one, ranks that enter different calls adopt no schedule.
+    Entry("optional_modules_kept", Towers, choices, with_choices, config=OPTIONAL, stages=(1, 2), steady=False),
     Entry("left_out_later", Towers, later_choices, with_choices),
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
@@ -49,6 +50,21 @@ def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
     if isinstance(nothing, FakeTensor):  # this function does not know them
         made = FakeTensor(nothing.fake_mode, made, nothing.device)
     return cast(torch.Tensor, made)
+
+
+def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """The memory of `storage` under an identity of its own, which does not own it. Why: as `at_address`."""
+    made = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
+    return cast(torch.UntypedStorage, made)
+
+
+class StorageReference(StorageWeakRef):
+    """A weak reference to a storage. Why: its owners are tensors of C++, which Python does not see."""
+
+    @property
+    def alive(self) -> bool:
+        """True if some tensor has the storage."""
+        return not self.expired()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -1,0 +1,201 @@
+"""Graphs of calls give what the code gives, whatever the program keeps, leaves out, or does in another order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.graph_double import GraphDouble
+from zeroweave.runtime.call_graphs import CallGraphs
+
+WIDTH, LAYERS = 6, 3
+CPU = torch.device("cpu")
+Execute = Callable[[Any, list[Any], set[int]], Any]
+
+
+def forward(args: list[Any]) -> list[Any]:
+    """(weight, x, mask, factor) -> (y, what the backward needs: x itself, a view of y's memory, the weight)"""
+    weight, x, mask, factor = args
+    args.clear()
+    hidden = torch.tanh(x @ weight)
+    return [hidden * mask * factor, x, hidden.view(-1), weight]
+
+
+def backward(args: list[Any]) -> list[Any]:
+    """(x, hidden, weight, mask, factor, dy, into, adds) -> (dx, None)"""
+    x, hidden, weight, mask, factor, dy, into, adds = args
+    args.clear()
+    inner = dy * mask * factor * (1 - hidden.view(x.shape) ** 2)
+    if adds:
+        into.addmm_(x.t(), inner)
+    else:
+        if not into.untyped_storage().nbytes():
+            into.untyped_storage().resize_(into.nbytes)
+        torch.mm(x.t(), inner, out=into)
+    return [inner @ weight.t(), None]
+
+
+class Program:
+    """A model of equal layers, each step as autograd would run it. `kept`: what the user keeps, with its values."""
+
+    def __init__(self, execute: Execute, lend: Callable[[int], Tensor | None]) -> None:
+        self.weights = [torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(LAYERS)]
+        self.sums = [torch.zeros(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self.execute, self.lend = execute, lend
+
+    def step(
+        self, x: Tensor, layers: list[int], factor: float, adds: bool, keep: set[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        mask, saved, kept = (torch.arange(WIDTH) % 3 > 0).float().expand(len(x), WIDTH), [], []
+        for layer in layers:
+            x, *rest = self.execute(forward, [self.weights[layer], x, mask, factor], {0})
+            saved.append((layer, rest))
+            if layer in keep:
+                kept.append(x)
+        loss = x.square().sum()
+        dy = 2 * x
+        del x
+        while saved:
+            layer, rest = saved.pop()
+            into = self.sums[layer] if adds else self.place(layer)
+            dy, _ = self.execute(backward, [*rest, mask, factor, dy, into, torch.tensor(adds)], {2, 6})
+            if not adds:
+                self.sums[layer].copy_(into)
+            del rest, into
+        return loss, [dy, *kept]
+
+    def place(self, layer: int) -> Tensor:
+        if layer == 1:  # has its memory when it is written
+            into = torch.empty(WIDTH, WIDTH)
+            into.untyped_storage().resize_(0)
+            return into
+        flat = self.lend(WIDTH * WIDTH)
+        return torch.empty(WIDTH, WIDTH) if flat is None else flat.view(WIDTH, WIDTH)
+
+
+def plainly(run: Any, args: list[Any], bound: set[int]) -> Any:
+    return run(args)
+
+
+class Both:
+    """The same program with graphs and without. `told`: what was said of templates without graphs."""
+
+    def __init__(self, fails: Callable[[], bool] = lambda: False) -> None:
+        self.double, self.told = GraphDouble(fails=fails), list[str]()
+        self.graphs = CallGraphs(CPU, self.double, self.told.append)
+        self.plain = Program(plainly, lambda numel: None)
+        self.graphed = Program(self.graphs.execute, lambda numel: self.graphs.lend(numel, torch.float32))
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def step(self, rows: int, seed: int = 0, layers: Any = range(LAYERS), adds: bool = False, keep: Any = ()) -> None:
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+        self.graphs.begin((rows, adds), settled=True)
+        wanted = self.plain.step(x.clone(), list(layers), 1.5, adds, set(keep))
+        got = self.graphed.step(x.clone(), list(layers), 1.5, adds, set(keep))
+        torch.testing.assert_close(got[0], wanted[0], rtol=0, atol=0)
+        for one, other in zip([*got[1], *self.graphed.sums], [*wanted[1], *self.plain.sums], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        self.kept += zip(got[1], wanted[1], strict=True)
+        self.check_kept()
+        if not keep:
+            self.kept.clear()
+
+    def check_kept(self) -> None:
+        for one, other in self.kept:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_the_third_unit_of_a_kind_is_launched() -> None:
+    both = Both()
+    for seed in range(6):
+        both.step(4, seed)
+    assert both.double.captures == 2 * LAYERS and both.graphs.launched == 5 * 2 * LAYERS
+    assert both.graphs.plain == 2 * LAYERS and not both.told and not both.graphs.why
+
+
+def test_lengths_and_accumulation_in_turn() -> None:
+    both = Both()
+    for seed in range(24):
+        both.step(rows=(3, 5, 8)[seed % 3], seed=seed, adds=seed % 2 > 0)
+    assert both.double.captures == 6 * 2 * LAYERS
+    before = both.graphs.plain
+    for seed in range(12):
+        both.step(rows=(3, 5, 8)[seed % 3], seed=seed, adds=seed % 2 > 0)
+    assert both.graphs.plain == before
+
+
+def test_what_the_program_keeps_is_not_overwritten() -> None:
+    both = Both()
+    for seed in range(4):
+        both.step(4, seed)
+    for seed in range(4):
+        both.step(4, seed, keep={0, 2})  # until a step that keeps nothing
+    assert len(both.kept) > 4 and both.graphs.why["tensors of an earlier call are still referenced"] == 1
+    before = both.graphs.launched
+    both.step(4, 9)
+    both.step(4, 10)
+    assert both.graphs.launched > before
+
+
+def test_calls_that_are_left_out_end_the_graphs_of_a_unit() -> None:
+    both = Both()
+    for seed in range(4):
+        both.step(4, seed)
+    launched = both.graphs.launched
+    both.step(4, 5, layers=[0, 2])
+    assert both.graphs.launched == launched + 1, "the first forward is that of the recording, the second is not"
+    both.step(4, 6)
+    assert both.graphs.launched == launched + 1 + 2 * LAYERS
+
+
+def test_code_that_cannot_be_captured_trains() -> None:
+    fails = iter([False, True] * 20)
+    both = Both(lambda: next(fails))
+    for seed in range(5):
+        both.step(4, seed)
+    assert both.told and "operation not permitted" in both.told[0] and both.graphs.launched > 0
+
+
+def test_a_recording_that_breaks_off_is_not_kept() -> None:
+    both = Both()
+    both.step(4)
+    both.graphs.begin((4, False), settled=True)
+    both.graphed.step(torch.zeros(4, WIDTH), [0], 1.5, False, set())
+    both.graphs.abort()
+    for seed in range(4):
+        both.step(4, seed)
+    assert both.double.captures == 2 + 2 * LAYERS
+
+
+def test_nothing_is_recorded_while_parameters_move() -> None:
+    both = Both()
+    for _ in range(4):
+        both.graphs.begin((4, False), settled=False)
+        both.graphed.step(torch.zeros(4, WIDTH), [0, 1], 1.5, False, set())
+    assert both.double.captures == 0
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_programs(seed: int) -> None:
+    choose = random.Random(seed)
+    both = Both(lambda: choose.random() < 0.05)
+    for index in range(40):
+        layers = choose.choices([range(LAYERS), [0, 2], [1, 1, 2], [2, 1, 0]], [6, 1, 1, 1])[0]
+        keep = set(choose.sample(range(LAYERS), choose.choice([0, 0, 0, 1, 2])))
+        both.step(choose.choice([2, 3]), index, layers, choose.random() < 0.3, keep)
+        if choose.random() < 0.1:
+            both.graphs.abort()
+        if choose.random() < 0.1:  # other memory for a parameter, or other values in the same
+            layer = choose.randrange(LAYERS)
+            for program in (both.plain, both.graphed):
+                program.weights[layer] = program.weights[layer] * 1.01
+            both.plain.weights[0].mul_(0.99)
+            both.graphed.weights[0].mul_(0.99)
+        if choose.random() < 0.3 and both.kept:
+            both.kept.pop(choose.randrange(len(both.kept)))
+    assert both.graphs.launched > 0

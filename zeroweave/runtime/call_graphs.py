@@ -1,0 +1,441 @@
+"""CUDA graphs of templates' executions. The user's Python runs in every step; only the kernels of a template are captured.
+
+A **unit** is what happens from an outermost forward up to the next one that finds nothing of it alive: a forward and its
+backward, as a rule. A **recording** is the sequence of a unit's steps: executions of templates, each a graph, and
+memory that was lent. All recordings share one pool of memory. They are made while nothing in the pool is alive, and
+replayed in the same order with the same lifetimes. So what a replay overwrites is dead, as it was in the recording.
+
+    PLAIN      templates run without graphs
+    RECORDING  each template is captured, and launched at once
+    REPLAYING  the unit has followed a recording so far; where it departs, the rest of it is PLAIN
+
+A unit is recorded when its signature has been seen before: what it runs is warm then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from operator import itemgetter
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from zeroweave._torch.storages import StorageReference, borrowed_storage, storage_use_count
+
+Run = Callable[[list[Any]], Any]
+"""Code of a template: takes its arguments in one list, which it empties."""
+
+RECORDINGS: Final = 24
+"""So many are kept; of more, the least recently used goes."""
+MISSES: Final = 3
+"""A recording goes when so many units in a row have departed from it."""
+
+
+class Graph(Protocol):
+    """Kernels with their arguments."""
+
+    def replay(self) -> None:
+        """Launches them on the current stream."""
+
+
+class Capture(Protocol):
+    """The device, as graphs of calls need it."""
+
+    def capture(self, run: Run, args: list[Any]) -> tuple[Graph, Any]:
+        """The graph of what `run` launches, and what it returns, in memory of the pool. Nothing is executed."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor [numel] in memory of the pool."""
+
+    def make_room(self) -> None:
+        """Gives cached memory back: a recording begins, which needs memory of the pool."""
+
+
+class Mode(Enum):
+    PLAIN = "plain"
+    RECORDING = "recording"
+    REPLAYING = "replaying"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor lies in a storage: offset, sizes and strides in elements."""
+
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> View:
+        return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+
+    def on(self, storage: torch.UntypedStorage) -> Tensor:
+        """A tensor with its own version counter."""
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+
+
+class Block:
+    """A piece of memory at a fixed address, which tensors have in one unit after the other.
+
+    `storage`: the one that has it now. `owner`: what keeps the memory; None: the pool of the graphs does.
+    """
+
+    __slots__ = ("_first", "_storage", "address", "owner")
+
+    def __init__(self, storage: torch.UntypedStorage, owner: Tensor | None = None) -> None:
+        self.address, self.owner = storage.data_ptr(), owner
+        self._first = None if owner is not None else StorageReference(storage)
+        self._storage = borrowed_storage(storage)
+
+    @property
+    def alive(self) -> bool:
+        """True if some tensor has the memory."""
+        if self._first is not None:
+            if self._first.alive:
+                return True
+            self._first = None
+        return storage_use_count(self._storage) > 1
+
+    def tensor(self, view: View) -> Tensor:
+        """A tensor that has the memory."""
+        return view.on(self._storage)
+
+    def owned(self, view: View) -> Tensor:
+        """A tensor through which the owner writes. It does not count as one that has the memory."""
+        assert self.owner is not None
+        return view.on(self.owner.untyped_storage())
+
+
+@dataclass(slots=True)
+class Execution:
+    """A template's execution in a recording. `graph`: None where it could not be captured."""
+
+    run: Run
+    dead: list[Block]
+    """what has died since the step before"""
+    graph: Graph | None = None
+    constants: list[tuple[int, Any]] = field(default_factory=list)
+    """arguments that are no tensors of the device: they must be equal"""
+    bound: list[tuple[int, int]] = field(default_factory=list)
+    """arguments that must lie at these addresses"""
+    copied: list[tuple[int, View, Tensor, View]] = field(default_factory=list)
+    """arguments that are copied: what they must look like, where to, and what of them"""
+    filled: list[tuple[int, Block, View]] = field(default_factory=list)
+    """arguments that get their memory from the code"""
+    outputs: list[Callable[[Sequence[Any]], Any]] = field(default_factory=list)
+    """make an output, given the arguments"""
+
+
+@dataclass(slots=True)
+class Loan:
+    """Memory that was lent for a gradient flat."""
+
+    block: Block
+    view: View
+    dead: list[Block]
+
+
+@dataclass(slots=True)
+class Recording:
+    """The steps of a unit."""
+
+    steps: list[Execution | Loan] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    at: dict[int, Block] = field(default_factory=dict)
+    """the latest block at each address"""
+    misses: int = 0
+
+
+class CallGraphs:
+    """The graphs of one engine. `device`: what templates compute on; other tensors are constants of a graph.
+
+    `tell(reason)`: why a template has no graph, once for each reason.
+    """
+
+    def __init__(self, device: torch.device, capture: Capture, tell: Callable[[str], None]) -> None:
+        self._device, self._capture, self._tell = device, capture, tell
+        self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._mode = Mode.PLAIN
+        self._unit: Recording | None = None
+        self._signature: Hashable = None
+        self._next = 0
+        self._living: list[Block] = []
+        """blocks of a recording that is made, which were alive at its last step"""
+        self._overdue: list[Block] = []
+        """blocks that are alive, and were not in the recording"""
+        self._sources: dict[int, tuple[Tensor, Block]] = {}
+        """arguments that a recording copies, by identity, and where to"""
+        self.launched = self.plain = 0
+        """executions so far, with a graph and without"""
+        self.why: Counter[str] = Counter()
+        """reasons of units that ran without graphs, or without some"""
+
+    # ------------------------------------------------------------------ units
+    def begin(self, signature: Hashable, settled: bool) -> None:
+        """An outermost forward begins. `settled`: parameters lie where they will in the next steps."""
+        if self._unit is not None and any(block.alive for block in self._unit.blocks):
+            return  # the unit goes on
+        self._end()
+        self._signature = signature
+        if (known := self._recordings.get(signature)) is not None:
+            self._recordings.move_to_end(signature)
+            self._mode, self._unit = Mode.REPLAYING, known
+        elif settled and signature in self._seen:
+            self._mode, self._unit = Mode.RECORDING, Recording()
+            self._capture.make_room()
+        else:
+            self._seen[signature] = None
+            if len(self._seen) > 4 * RECORDINGS:
+                self._seen.popitem(last=False)
+
+    def _end(self) -> None:
+        unit, mode = self._unit, self._mode
+        if unit is not None and mode is Mode.RECORDING and unit.steps:
+            self._recordings[self._signature] = unit
+            if len(self._recordings) > RECORDINGS:
+                self._recordings.popitem(last=False)
+        elif unit is not None and mode is Mode.REPLAYING:
+            unit.misses = 0
+        self._mode, self._unit, self._next = Mode.PLAIN, None, 0
+        self._living, self._overdue = [], []
+        self._sources.clear()
+
+    def abort(self) -> None:
+        """The unit ends with an exception: the rest of it is plain, and a recording is not kept."""
+        self._mode = Mode.PLAIN
+        self._sources.clear()
+
+    def close(self) -> None:
+        """No graph is left."""
+        self._end()
+        self._recordings.clear()
+        self._seen.clear()
+
+    def _depart(self, reason: str) -> None:
+        """The rest of the unit is plain."""
+        assert self._unit is not None
+        self._mode = Mode.PLAIN
+        self.why[reason] += 1
+        self._unit.misses += 1
+        if self._unit.misses >= MISSES:
+            self._recordings.pop(self._signature, None)
+
+    def _step(self) -> Execution | Loan | None:
+        """The recording's next step, if what has to be dead by then is dead."""
+        assert self._unit is not None
+        if self._next == len(self._unit.steps):
+            return None
+        step = self._unit.steps[self._next]
+        self._next += 1
+        self._overdue = [block for block in (*self._overdue, *step.dead) if block.alive]
+        return None if self._overdue else step
+
+    def _died(self) -> list[Block]:
+        """What has died since the last step of the recording that is made."""
+        dead = [block for block in self._living if not block.alive]
+        if dead:
+            self._living = [block for block in self._living if block not in dead]
+        return dead
+
+    def _hand_out(self, block: Block) -> None:
+        assert self._unit is not None
+        self._unit.blocks.append(block)
+        self._unit.at[block.address] = block
+        self._living.append(block)
+
+    # ------------------------------------------------------------------ memory of gradient flats
+    def lend(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Memory [numel] for what templates write, at the address that they know; None: anywhere."""
+        if self._mode is Mode.RECORDING:
+            assert self._unit is not None
+            dead = self._died()
+            made = self._capture.empty(numel, dtype)
+            block = Block(made.untyped_storage())
+            self._unit.steps.append(Loan(block, View.of(made), dead))
+            self._hand_out(block)
+            return made
+        if self._mode is Mode.REPLAYING:
+            step = self._step()
+            if isinstance(step, Loan) and step.view.size == (numel,) and step.view.dtype == dtype:
+                return step.block.tensor(step.view)
+            self._depart(self._reason())
+        return None
+
+    def _reason(self) -> str:
+        return "tensors of an earlier call are still referenced" if self._overdue else "the calls are others"
+
+    # ------------------------------------------------------------------ executions
+    def execute(self, run: Run, args: list[Any], bound: Collection[int]) -> Any:
+        """`run(args)`, as a graph where there is one. `bound`: arguments that are parameters, or that `run` writes."""
+        if self._mode is Mode.REPLAYING:
+            step = self._step()
+            if not isinstance(step, Execution) or step.run is not run:
+                self._depart(self._reason())
+            elif step.graph is not None:
+                if (why := self._mismatch(step, args)) is None:
+                    return self._launch(step, args)
+                self._depart(why)
+        elif self._mode is Mode.RECORDING:
+            return self._record(run, args, bound)
+        self.plain += 1
+        return run(args)
+
+    def _mismatch(self, step: Execution, args: Sequence[Any]) -> str | None:
+        """Why the graph is not one of these arguments; None if it is."""
+        for i, value in step.constants:
+            if not _same(_constant(args[i]), value):
+                return "a number among the arguments has another value"
+        for i, address in step.bound:
+            if args[i].data_ptr() != address:
+                return "parameters or activations lie at other addresses"
+        for i, view, _, _ in step.copied:
+            arg = args[i]
+            if arg.shape != view.size or arg.stride() != view.stride or arg.dtype != view.dtype:
+                return "an argument has another shape"
+        return None
+
+    def _launch(self, step: Execution, args: list[Any]) -> list[Any]:
+        assert step.graph is not None
+        if step.copied:
+            with torch.no_grad():
+                for i, _, static, part in step.copied:
+                    static.copy_(_part(args[i], part))
+        step.graph.replay()
+        self.launched += 1
+        for i, block, view in step.filled:
+            args[i].set_(block.tensor(view))
+        outputs = [make(args) for make in step.outputs]
+        args.clear()
+        return outputs
+
+    def _record(self, run: Run, args: list[Any], bound: Collection[int]) -> Any:
+        assert self._unit is not None
+        step = Execution(run, self._died())
+        self._unit.steps.append(step)
+        given: list[Any] = list(args)
+        empty: list[int] = []
+        statics: dict[int, Block] = {}
+        why = None
+        for i, arg in enumerate(args):
+            if not isinstance(arg, Tensor) or arg.device != self._device:
+                constant = _constant(arg)
+                why = why or (f"it has an argument of {type(arg).__name__}" if constant is _UNKNOWN else None)
+                step.constants.append((i, constant))
+            elif arg.numel() and not arg.untyped_storage().nbytes():
+                empty.append(i)
+            elif i in bound or arg.untyped_storage().data_ptr() in self._unit.at:
+                step.bound.append((i, arg.data_ptr()))
+            elif (part := _distinct(arg)) is None:
+                why = why or "elements of an argument share memory"
+            else:
+                block = statics[i] = self._static(arg)
+                given[i] = block.tensor(View.of(arg))
+                step.copied.append((i, View.of(arg), block.owned(part), part))
+        for i, _, static, part in step.copied:
+            static.copy_(_part(args[i], part).detach())
+        if why is None:
+            try:
+                step.graph, outputs = self._capture.capture(run, list(given))
+            except Exception as error:  # whatever the code cannot do inside of a capture
+                why = f"it cannot be captured: {error}"
+                for i in empty:
+                    args[i].untyped_storage().resize_(0)
+        if step.graph is None:
+            assert why is not None
+            self._tell(why)
+            self.plain += 1
+            return run(args)
+        step.graph.replay()
+        self.launched += 1
+        for i in empty:
+            storage = given[i].untyped_storage()
+            self._hand_out(block := Block(storage))
+            step.filled.append((i, block, View.of(given[i])))
+        outputs = list(outputs)
+        made: dict[int, Block] = {}
+        step.outputs = [self._maker(output, given, statics, made) for output in outputs]
+        args.clear()
+        return outputs
+
+    def _static(self, arg: Tensor) -> Block:
+        """Where an argument is copied to. One tensor that several calls have is copied to one place."""
+        known = self._sources.get(id(arg))
+        if known is not None:
+            return known[1]
+        assert self._unit is not None
+        span = 1 + sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
+        span = int(arg.storage_offset()) + span if arg.numel() else 0
+        memory = torch.empty(span, dtype=arg.dtype, device=arg.device)
+        block = Block(memory.untyped_storage(), owner=memory)
+        self._sources[id(arg)] = arg, block
+        self._hand_out(block)
+        return block
+
+    def _maker(
+        self, output: Any, given: Sequence[Any], statics: dict[int, Block], made: dict[int, Block]
+    ) -> Callable[[Sequence[Any]], Any]:
+        """What makes such an output in a replay. `statics`: of copied arguments; `made`: what is new, by address."""
+        if not isinstance(output, Tensor) or output.device != self._device or not output.numel():
+            return lambda args: output
+        view, storage = View.of(output), output.untyped_storage()
+        for i, arg in enumerate(given):
+            if not isinstance(arg, Tensor) or arg.untyped_storage()._cdata != storage._cdata:
+                continue
+            if i in statics:
+                return partial(_of_block, statics[i], view)
+            if arg is output:
+                return itemgetter(i)
+            return partial(_of_argument, i, view)
+        if (block := made.get(storage.data_ptr())) is None:
+            block = made[storage.data_ptr()] = Block(storage)
+            self._hand_out(block)
+        return partial(_of_block, block, view)
+
+
+def _of_block(block: Block, view: View, args: Sequence[Any]) -> Tensor:
+    return block.tensor(view)
+
+
+def _of_argument(i: int, view: View, args: Sequence[Any]) -> Tensor:
+    return view.on(args[i].untyped_storage())
+
+
+_UNKNOWN: Final = object()
+
+
+def _constant(arg: Any) -> Any:
+    """What a graph has of an argument that is no tensor of its device."""
+    if isinstance(arg, Tensor):
+        return (arg.dtype, arg.item()) if arg.dim() == 0 and arg.device.type == "cpu" else _UNKNOWN
+    if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | torch.device):
+        return arg
+    return _UNKNOWN
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one is not _UNKNOWN and one == other
+
+
+def _distinct(arg: Tensor) -> View | None:
+    """The part of a tensor in which each element has memory of its own; None where there is no simple one."""
+    size = tuple(n if stride else min(n, 1) for n, stride in zip(arg.shape, arg.stride(), strict=True))
+    part = View(arg.dtype, int(arg.storage_offset()), size, arg.stride())
+    reach = 1
+    for n, stride in sorted(zip(size, arg.stride(), strict=True), key=lambda each: each[1]):
+        if n > 1:
+            if stride < reach:
+                return None
+            reach = stride * (n - 1) + reach
+    return part
+
+
+def _part(arg: Tensor, part: View) -> Tensor:
+    return arg if part.size == arg.shape else arg.as_strided(part.size, part.stride, part.offset)
