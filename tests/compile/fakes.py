@@ -195,6 +195,9 @@ class FakeHost:
     def watch_writes(self) -> None:
         self.watched += 1
 
+    def execute(self, run: Any, args: list[Any], bound: Any) -> Any:
+        return run(args)
+
     def template_ran(self) -> None:
         self.ran += 1
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from zeroweave._torch.aot import aot_base, aot_gradient_of, aot_position
 from zeroweave._torch.autograd import recomputing
 from zeroweave._torch.dynamo import dynamo_example
-from zeroweave._torch.fx import mark_boxed
+from zeroweave._torch.fx import mark_boxed, operator_schema
 from zeroweave._torch.storages import without_memory
 from zeroweave.errors import EngineError, ParameterError
 
@@ -39,6 +39,9 @@ class TemplateHost(Protocol):
 
     def leave(self, token: Any) -> None:
         """Ends an execution begun by `enter`; also called after an exception."""
+
+    def execute(self, run: Boxed, args: list[Any], bound: Set[int]) -> Any:
+        """`run(args)`. `bound`: the arguments that are parameters, and those that `run` writes."""
 
     def announce(self, parts: list[Place]) -> None:
         """A forward has run whose backward will deliver one gradient for each of these."""
@@ -161,7 +164,7 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
 
     The graph is read now, before it is compiled, which consumes it.
     """
-    tensors = tensor_arguments(graph)
+    tensors, written = tensor_arguments(graph), written_arguments(graph)
 
     def forward(run: Boxed, args: list[Any]) -> Any:
         host, running = caller.host, caller.region()
@@ -177,7 +180,12 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
         if split is not None:
             split.regions[tuple(places[i] for i in split.shared)] = region
             announced = [place for i in split.announce if _is_slot(place := places[i])]
-        outputs = _hold(host, region, "forward", others, run, args) if others else run(args)
+        bound = written.union(i for i, place in places.items() if place is not None)
+
+        def execute(args: list[Any]) -> Any:
+            return host.execute(run, args, bound)
+
+        outputs = _hold(host, region, "forward", others, execute, args) if others else execute(args)
         host.template_ran()
         if announced and not recomputing():
             host.announce(announced)
@@ -220,6 +228,10 @@ def backward_binder(
         if host is None or (shared and split.elsewhere and not any(places.values())):
             return _run_into(run, args, [(output, _like(args[i])) for output, i in targets])
         uses = {place[0] for i in reads if (place := places[i]) is not None}
+        known = {i for i, place in places.items() if place is not None}
+
+        def execute(args: list[Any]) -> Any:
+            return host.execute(run, args, known.union(range(count, len(args))))
 
         def run_into(args: list[Any]) -> list[Any]:
             slots = {i: place for _, i in targets if _is_slot(place := places[i])}
@@ -230,13 +242,14 @@ def backward_binder(
             found = dict(zip(slots, lent, strict=True)) if lent else {}
             other = _like if sums is None else torch.zeros_like
             into = [(o, other(args[i]) if (t := found.get(i)) is None else t) for o, i in targets]
-            return _run_into(run, args, into, adds=sums is not None)
+            return _run_into(execute, args, into, adds=sums is not None)
 
+        count = len(args)
         if shared or uses:
             region = split.regions.get(tuple(places[i] for i in shared), "")
-            outputs = list(_hold(host, region, "backward", uses, run_into if targets else run, args))
+            outputs = list(_hold(host, region, "backward", uses, run_into if targets else execute, args))
         else:
-            outputs = list(run(args))
+            outputs = list(execute(args))
         parts: list[Part] = []
         taken: list[int] = []
         alone = set[Place]()
@@ -304,6 +317,32 @@ def graph_outputs(graph: fx.Graph) -> list[Any]:
     values = graph.output_node().args[0]
     assert isinstance(values, (list, tuple))
     return list(values)
+
+
+def written_arguments(graph: fx.Graph) -> frozenset[int]:
+    """The indices of a graph's arguments that it writes, as far as operators say: buffers, as a rule."""
+    index = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+    written = set[int]()
+    for node in graph.nodes:
+        if (schema := operator_schema(node.target)) is None:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written |= {index[source] for source in _sources(value) if source in index}
+    return frozenset(written)
+
+
+def _sources(value: Any) -> set[fx.Node]:
+    """A value's node, and the nodes that it may be a view of."""
+    found, left = set[fx.Node](), [value] if isinstance(value, fx.Node) else list(value or ())
+    while left:
+        node = left.pop()
+        if isinstance(node, fx.Node) and node not in found:
+            found.add(node)
+            schema = operator_schema(node.target)
+            if schema is None or any(result.alias_info is not None for result in schema.returns):
+                left += node.all_input_nodes
+    return found
 
 
 def tensor_arguments(graph: fx.Graph, *, with_users: bool = False) -> tuple[int, ...]:

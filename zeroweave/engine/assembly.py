@@ -77,6 +77,8 @@ from zeroweave.ranks.faults import Faults
 from zeroweave.ranks.notes import Notes
 from zeroweave.ranks.signals import NUMBERS, Signals
 from zeroweave.ranks.start import start_process_group
+from zeroweave.runtime.call_graphs import CallGraphs
+from zeroweave.runtime.cuda_capture import capture_for
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.schedule import Facts
 
@@ -191,7 +193,14 @@ def _assemble(
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
     trains = optimizer is not None
-    runtime = Runtime(layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in)
+    capture = capture_for(device) if settings.compile.cuda_graphs == "calls" else None
+    call_graphs = None
+    if capture is not None:
+        call_graphs = CallGraphs(device, capture, lambda why: journal.tell("fallback", f"compile.cuda_graphs: {why}"))
+        ends.callback(call_graphs.close)
+    runtime = Runtime(
+        layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in, graphs=call_graphs
+    )
     fill(runtime, named, asked.weights)
     runtime.transfers.finish()
     asked.buffers.give()
@@ -212,7 +221,7 @@ def _assemble(
     sharded = None
     if optimizer is not None:
         looks = checks(settings, layouts)
-        graphed = settings.compile.cuda_graphs and captures_on(device) and not asked.whole
+        graphed = settings.compile.cuda_graphs is True and captures_on(device) and not asked.whole
         rates = Rates(optimizer, device) if graphed and why_not_captured(optimizer, looks) is None else None
         whole = Whole(asked.whole, transport, control) if asked.whole else None
         fast = cast(Kernels | None, kernels("rules", device.type))
@@ -277,7 +286,7 @@ def _compose(
     )
     layouts = [b.layout for b in runtime.buckets.values()]
     looks = checks(settings, layouts)
-    scale, apart = loss_scale_of(settings, layouts), settings.compile.cuda_graphs
+    scale, apart = loss_scale_of(settings, layouts), settings.compile.cuda_graphs is True
     scaler = Scaler(runtime.gradients, scale, looks, parts.transport, parts.device, apart)
     window = Window(parts, scaler, scheduler, shown)
     runtime.attach(faults.before(window, "backward_began", "backward"))
@@ -286,8 +295,8 @@ def _compose(
     updating = faults.before(scaler, "take", "update")
     step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
     loop = Loop(parts, faults.before(calls, "run", "forward"), window, step)
-    never = never_captured(parts, looks) if settings.compile.cuda_graphs else None
-    capturer = Capturer(parts.device) if settings.compile.cuda_graphs and never is None else None
+    never = never_captured(parts, looks) if settings.compile.cuda_graphs is True else None
+    capturer = Capturer(parts.device) if settings.compile.cuda_graphs is True and never is None else None
     graphs = Graphs(parts, shown, loop, window, step, scaler, scheduler, capturer, never)
     values = Values(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)

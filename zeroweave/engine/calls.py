@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroweave._torch.autograd import allowing_hooks_again, recomputing, refuses_hooks
-from zeroweave._torch.fx import map_tensors
+from zeroweave._torch.fx import flatten, map_tensors
 from zeroweave._torch.modules import Hooks
 from zeroweave.compile.announce import Announcer
 from zeroweave.compile.lower import Code, compile_graph
@@ -134,11 +134,14 @@ class Calls:
         self.eager_regions[name] = reason
 
     @contextmanager
-    def session(self) -> Iterator[None]:
-        """The outermost forward: real parameters in the modules, handles for what eager code saves."""
+    def session(self, inputs: Hashable = None) -> Iterator[None]:
+        """The outermost forward: real parameters in the modules, handles for what eager code saves.
+
+        `inputs`: see `Runtime.begin_session`.
+        """
         self._shown.show()
         try:
-            self._runtime.begin_session()
+            self._runtime.begin_session(inputs)
             # A recomputation's saved tensors are for the checkpoint's own hooks, which must stay innermost.
             with allowing_hooks_again(), nullcontext() if recomputing() else SavedTensors(self._runtime):
                 yield
@@ -161,8 +164,10 @@ class Calls:
                 return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
             args, kwargs = map_tensors(cast, tuple(args)), map_tensors(cast, dict(kwargs))
-        with self.session(), self.compiling():
-            return own_outputs(function(*args, **kwargs), self._runtime)
+        graphs = self._runtime.graphs
+        with self.session(None if graphs is None else shapes_of((args, kwargs))), self.compiling():
+            result = own_outputs(function(*args, **kwargs), self._runtime)
+            return result if graphs is None else map_tensors(graphs.own, result)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -204,6 +209,12 @@ class Calls:
             call.remove()
         if self.templates is not None:
             self.templates.close()
+
+
+def shapes_of(tree: Any) -> Hashable:
+    """The shapes and dtypes of all tensors in nested containers, in their order."""
+    leaves, _ = flatten(tree)
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None) -> torch.Tensor:

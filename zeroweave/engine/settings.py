@@ -211,7 +211,9 @@ def settings_of(config: Config) -> ScheduleSettings:
     # The optimizer's states take what room there is: both would take the same.
     shared = wanted.memory_budget == "auto" and config.offload.optimizer == "adaptive"
     most = "none" if shared else wanted.memory_budget
-    return ScheduleSettings(wanted.prefetch, wanted.keep, most, wanted.fuse, depth, wanted.cuda_graphs, wanted.regather)
+    return ScheduleSettings(
+        wanted.prefetch, wanted.keep, most, wanted.fuse, depth, wanted.cuda_graphs is True, wanted.regather
+    )
 
 
 def passes_of(config: Config) -> list[Pass]:

@@ -24,7 +24,7 @@ class Timing:
     def __init__(self, parts: EngineParts, headroom: Headroom) -> None:
         self._parts, self._headroom = parts, headroom
         self._record_steps = parts.config.compile.record_steps
-        self.holds: Final = parts.config.compile.cuda_graphs
+        self.holds: Final = parts.config.compile.cuda_graphs is True
         """is the device held while steps are timed?"""
         self._recordings: list[Recording] = []
         """those that are open"""

@@ -15,7 +15,7 @@ from zeroweave.comm.transport import Parts
 from zeroweave.compile.destinations import may_add
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 from zeroweave.runtime.bucket import Bucket
-from zeroweave.runtime.gradient_flat import GradientFlat
+from zeroweave.runtime.gradient_flat import GradientFlat, Lend
 
 _ONCE: Final = "compute with it in the model's forward only, or remove the hooks and use engine.gradients()"
 
@@ -38,9 +38,9 @@ class Account:
     `shards` counts the bytes of settled gradients.
     """
 
-    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge) -> None:
+    def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge, lend: Lend | None = None) -> None:
         self.bucket, self._shards = bucket, shards
-        self.flat = GradientFlat(bucket)
+        self.flat = GradientFlat(bucket, lend)
         self.added = 0
         """gradients that backwards have added to local sums themselves"""
         self.shard: torch.Tensor | None = None

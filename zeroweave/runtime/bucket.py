@@ -50,7 +50,7 @@ class Bucket(Flat):
         flats: Gauge,
         home: Shard,
         device: torch.device,
-        doubt: Callable[[str, torch.Tensor], bool],
+        doubt: Callable[[str, torch.Tensor], bool] = lambda names, altered: False,
     ) -> None:
         """`dtype`: of the computation, in which the values are gathered.
 

@@ -1,9 +1,10 @@
-"""CUDA graphs of templates' executions. The user's Python runs in every step; only the kernels of a template are captured.
+"""CUDA graphs of templates' executions. The user's Python runs in every step: a graph has the kernels of a template.
 
-A **unit** is what happens from an outermost forward up to the next one that finds nothing of it alive: a forward and its
-backward, as a rule. A **recording** is the sequence of a unit's steps: executions of templates, each a graph, and
-memory that was lent. All recordings share one pool of memory. They are made while nothing in the pool is alive, and
-replayed in the same order with the same lifetimes. So what a replay overwrites is dead, as it was in the recording.
+A **unit** is what happens from an outermost forward up to the next one that finds nothing of it alive. As a rule that
+is a forward with its backward. A **recording** is the sequence of a unit's steps: executions of templates, each a
+graph, and memory that was lent. All recordings share one pool of memory. They are made while nothing in the pool is
+alive, and replayed in the same order with the same lifetimes. So what a replay overwrites is dead, as it was in the
+recording.
 
     PLAIN      templates run without graphs
     RECORDING  each template is captured, and launched at once
@@ -78,7 +79,7 @@ class View:
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         """A tensor with its own version counter."""
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload, no-any-return]
+        return made.set_(storage, self.offset, self.size, self.stride)
 
 
 class Block:
@@ -152,6 +153,15 @@ class Recording:
     """the latest block at each address"""
     misses: int = 0
 
+    def followed(self) -> None:
+        """A unit has followed it."""
+        self.misses = 0
+
+    def missed(self) -> int:
+        """A unit has departed from it. How many have in a row?"""
+        self.misses += 1
+        return self.misses
+
 
 class CallGraphs:
     """The graphs of one engine. `device`: what templates compute on; other tensors are constants of a graph.
@@ -203,7 +213,7 @@ class CallGraphs:
             if len(self._recordings) > RECORDINGS:
                 self._recordings.popitem(last=False)
         elif unit is not None and mode is Mode.REPLAYING:
-            unit.misses = 0
+            unit.followed()
         self._mode, self._unit, self._next = Mode.PLAIN, None, 0
         self._living, self._overdue = [], []
         self._sources.clear()
@@ -224,8 +234,7 @@ class CallGraphs:
         assert self._unit is not None
         self._mode = Mode.PLAIN
         self.why[reason] += 1
-        self._unit.misses += 1
-        if self._unit.misses >= MISSES:
+        if self._unit.missed() >= MISSES:
             self._recordings.pop(self._signature, None)
 
     def _step(self) -> Execution | Loan | None:
@@ -250,6 +259,12 @@ class CallGraphs:
         self._unit.blocks.append(block)
         self._unit.at[block.address] = block
         self._living.append(block)
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """The tensor, or a copy where it lies in memory that graphs write: the program may keep it."""
+        if self._unit is None or tensor.device != self._device or not tensor.numel():
+            return tensor
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._unit.at else tensor
 
     # ------------------------------------------------------------------ memory of gradient flats
     def lend(self, numel: int, dtype: torch.dtype) -> Tensor | None:

@@ -54,6 +54,8 @@ class Flat:
         """does it stand behind its last hold? From its next gather on, which all ranks issue"""
         self.standing = False
         """is what was gathered good until it expires?"""
+        self._remains = False
+        """does its memory stay from its first gather on, whatever becomes of its values?"""
         self.gathers = 0
         """how many were issued"""
         self._pending: Pending | None = None
@@ -170,13 +172,18 @@ class Flat:
         self.standing = False
         return self.holds > 0 or self.free()
 
+    def remain(self) -> None:
+        """Its memory stays at its address from the next gather on: graphs know it by that."""
+        self._remains = True
+
     def let_go(self) -> bool:
         """As `expire`, and the memory goes in any case. False if it lingers."""
-        stays, self.stays = self.stays, False
+        before = self.stays, self._remains
+        self.stays = self._remains = False
         try:
             return self.expire()
         finally:
-            self.stays = stays
+            self.stays, self._remains = before
 
     def assign(self, place: Place | None) -> None:
         """Where it lies from its next gather on: equally on all ranks, and between two windows."""
@@ -245,7 +252,7 @@ class Flat:
             return True
         self.wait()
         self.check_unchanged()
-        if self.stays:
+        if self.stays or self._remains:
             return True
         if self._adrift or self.kept(handed_in):
             return False

@@ -10,13 +10,15 @@ all of its bucket, in memory that nobody else has, is the flat itself: reduction
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.runtime.bucket import Bucket
+
+Lend = Callable[[int, torch.dtype], torch.Tensor | None]
 
 
 class GradientFlat:
@@ -25,8 +27,8 @@ class GradientFlat:
     Until that is issued it counts as what a backward computes with; see `Reductions`.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket = bucket
+    def __init__(self, bucket: Bucket, lend: Lend | None = None) -> None:
+        self._bucket, self._lend = bucket, lend or (lambda numel, dtype: None)
         self._flat: torch.Tensor | None = None
         self._lent: dict[int, torch.Tensor] = {}
         """slot -> its place, into which something may be written at any time"""
@@ -51,7 +53,9 @@ class GradientFlat:
         layout = self._bucket.layout
         place = layout.slots[slot]
         if self._flat is None:
-            self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
+            self._flat = self._lend(layout.numel, self._bucket.dtype)
+            if self._flat is None:
+                self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
         view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
         return view
 

@@ -16,6 +16,7 @@ from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import ReduceOp, Transport
 from zeroweave.runtime.account import Account, Balance
 from zeroweave.runtime.bucket import Bucket
+from zeroweave.runtime.gradient_flat import Lend
 from zeroweave.runtime.reductions import Reductions
 
 
@@ -35,10 +36,12 @@ class Gradients:
         reduce_dtype: torch.dtype | None,
         accumulate_dtype: torch.dtype,
         keep_targets: bool = False,
+        lend: Lend | None = None,
     ) -> None:
+        """`lend(numel, dtype)` gives memory for a gradient flat; see `CallGraphs.lend`."""
         self.settled = Gauge()
         """bytes of the gradient shards"""
-        self._accounts = {b.id: Account(b, accumulate_dtype, self.settled) for b in buckets if b.layout.trainable}
+        self._accounts = {b.id: Account(b, accumulate_dtype, self.settled, lend) for b in buckets if b.layout.trainable}
         self._targets: dict[int, torch.Tensor] = {}
         """bucket id -> where its results go; empty unless they are kept from set-up on, to measure what that costs"""
         if keep_targets:

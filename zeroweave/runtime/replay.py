@@ -96,7 +96,7 @@ class Replay:
         self._cursor.restart()
         self._passed: dict[int, None] = {}
         """buckets whose turn has come in the present backward, in that order"""
-        self._micro_step = 0
+        self.micro_step = 0
         """backwards of the window that have ended"""
         self._left_out: list[int] = []
         """places in the record of calls that the program has left out"""
@@ -209,7 +209,7 @@ class Replay:
             while self._catches_up and all(isinstance(e, Run | End) for e in self._events()) and any(self._events()):
                 self._leave_out()
         self._passed.clear()
-        self._micro_step += 1
+        self.micro_step += 1
         if self._offloading is not None:
             self._offloading.arrive()
         self.record.add(Micro())
@@ -313,7 +313,7 @@ class Replay:
 
     def _events(self) -> Iterator[Instruction]:
         """The schedule's next events, up to the end of the micro-step."""
-        return self._cursor.events(self._micro_step)
+        return self._cursor.events(self.micro_step)
 
     def _reach(self, event: Instruction) -> None:
         """Executes what the schedule has before an event that happens now: reductions, and calls that are left out.

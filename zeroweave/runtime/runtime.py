@@ -9,9 +9,10 @@ call first, and whatever produces a parameter's gradient delivers it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.activations import Activations
 from zeroweave.runtime.backward import Observer, WayBack
 from zeroweave.runtime.bucket import Bucket, Directory, SavedViews, seat
+from zeroweave.runtime.call_graphs import CallGraphs
 from zeroweave.runtime.compute_stream import ComputeStream
 from zeroweave.runtime.copies import CopyStream
 from zeroweave.runtime.delivery import Delivery
@@ -59,9 +61,12 @@ class Runtime:
         issuing: Callable[[], AbstractContextManager[None]] = nullcontext,
         trains: bool = True,
         places: Places | None = None,
+        graphs: CallGraphs | None = None,
         streams: Callable[[torch.device], CopyStream] = CopyStream,
     ) -> None:
         self.places, self._seated = places or Places(), True
+        self.graphs = graphs
+        """of templates' executions; None: there are none"""
         self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
         self._observer = Observer()
         self.flats = Gauge()
@@ -84,7 +89,11 @@ class Runtime:
             reduce_dtype=policy.reduce_dtype,
             accumulate_dtype=policy.accumulate_dtype,
             keep_targets=policy.keep_gradient_targets,
+            lend=None if graphs is None else graphs.lend,
         )
+        if graphs is not None:
+            for bucket_id in policy.kept_by_stage:
+                self.buckets[bucket_id].remain()
         record, threshold = Record(), policy.offload_threshold
         offloading = None if threshold is None else Offloading(threshold, streams(device), record.add)
         self.activations = Activations(policy.free_threshold, offloading)
@@ -155,8 +164,11 @@ class Runtime:
         """True between a forward of the window and its backward."""
         return self._back.tape.waiting
 
-    def begin_session(self) -> None:
-        """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference."""
+    def begin_session(self, inputs: Hashable = None) -> None:
+        """The outermost forward begins. In grad mode it belongs to the window, otherwise it is inference.
+
+        `inputs`: what tells its inputs from those of other shapes.
+        """
         self.note_backward()
         self._stream.begin_forward()
         self._training = self.in_backward or (self._trains and torch.is_grad_enabled())
@@ -165,6 +177,9 @@ class Runtime:
         if first or not self._training:
             self.watch_writes(anew=False)
         self._forwards.hold_optional()
+        if self.graphs is not None and not self.in_backward:
+            kind = inputs, self._training, self.replay.micro_step
+            self.graphs.begin(kind, settled=self.replay.schedule is not None)
         self._session_reads, self._session = [], Frame(Call("the model", "forward"), (), self.replay)
         self.activations.begin_forward()
 
@@ -193,9 +208,15 @@ class Runtime:
         """The outermost forward ended with an exception, as a recomputation that has what it needs does, too."""
         self._leave_session()
         self.writes.end(failed=True)
+        if self.graphs is not None and not self.in_backward:
+            self.graphs.abort()
         self._frame = None
         if not self._training:
             self._inference.abort()
+
+    def execute(self, run: Callable[[list[Any]], Any], args: list[Any], bound: Set[int]) -> Any:
+        """`run(args)` of a template, as a graph where there is one. See `CallGraphs.execute`."""
+        return run(args) if self.graphs is None else self.graphs.execute(run, args, bound)
 
     def enter(self, name: str, phase: Phase, uses: tuple[int, ...], trains: bool = False) -> Frame:
         """A call begins: the values of the buckets `uses` are usable until it is left. `trains`: see `Frame`."""
@@ -455,6 +476,8 @@ class Runtime:
         """Forgets the window and drops every hold: after an exception, or `zero_grad` in mid-window."""
         self._frame, self._backward, self._session_reads = None, None, None
         self.writes.forget()
+        if self.graphs is not None:
+            self.graphs.abort()
         self._back.clear()
         self._backward_reads.clear()
         self._loss_reads.clear()

@@ -1,0 +1,47 @@
+"""Captures of graphs of calls on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zeroweave._torch.graphs import end_failed_capture
+
+
+class CudaCapture:
+    """See `call_graphs.Capture`. All memory comes from one pool, in the order of one stream, which shares it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.MemPool()
+        self._handle: Any = self._pool.id
+        self._stream = torch.cuda.Stream(device)  # the default stream cannot be captured
+
+    def capture(self, run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            try:
+                # Other threads may use the device meanwhile.
+                graph.capture_begin(pool=self._handle, capture_error_mode="thread_local")
+                results = run(args)
+                graph.capture_end()
+            except BaseException:
+                end_failed_capture(graph, self._handle, self._device)
+                raise
+        current.wait_stream(self._stream)
+        return graph, results
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device):
+            return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def make_room(self) -> None:
+        torch.cuda.empty_cache()
+
+
+def capture_for(device: torch.device) -> CudaCapture | None:
+    """What captures on such a device; None where it has no graphs."""
+    return CudaCapture(device) if device.type == "cuda" else None
