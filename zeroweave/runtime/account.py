@@ -9,6 +9,7 @@ from typing import Final
 import torch
 
 from zeroweave._torch.foreach import foreach_add_
+from zeroweave._torch.storages import storage_use_count
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts
@@ -41,6 +42,9 @@ class Account:
     def __init__(self, bucket: Bucket, accumulate_dtype: torch.dtype, shards: Gauge, lend: Lend | None = None) -> None:
         self.bucket, self._shards = bucket, shards
         self.flat = GradientFlat(bucket, lend)
+        self._keeps_sum = lend is not None
+        self._kept_sum: tuple[torch.UntypedStorage, int] | None = None
+        """the memory of local sums, and how many owners it has between windows"""
         self.added = 0
         """gradients that backwards have added to local sums themselves"""
         self.shard: torch.Tensor | None = None
@@ -122,8 +126,20 @@ class Account:
         if self.issued or not may_add(self.bucket.dtype, self.dtype) or not self.bucket.is_aligned(slot):
             return None
         if self.local is None:
-            self._sum_up(torch.zeros(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device))
+            self._sum_up(self._sum_memory().zero_())
         return self._sums[slot]
+
+    def _sum_memory(self) -> torch.Tensor:
+        """Memory [numel] for a local sum. Where graphs know it by its address it is that of the window before."""
+        if self._kept_sum is not None and storage_use_count(self._kept_sum[0]) == self._kept_sum[1]:
+            storage = self._kept_sum[0]
+            made = torch.empty(0, dtype=self.dtype, device=self.bucket.device)
+            return made.set_(storage, 0, (self.bucket.layout.numel,), (1,))
+        made = torch.empty(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
+        if self._keeps_sum:
+            storage = made.untyped_storage()
+            self._kept_sum = storage, storage_use_count(storage) - 1  # nobody has it but what keeps it
+        return made
 
     def _sum_up(self, local: torch.Tensor) -> None:
         """`local` [numel] is the local sum from now on."""
@@ -188,7 +204,7 @@ class Account:
         if not self.parts:
             return
         if self.local is None:
-            local = torch.empty(self.bucket.layout.numel, dtype=self.dtype, device=self.bucket.device)
+            local = self._sum_memory()
             self._sum_up(local)
             lay_out(local, self.parts, self.bucket.layout)
         else:

@@ -92,7 +92,8 @@ class Runtime:
             lend=None if graphs is None else graphs.lend,
         )
         if graphs is not None:
-            for bucket_id in policy.kept_by_stage:
+            # With one rank nothing is sharded: what is dropped would only be copied again, to another address.
+            for bucket_id in policy.kept_by_stage if transport.world > 1 else self.buckets:
                 self.buckets[bucket_id].remain()
         record, threshold = Record(), policy.offload_threshold
         offloading = None if threshold is None else Offloading(threshold, streams(device), record.add)

@@ -1,0 +1,146 @@
+"""Engines whose templates run as graphs of calls train as engines without graphs do, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zeroweave as zw
+from tests.support.graph_double import GraphDouble
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x))))) * mask
+
+
+class Model(nn.Module):
+    """`checkpoints`: its blocks are recomputed. `shows`: the hidden states are returned, too."""
+
+    def __init__(self, checkpoints: bool = False, shows: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.checkpoints, self.shows = checkpoints, shows
+
+    def forward(self, tokens: Tensor) -> Any:
+        x, states = self.embed(tokens), []
+        mask = (tokens % 5 > 0).to(x.dtype)[..., None]
+        for block in self.blocks:
+            x = checkpoint(block, x, mask, use_reentrant=False) if self.checkpoints else block(x, mask)
+            states.append(x)
+        return (self.head(x), states) if self.shows else self.head(x)
+
+
+@pytest.fixture
+def double() -> Iterator[GraphDouble]:
+    made = GraphDouble(1 << 24)
+    with patch("zeroweave.engine.assembly.capture_for", lambda device: made):
+        yield made
+
+
+def engine_of(graphs: bool, stage: int, gas: int = 1, **model: Any) -> zw.Engine:
+    torch.manual_seed(0)
+    built = Model(**model)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=1e-2)
+    compile_ = {"lower": "aot_eager", "cuda_graphs": "calls" if graphs else False}
+    config = {"gradient_clipping": 1.0, "stage": stage, "gradient_accumulation_steps": gas, "compile": compile_}
+    return zw.initialize(built, optimizer, config=config)
+
+
+def tokens_of(index: int, lengths: tuple[int, ...]) -> Tensor:
+    return torch.randint(16, (2, lengths[index % len(lengths)]), generator=torch.Generator().manual_seed(index))
+
+
+def train(engine: zw.Engine, steps: int, lengths: tuple[int, ...]) -> list[float]:
+    losses, kept = [], []
+    for index in range(steps * engine.config.gradient_accumulation_steps):
+        torch.manual_seed(index)
+        tokens = tokens_of(index, lengths)
+        output = engine(tokens)
+        if isinstance(output, tuple):
+            output, states = output
+            kept = [*kept[-2:], (states[-1], states[-1].detach().clone())]
+        loss = F.cross_entropy(output.flatten(0, 1), tokens.flatten())
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+        assert all(torch.equal(now, then) for now, then in kept)
+        if index % 7 == 6:
+            with torch.no_grad():
+                engine(tokens)
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("lengths", "gas", "model"),
+    [
+        ((6,), 1, {}),
+        ((6, 4, 9), 1, {}),
+        ((6, 4), 2, {}),
+        ((6,), 3, {"checkpoints": True}),
+        ((6,), 1, {"shows": True}),
+    ],
+)
+def test_trains_as_without_graphs(
+    double: GraphDouble, stage: int, lengths: tuple[int, ...], gas: int, model: dict[str, Any]
+) -> None:
+    plain = engine_of(False, stage, gas, **model)
+    wanted = train(plain, 14, lengths)
+    engine = engine_of(True, stage, gas, **model)
+    got = train(engine, 14, lengths)
+    assert got == wanted
+    names = [name for name, _ in plain.module.named_parameters()]
+    assert all(torch.equal(engine.full(name), plain.full(name)) for name in names)
+    assert double.replays > 2 * double.captures > 0
+    engine.destroy()
+    plain.destroy()
+
+
+def irregular(engine: zw.Engine) -> list[float]:
+    """Exceptions in forwards, windows that are given up, backwards that do not reduce, two forwards for a loss."""
+    losses = []
+    for index in range(18):
+        torch.manual_seed(index)
+        tokens = tokens_of(index, (6,))
+        if index % 4 == 1:
+            with pytest.raises(IndexError):
+                engine(torch.full_like(tokens, 16))
+            engine.zero_grad()
+        if index % 4 == 2:
+            engine.backward(engine(tokens).square().mean())
+            engine.zero_grad()
+        if index % 4 == 3:
+            with engine.no_sync():
+                engine.backward(engine(tokens).square().mean())
+        loss = F.cross_entropy(engine(tokens).flatten(0, 1), tokens.flatten())
+        if index % 5 == 4:
+            loss = loss + engine(tokens_of(index + 1, (6,))).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_programs_do_now_and_then_changes_nothing(double: GraphDouble, stage: int) -> None:
+    plain, engine = engine_of(False, stage), engine_of(True, stage)
+    assert irregular(engine) == irregular(plain)
+    assert double.replays > double.captures > 0
+    engine.destroy()
+    plain.destroy()
