@@ -53,11 +53,11 @@ def double() -> Iterator[GraphDouble]:
         yield made
 
 
-def engine_of(graphs: bool, stage: int, gas: int = 1, **model: Any) -> zw.Engine:
+def engine_of(graphs: bool, stage: int, gas: int = 1, lower: str = "aot_eager", **model: Any) -> zw.Engine:
     torch.manual_seed(0)
     built = Model(**model)
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-2)
-    compile_ = {"lower": "aot_eager", "cuda_graphs": "calls" if graphs else False}
+    compile_ = {"lower": lower, "cuda_graphs": "calls" if graphs else False}
     config = {"gradient_clipping": 1.0, "stage": stage, "gradient_accumulation_steps": gas, "compile": compile_}
     return zw.initialize(built, optimizer, config=config)
 
@@ -70,7 +70,7 @@ def train(engine: zw.Engine, steps: int, lengths: tuple[int, ...]) -> list[float
     losses, kept = [], []
     for index in range(steps * engine.config.gradient_accumulation_steps):
         torch.manual_seed(index)
-        tokens = tokens_of(index, lengths)
+        tokens = tokens_of(index, lengths).to(engine.device)
         output = engine(tokens)
         if isinstance(output, tuple):
             output, states = output
@@ -78,7 +78,7 @@ def train(engine: zw.Engine, steps: int, lengths: tuple[int, ...]) -> list[float
         loss = F.cross_entropy(output.flatten(0, 1), tokens.flatten())
         engine.backward(loss)
         engine.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         assert all(torch.equal(now, then) for now, then in kept)
         if index % 7 == 6:
             with torch.no_grad():
@@ -108,6 +108,7 @@ def test_trains_as_without_graphs(
     names = [name for name, _ in plain.module.named_parameters()]
     assert all(torch.equal(engine.full(name), plain.full(name)) for name in names)
     assert double.replays > 2 * double.captures > 0
+    assert engine.stats.graphed_calls == double.replays and not engine.stats.ungraphed_calls
     engine.destroy()
     plain.destroy()
 

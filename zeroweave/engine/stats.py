@@ -98,6 +98,8 @@ class Stats:
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
     micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
+    With `compile.cuda_graphs` "calls", `graphed_calls`: executions of templates that were launched as graphs;
+    `ungraphed_calls`: why others were not, and how often.
     `written_gradients`: those that backwards wrote, or added, where they are reduced from: nothing copied them.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
@@ -120,6 +122,8 @@ class Stats:
     captured_windows: int
     replayed_steps: int
     uncaptured_steps: dict[str, int]
+    graphed_calls: int
+    ungraphed_calls: dict[str, int]
     written_gradients: int
     freed_activations: int
     offloaded_activations: int
@@ -135,7 +139,7 @@ class Stats:
     def read(
         cls, parts: EngineParts, calls: Calls, graphs: Graphs, last_step: Mapping[str, Traffic], scheduler: Scheduler
     ) -> Stats:
-        runtime, templates = parts.runtime, calls.templates
+        runtime, templates, of_calls = parts.runtime, calls.templates, parts.runtime.graphs
         offloading = runtime.activations.offloading
         compiled = {} if templates is None else templates.phases.seconds
         return cls(
@@ -153,6 +157,8 @@ class Stats:
             captured_windows=graphs.known.captured,
             replayed_steps=graphs.replayed,
             uncaptured_steps=dict(graphs.known.uncaptured),
+            graphed_calls=0 if of_calls is None else of_calls.launched,
+            ungraphed_calls={} if of_calls is None else dict(of_calls.why),
             written_gradients=runtime.gradients.written,
             freed_activations=runtime.activations.freed,
             offloaded_activations=0 if offloading is None else offloading.moved_before,

@@ -166,7 +166,7 @@ class Recording:
 class CallGraphs:
     """The graphs of one engine. `device`: what templates compute on; other tensors are constants of a graph.
 
-    `tell(reason)`: why a template has no graph, once for each reason.
+    `tell(reason)` is told why a template has no graph, once for each reason.
     """
 
     def __init__(self, device: torch.device, capture: Capture, tell: Callable[[str], None]) -> None:
@@ -186,7 +186,7 @@ class CallGraphs:
         self.launched = self.plain = 0
         """executions so far, with a graph and without"""
         self.why: Counter[str] = Counter()
-        """reasons of units that ran without graphs, or without some"""
+        """why units departed from their recordings, and why templates have no graph; how often"""
 
     # ------------------------------------------------------------------ units
     def begin(self, signature: Hashable, settled: bool) -> None:
@@ -365,7 +365,9 @@ class CallGraphs:
                     args[i].untyped_storage().resize_(0)
         if step.graph is None:
             assert why is not None
-            self._tell(why)
+            if why not in self.why:
+                self._tell(why)
+            self.why[why] += 1
             self.plain += 1
             return run(args)
         step.graph.replay()
