@@ -86,6 +86,11 @@ def train(engine: zw.Engine, steps: int, lengths: tuple[int, ...]) -> list[float
     return losses
 
 
+def same_parameters(one: zw.Engine, other: zw.Engine) -> bool:
+    pairs = [(one.full(name), other.full(name)) for name, _ in one.module.named_parameters()]
+    return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("lengths", "gas", "model"),
@@ -105,10 +110,11 @@ def test_trains_as_without_graphs(
     engine = engine_of(True, stage, gas, **model)
     got = train(engine, 14, lengths)
     assert got == wanted
-    names = [name for name, _ in plain.module.named_parameters()]
-    assert all(torch.equal(engine.full(name), plain.full(name)) for name in names)
+    assert same_parameters(engine, plain)
     assert double.replays > 2 * double.captures > 0
-    assert engine.stats.graphed_calls == double.replays and not engine.stats.ungraphed_calls
+    assert engine.stats.graphed_calls == double.replays
+    # An evaluation inside of a window is no part of the recording, where gradients wait in the graphs' memory.
+    assert engine.stats.ungraphed_calls.keys() <= ({"the calls are others"} if gas > 1 else set())
     engine.destroy()
     plain.destroy()
 
