@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeroweave as zw
 from tests.support.graph_double import GraphDouble
+from tests.support.marks import daily
 
 WIDTH = 8
 
@@ -91,16 +92,19 @@ def same_parameters(one: zw.Engine, other: zw.Engine) -> bool:
     return all(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("lengths", "gas", "model"),
-    [
-        ((6,), 1, {}),
-        ((6, 4, 9), 1, {}),
-        ((6, 4), 2, {}),
-        ((6,), 3, {"checkpoints": True}),
-        ((6,), 1, {"shows": True}),
-    ],
+PROGRAMS: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
+    ((6,), 1, {}),
+    ((6, 4, 9), 1, {}),
+    ((6, 4), 2, {}),
+    ((6,), 3, {"checkpoints": True}),
+    ((6,), 1, {"shows": True}),
+]
+
+
+@daily(
+    ("stage", "lengths", "gas", "model"),
+    [(stage, *PROGRAMS[program]) for stage, program in ((2, 1), (1, 2), (3, 3), (3, 4))],
+    [(stage, *PROGRAMS[program]) for stage in (1, 2, 3) for program in range(5)],
 )
 def test_trains_as_without_graphs(
     double: GraphDouble, stage: int, lengths: tuple[int, ...], gas: int, model: dict[str, Any]
@@ -144,7 +148,7 @@ def irregular(engine: zw.Engine) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@daily("stage", [2], [1, 3])
 def test_what_programs_do_now_and_then_changes_nothing(double: GraphDouble, stage: int) -> None:
     plain, engine = engine_of(False, stage), engine_of(True, stage)
     assert irregular(engine) == irregular(plain)

@@ -6,11 +6,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.support.graph_double import GraphDouble
+from tests.support.marks import daily
 from zeroweave.runtime.call_graphs import CallGraphs
 
 WIDTH, LAYERS = 6, 3
@@ -180,7 +180,7 @@ def test_nothing_is_recorded_while_parameters_move() -> None:
     assert both.double.captures == 0
 
 
-@pytest.mark.parametrize("seed", range(200))
+@daily("seed", range(40), range(40, 400))
 def test_random_programs(seed: int) -> None:
     choose = random.Random(seed)
     both = Both(lambda: choose.random() < 0.05)

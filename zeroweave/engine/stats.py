@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
@@ -122,8 +122,6 @@ class Stats:
     captured_windows: int
     replayed_steps: int
     uncaptured_steps: dict[str, int]
-    graphed_calls: int
-    ungraphed_calls: dict[str, int]
     written_gradients: int
     freed_activations: int
     offloaded_activations: int
@@ -134,6 +132,8 @@ class Stats:
     total: dict[str, Traffic]
     memory: Memory
     device: DeviceMemory = DeviceMemory()
+    graphed_calls: int = 0
+    ungraphed_calls: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def read(

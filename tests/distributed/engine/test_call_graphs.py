@@ -1,0 +1,33 @@
+"""Graphs of calls on several ranks: exact, and launched where parameters stay at their addresses."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from tests.engine.test_call_graphs import engine_of, same_parameters, train
+from tests.support.graph_double import GraphDouble
+from tests.support.harness import Pools
+from tests.support.marks import daily
+
+
+def trains(stage: int, gas: int) -> tuple[bool, bool, int]:
+    plain = engine_of(False, stage, gas)
+    wanted = train(plain, 12, (6, 4))
+    with patch("zeroweave.engine.assembly.capture_for", lambda device: GraphDouble(1 << 24)):
+        engine = engine_of(True, stage, gas)
+    got = train(engine, 12, (6, 4))
+    same = same_parameters(engine, plain)
+    graphed = engine.stats.graphed_calls
+    engine.destroy()
+    plain.destroy()
+    dist.barrier()
+    return got == wanted, same, graphed
+
+
+@daily(("stage", "gas"), [(2, 1), (1, 2)], [(1, 1), (2, 2), (3, 1), (3, 2)])
+def test_trains_as_without_graphs(pools: Pools, stage: int, gas: int) -> None:
+    for losses, parameters, graphed in pools(2).run(trains, stage, gas):
+        assert losses and parameters
+        assert graphed > 20 or stage == 3  # there, gathered parameters have no fixed addresses without copy engines
