@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from zeroweave.report.launch import cause
@@ -49,3 +50,25 @@ def test_who_left_by_an_exit_code_comes_before_whom_that_made_fail(tmp_path: Pat
     missing = noted(tmp_path, 0, 0, "AgreementError: rank 5 did not arrive", 10)
     noted(tmp_path, 0, 1, "SystemExit: 7", 20)
     assert cause(seen(1, missing), tmp_path) == (5, 7, "")
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [("ValueError: own", 1), ("AgreementError: rank 5 left", 1), ("KeyboardInterrupt: ", 130)]
+)
+@pytest.mark.parametrize("ended", [-15, -9, -6])
+def test_who_noted_an_exception_has_its_code_though_torchrun_ended_it(
+    tmp_path: Path, ended: int, reason: str, code: int
+) -> None:
+    assert cause(seen(ended, noted(tmp_path, 0, 0, reason, 10)), tmp_path) == (4, code, f": {reason.rstrip()}")
+
+
+def test_whom_torchrun_ended_behind_another_is_not_the_cause() -> None:
+    alarmed = ProcessFailure(local_rank=1, pid=2, exitcode=1, error_file="none")
+    ended = ProcessFailure(local_rank=0, pid=1, exitcode=-15, error_file="none")
+    assert cause(ChildFailedError("train.py", {1: alarmed, 0: ended}), Path("none")) == (1, 1, "")
+
+
+def test_sigterm_at_a_rank_keeps_its_code(tmp_path: Path) -> None:
+    assert cause(seen(-15, tmp_path / "none"), tmp_path) == (4, -15, "")
+    saved = noted(tmp_path, 0, 0, "SystemExit: 143", 10)
+    assert cause(seen(-15, saved), tmp_path) == (4, 143, "")

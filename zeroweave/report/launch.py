@@ -102,8 +102,8 @@ def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
     all of this machine's ranks do.
     """
     for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
-        if _is_own(failure.exitcode, first_line(failure.message)):
-            return rank, failure.exitcode, first_line(failure.message)
+        if _is_own(failure.exitcode, reason := first_line(failure.message)):
+            return rank, _code(failure.exitcode, reason), reason
     rank, failure = error.get_first_failure()
     starts = {note: int(note.parts[-3].removeprefix("attempt_")) for note in logs.glob("*/attempt_*/*/error.json")}
     last = [note for note, start in starts.items() if start == max(starts.values())]
@@ -112,8 +112,19 @@ def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
         if (left := _LEFT.match(str(told.get("message", "") if isinstance(told, dict) else told))) is not None:
             return noting, int(left[1]), ""
         if (reason := first_line(told)) and _is_own(1, reason):
-            return noting, 1, reason
-    return rank, failure.exitcode, first_line(failure.message)
+            return noting, _code(1, reason), reason
+    reason = first_line(failure.message)
+    return rank, _code(failure.exitcode, reason), reason
+
+
+def _code(code: int, reason: str) -> int:
+    """The code with which a rank leaves after the exception that it has noted, if it has.
+
+    torchrun may have ended it on its way out, because another rank was gone first. Its process may abort there.
+    """
+    if not reason:
+        return code
+    return 130 if reason.startswith(": KeyboardInterrupt") else 1
 
 
 def _is_own(code: int, reason: str) -> bool:
