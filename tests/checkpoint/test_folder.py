@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -175,22 +177,55 @@ def test_a_manifest_that_another_program_has_written(tmp_path: Path) -> None:
 
 def test_two_savers_of_one_tag(path: Path) -> None:
     folder = Folder(path)
-    first, second = folder.begin("two"), folder.begin("two")
-    manifests = [manifest_of(partial.path, "two", 2, seed) for seed, partial in ((2, first), (5, second))]
-    folder.publish(first, manifests[0])
-    with pytest.raises(CheckpointError, match="two cannot be published"):
-        folder.publish(second, manifests[1])
+    first = folder.begin("two")
+    with pytest.raises(CheckpointError, match="is being given a checkpoint 'two' by another saver"):
+        folder.begin("two")
+    folder.publish(first, manifest_of(first.path, "two", 2, seed=2))
     assert whole(path) == ["one", "two"] and folder.latest()[0] == "two"
     with pytest.raises(CheckpointError, match="has a checkpoint 'two' already"):
         folder.begin("two")
 
 
-@pytest.mark.parametrize("make", ["file", "link", "loose link"])
+def test_savers_that_leave_the_tag_to_the_folder_get_different_ones(path: Path) -> None:
+    together = threading.Barrier(4)
+
+    def save(seed: int) -> list[str]:
+        tags = []
+        for _ in range(25):
+            together.wait()
+            partial = Folder(path).begin("step", anew=True)
+            tags.append(partial.place.name)
+            Folder(path).publish(partial, manifest_of(partial.path, tags[-1], 2, seed))
+        return tags
+
+    with ThreadPoolExecutor(4) as threads:
+        tags = [tag for told in threads.map(save, range(4)) for tag in told]
+    assert len(set(tags)) == 100 and Folder(path).tags() == sorted([*tags, "one"])
+    assert all(is_whole(path, tag, number // 25) for number, tag in enumerate(tags))
+    assert sorted(p.name for p in path.iterdir()) == sorted([*tags, "latest", "one"])
+
+
+def test_the_claim_of_a_saver_that_was_killed_is_swept(path: Path) -> None:
+    begun = threading.Event()
+
+    def begin() -> None:
+        Folder(path).begin("two")
+        begun.set()
+        Folder(path).tags()
+
+    assert ended_in(begin, begun.is_set)
+    assert list(path.glob(".two.claim"))
+    assert Folder(path).begin("two", anew=True).place.name == "two"
+
+
+@pytest.mark.parametrize("make", ["directory", "file", "link", "loose link"])
 def test_a_place_that_is_taken(path: Path, tmp_path: Path, make: str) -> None:
     folder, target = Folder(path), tmp_path / "target"
     partial = folder.begin("two")
     manifest = manifest_of(partial.path, "two", 2, seed=2)
-    if make == "file":
+    if make == "directory":
+        (path / "two" / "mine").mkdir(parents=True)
+    elif make == "file":
         (path / "two").write_text("mine")
     else:
         (path / "two").symlink_to(target)

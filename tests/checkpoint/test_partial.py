@@ -73,7 +73,7 @@ def slow_save(path: Path, how: int) -> None:
 
 def test_a_saver_that_was_killed(tmp_path: Path) -> None:
     assert Child(lambda: slow_save(tmp_path, signal.SIGKILL)).ended() == -signal.SIGKILL
-    assert len(names(tmp_path)) == 2
+    assert len(names(tmp_path)) == 3
     write(tmp_path, "one", 1, seed=1)
     assert names(tmp_path) == ["latest", "one"]
 
@@ -86,7 +86,7 @@ def test_a_saver_that_is_slow(tmp_path: Path) -> None:
         write(tmp_path, "one", 1, seed=1)
         write(tmp_path, "two", 2, seed=2)
         Folder(tmp_path).prune(1)
-        assert len(names(tmp_path)) == 4
+        assert len(names(tmp_path)) == 5
         os.kill(child.pid, signal.SIGCONT)
         assert child.ended() == 0
     assert is_whole(tmp_path, "slow", 2) and is_whole(tmp_path, "two", 2)

@@ -45,18 +45,32 @@ class Folder:
         self.path = Path(path)
 
     # ------------------------------------------------------------------ writing
-    def begin(self, tag: str) -> Partial:
+    def begin(self, tag: str, anew: bool = False) -> Partial:
         """A new folder for the files of a checkpoint that is to have this tag, which must be free.
 
-        It is to be published or discarded. What savers have left here that have ended is removed first.
+        `anew`: where it is taken it becomes one like it. A run that goes on from an older checkpoint comes to the same
+        steps again, and another run may save here. The folder is to be published or discarded, and no other saver gets
+        the tag until then. What savers have left here that have ended is removed first.
         """
         check_tag(tag)
         self.path.mkdir(parents=True, exist_ok=True)
-        if (self.path / tag).exists():
-            raise CheckpointError(f"{self.path} has a checkpoint {tag!r} already: choose another tag, or remove it")
         if stuck := sweep(self.path):
             warn(f"what is left in {self.path} of saves that were killed cannot be removed: {', '.join(stuck)}", rank=0)
-        return Partial(self.path / tag)
+        for number in count(1):
+            place = self.path / (tag if number == 1 else f"{tag}.{number}")
+            state = "has a checkpoint {!r} already"
+            if not os.path.lexists(place):
+                try:
+                    partial = Partial(place, claims=True)
+                except FileExistsError:
+                    state = "is being given a checkpoint {!r} by another saver"
+                else:
+                    if not os.path.lexists(place):  # since then
+                        return partial
+                    partial.discard()
+            if not anew:
+                raise CheckpointError(f"{self.path} {state.format(tag)}: choose another tag, or remove it")
+        raise AssertionError
 
     def publish(self, partial: Partial, manifest: Manifest) -> None:
         """Gives what lies in `partial` its tag, and makes it the latest.
@@ -99,14 +113,6 @@ class Folder:
         for tag in gone:
             remove(self.path / tag, known_as=self.path / tag)
         return gone
-
-    def free(self, tag: str) -> str:
-        """This tag, or where it is taken one like it.
-
-        A run that goes on from an older checkpoint comes to the same steps again.
-        """
-        tags = (tag if number == 1 else f"{tag}.{number}" for number in count(1))
-        return next(each for each in tags if not os.path.lexists(self.path / each))
 
     # ------------------------------------------------------------------ reading
     @property

@@ -2,6 +2,7 @@
 
     DIR/.step-00000300.4f1c….partial   what is being written, or removed
     DIR/.step-00000300.4f1c….lock      empty, and locked (`flock`) from before the folder is there until it has gone
+    DIR/.step-00000300.claim           a hard link to the lock of the one that is to have this tag
 
 The system releases the locks of a process that has ended, however it has ended. So whoever gets such a lock knows
 that nobody works on the folder any more. Lock files have names of their own, and only who has the lock removes one:
@@ -25,15 +26,19 @@ _LOCK: Final = re.compile(r"\.(.+)\.[0-9a-f]{32}\.lock")
 class Partial:
     """A new folder beside `place`, at `path`. It is this process's until `release` or `discard`, one of which is due.
 
-    OSError where it cannot be made.
+    `claims`: no other one may claim the place until then. FileExistsError where another one has; nobody can on a file
+    system without locks or hard links. OSError where it cannot be made.
     """
 
+    place: Path
     path: Path
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, claims: bool = False) -> None:
         self._lock, self._fd = _new_lock(place)
-        self.path = self._lock.with_suffix(".partial")
+        self.place, self.path = place, self._lock.with_suffix(".partial")
         try:
+            if claims and self._fd is not None:
+                _claim(place, self._lock)
             self.path.mkdir()
         except OSError:
             self.release()
@@ -47,6 +52,7 @@ class Partial:
     def release(self) -> None:
         """Nobody works on the folder any more."""
         if self._fd is not None:
+            _unclaim(self.place, self._fd)
             if not os.path.lexists(self.path):
                 with suppress(OSError):
                     self._lock.unlink()
@@ -72,6 +78,7 @@ def sweep(folder: Path) -> list[str]:
             if (match := _LOCK.fullmatch(lock.name)) is None or (fd := _taken(lock)) is None:
                 continue
             after.callback(os.close, fd)
+            _unclaim(folder / match[1], fd)
             left = lock.with_suffix(".partial")
             try:
                 if os.path.lexists(left):
@@ -80,6 +87,26 @@ def sweep(folder: Path) -> list[str]:
             except OSError:
                 stuck.append(left.name)
     return stuck
+
+
+def _claim_of(place: Path) -> Path:
+    return place.with_name(f".{place.name}.claim")
+
+
+def _claim(place: Path, lock: Path) -> None:
+    try:
+        os.link(lock, _claim_of(place))
+    except FileExistsError:
+        raise
+    except OSError:  # no hard links here
+        return
+
+
+def _unclaim(place: Path, fd: int) -> None:
+    """Removes the claim that belongs to a lock, which this process holds. Only who holds it does."""
+    with suppress(OSError):
+        if os.path.samestat(os.lstat(_claim_of(place)), os.fstat(fd)):
+            _claim_of(place).unlink()
 
 
 def _new_lock(place: Path) -> tuple[Path, int | None]:

@@ -66,7 +66,7 @@ class Saving:
     def __init__(
         self,
         folder: Folder,
-        tag: str,
+        tag: str | None,
         step: int,
         stage: int,
         content: Callable[[], Content],
@@ -75,17 +75,19 @@ class Saving:
     ) -> None:
         """Collective; rank 0's `tag` and `folder` count, which all ranks must see. `keep`: see `Folder.prune`.
 
-        CheckpointError, as above, where `content()` fails on one rank.
+        `tag`: None: the step's, or where that is taken one like it. CheckpointError, as above, where `content()` fails on one rank.
         """
-        self._folder, self._tag, self._step, self._stage = folder, tag, step, stage
+        self._folder, self._step, self._stage = folder, step, stage
         self._control, self._keep = control, keep
-        self._partial, failure = _begin(folder, tag) if control.rank == 0 else (None, "")
+        name = f"step-{step:08d}" if tag is None else tag
+        self._partial, failure = _begin(folder, name, tag is None) if control.rank == 0 else (None, "")
         """rank 0's"""
-        place = "" if self._partial is None else str(self._partial.path)
+        begun = (name, "") if self._partial is None else (self._partial.place.name, str(self._partial.path))
         with self._discarding():
-            place, failure = control.broadcast_object((place, failure), label="the folder of a checkpoint")
+            told = control.broadcast_object((*begun, failure), label="the folder of a checkpoint")
+        self.tag, place, failure = told
         if failure:
-            raise CheckpointError(f"the checkpoint {tag!r} cannot be written to {folder.path}: {failure}")
+            raise CheckpointError(f"the checkpoint {self.tag!r} cannot be written to {folder.path}: {failure}")
         self._place = Path(place)
         self._stopped = threading.Event()
         self._mine = self._published = _Written()
@@ -139,7 +141,7 @@ class Saving:
         if self._partial is None:
             return
         try:
-            self._folder.publish(self._partial, _manifest(self._tag, self._step, self._stage, self._told))
+            self._folder.publish(self._partial, _manifest(self.tag, self._step, self._stage, self._told))
         except Exception as error:
             self._published = self._failure(error)
         else:
@@ -209,7 +211,7 @@ class Saving:
             return
         self.discard()
         raise CheckpointError(
-            f"the checkpoint {self._tag!r} was not written to {self._folder.path}: {told}"
+            f"the checkpoint {self.tag!r} was not written to {self._folder.path}: {told}"
         ) from self._cause
 
     def _prune(self) -> None:
@@ -222,10 +224,10 @@ class Saving:
             warn(f"old checkpoints in {self._folder.path} were not removed: {words(error)}", rank=0)
 
 
-def _begin(folder: Folder, tag: str) -> tuple[Partial | None, str]:
+def _begin(folder: Folder, tag: str, anew: bool) -> tuple[Partial | None, str]:
     """The new folder; or why there is none, in words."""
     try:
-        return folder.begin(tag), ""
+        return folder.begin(tag, anew), ""
     except (OSError, CheckpointError) as error:
         return None, words(error)
 

@@ -90,8 +90,6 @@ class Checkpoints:
                 self._parts.optimizer.groups.refuse_changed()
             # The directory that the process works in may be another one by the time that a thread writes.
             step, folder = self._parts.progress.step, Folder(Path(path).absolute() if asynchronous else path)
-            tag = folder.free(f"step-{step:08d}") if tag is None else tag
-            tag = str(self._control.broadcast_object(tag, label="the tag of a checkpoint"))
             keeping, stage = self._parts.config.checkpoint, self._parts.config.stage
             keep = None if keeping.keep_last is None else (keeping.keep_last, keeping.keep_every)
             staged = asynchronous and self._stages()
@@ -99,12 +97,12 @@ class Checkpoints:
             folder = self._faults.before(folder, "publish", "publish")
             saving = Saving(folder, tag, step, stage, content, self._control, keep)
             if asynchronous:
-                self._background = Background(saving, self._staging, self._control, str(folder.path / tag))
+                self._background = Background(saving, self._staging, self._control, str(folder.path / saving.tag))
                 if not staged:  # nothing else would begin copies before the updates
                     self._staging.start_all()
             else:
                 saving.finish()
-            return tag
+            return saving.tag
 
     def _stages(self) -> bool:
         """Will the next window begin copies for a save? It is told to if it can be. Collective."""
