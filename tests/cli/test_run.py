@@ -102,6 +102,7 @@ def test_scripts_and_modules_run_under_the_runner() -> None:
         (["--master-port", "29501"], False),
         (["--master_port=29501"], False),
         (["--rdzv-backend", "c10d", "--rdzv-endpoint", "host:1"], False),
+        (["train.py", "--master-port", "29501"], True),
     ],
 )
 def test_a_free_port_unless_the_user_chose(arguments: list[str], standalone: bool) -> None:
@@ -146,6 +147,23 @@ def test_short_names_of_the_number_of_ranks(short: list[str]) -> None:
     options = parse([*short, "train.py", "-n", "7", "--nproc", "9"])
     assert options.nproc_per_node == "2" and options.training_script_args == ["-n", "7", "--nproc", "9"]
     assert parse(["train.py"]).nproc_per_node == parse_args(["train.py"]).nproc_per_node
+
+
+@pytest.mark.parametrize("own", ["--log", "--signal", "--event", "--start", "--log=x", "--max", "-r", "--", "--help"])
+def test_options_of_the_script_that_begin_like_torchruns_reach_the_script(own: str) -> None:
+    options = parse(["--nnode", "1", "-n", "2", "--max-rest=3", "train.py", own, "7"])
+    assert options.training_script == "train.py" and options.training_script_args == [own, "7"]
+    assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("1", "2", 3)
+    assert parse(["-m", "train", own]).training_script_args == [own]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [(["--nope", "t.py"], "unrecognized"), (["-n"], "expected one argument"), ([], "required")]
+)
+def test_wrong_options_are_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(arguments)
+    assert told in capsys.readouterr().err
 
 
 def test_ranks_that_were_started_again_under_a_static_rendezvous_meet_at_a_store_of_their_own() -> None:

@@ -26,7 +26,8 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -135,25 +136,33 @@ def _is_own(code: int, reason: str) -> bool:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """torchrun's options of these arguments, with the short names of `--nproc-per-node`."""
+    """torchrun's options of these arguments, with the short names of `--nproc-per-node`.
+
+    What follows the script is the script's. argparse would look there for abbreviations of torchrun's options, too.
+    """
     from torch.distributed.run import get_args_parser
 
     parser = get_args_parser()
     parser.add_argument(
         "-n", "--nproc", dest="nproc_per_node", default=argparse.SUPPRESS, help="short for --nproc-per-node"
     )
-    return parser.parse_args(list(arguments))
+    for end in range(1, len(arguments)):
+        with suppress(SystemExit), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            options = parser.parse_args(arguments[:end])  # no error: it has come to the script
+            return argparse.Namespace(**vars(options) | {"training_script_args": list(arguments[end:])})
+    return parser.parse_args(arguments)
 
 
 def under_runner(options: argparse.Namespace, arguments: list[str]) -> argparse.Namespace:
     """torchrun's parsed options, changed so that the script runs under the runner and one machine uses a free port."""
+    own = arguments[: len(arguments) - len(options.training_script_args)]
     if not options.no_python:
         script = ["-m", options.training_script] if options.module else [options.training_script]
         vars(options).update(
             training_script=RUNNER, module=True, training_script_args=[*script, *options.training_script_args]
         )
     # A master port that the user names asks for a plain static rendezvous.
-    ported = any(argument.split("=")[0] in ("--master-port", "--master_port") for argument in arguments)
+    ported = any(argument.split("=")[0] in ("--master-port", "--master_port") for argument in own)
     chosen = options.rdzv_endpoint or options.rdzv_backend != "static" or ported
     if not chosen and options.nnodes in ("1", "1:1"):
         options.standalone = True
