@@ -9,7 +9,7 @@ from zeroweave import errors
 
 def test_every_error_is_a_zeroweave_error_with_a_docstring() -> None:
     classes = [value for value in vars(errors).values() if inspect.isclass(value)]
-    assert len(classes) == 13
+    assert len(classes) == 14
     for error in classes:
         assert issubclass(error, errors.ZeroweaveError)
         assert error.__doc__ and error.__doc__ != RuntimeError.__doc__

@@ -42,6 +42,10 @@ class CheckpointError(EngineError):
     """A checkpoint cannot be written, or is not what was written; the message names the file and what is wrong."""
 
 
+class RefusedPass(ScheduleError, EngineError):
+    """A pass has failed, or made a schedule illegal, where another schedule was asked for; nothing has changed."""
+
+
 class UnsupportedError(ZeroweaveError, NotImplementedError):
     """Something that other libraries have, or that could be, and is not here; the message says why."""
 

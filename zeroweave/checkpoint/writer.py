@@ -75,7 +75,8 @@ class Saving:
     ) -> None:
         """Collective; rank 0's `tag` and `folder` count, which all ranks must see. `keep`: see `Folder.prune`.
 
-        `tag`: None: the step's, or where that is taken one like it. CheckpointError, as above, where `content()` fails on one rank.
+        `tag`: None: the step's, or where that is taken one like it. CheckpointError, as above, where `content()` fails
+        on one rank.
         """
         self._folder, self._step, self._stage = folder, step, stage
         self._control, self._keep = control, keep

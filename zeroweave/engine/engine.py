@@ -382,10 +382,15 @@ class Engine:
         """Adds a pass of your own behind the one called `after`, or behind all; on all ranks.
 
         A pure function from a `Schedule` to a `Schedule`, which takes effect with the next one that is made. One that
-        makes a schedule illegal is a ScheduleError that names the pass and the instruction.
+        makes a schedule illegal is a ScheduleError that names the pass and the instruction, and is taken back.
         """
         with self._guard("register_pass"):
             self._scheduler.register_pass(new, after)
+
+    def unregister_pass(self, old: Pass) -> None:
+        """Removes a pass of your own; on all ranks. The next schedule that is made is made without it."""
+        with self._guard("unregister_pass"):
+            self._scheduler.unregister_pass(old)
 
     # ------------------------------------------------------------------ its end
     def train(self, mode: bool = True) -> Engine:

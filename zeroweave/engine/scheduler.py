@@ -22,7 +22,7 @@ from zeroweave.engine.headroom import Headroom
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.settings import ScheduleSettings, passes_of, settings_of
 from zeroweave.engine.timing import Timing
-from zeroweave.errors import EngineError
+from zeroweave.errors import EngineError, RefusedPass, ScheduleError
 from zeroweave.ranks.control import Decision
 from zeroweave.schedule import (
     PASSES,
@@ -52,6 +52,8 @@ class Scheduler:
         self._journal = parts.journal
         self._settle_on(settings_of(parts.config))
         self.passes: list[Pass] = [*PASSES, *passes_of(parts.config)]
+        self._accepted = tuple(self.passes)
+        """those by which the last schedule was made"""
         self._record_steps = parts.config.compile.record_steps
         self._kinds = WindowKinds()
         self._kind: WindowKind | None = None
@@ -97,11 +99,27 @@ class Scheduler:
     def _compile(
         self, record: tuple[Event, ...], settings: ScheduleSettings, costs: Costs | None, measured: Schedule | None
     ) -> Schedule:
+        """Where that fails, the passes that have been registered since the last schedule are taken back."""
         begin = time.perf_counter()
         try:
-            return settings.schedule(record, self._base, costs, measured, self.passes)
+            made = settings.schedule(record, self._base, costs, measured, self.passes)
+        except Exception:
+            self.passes = list(self._accepted)
+            raise
         finally:
             self.seconds += time.perf_counter() - begin
+        self._accepted = tuple(self.passes)
+        return made
+
+    def _asked_for(self, record: tuple[Event, ...], settings: ScheduleSettings, *known: Any) -> Schedule:
+        """As `_compile`, before anything has changed: RefusedPass, which leaves the engine as it is, where it fails."""
+        try:
+            return self._compile(record, settings, *known)
+        except EngineError:
+            raise
+        except Exception as error:
+            told = str(error) if isinstance(error, ScheduleError) else f"{type(error).__name__}: {error}"
+            raise RefusedPass(f"{told}; the passes are those of the last schedule again") from error
 
     def candidate(self, followed: bool) -> Schedule:
         """What this rank would follow after the step that ends now."""
@@ -134,6 +152,14 @@ class Scheduler:
             raise EngineError(f"there is no pass {after!r}; the passes are {', '.join(names)}")
         at = len(names) if after is None else len(names) - names[::-1].index(after)
         self.passes.insert(at, new)
+
+    def unregister_pass(self, old: Pass) -> None:
+        """Removes a pass of one's own; takes effect with the next schedule."""
+        if old not in self.passes or old in PASSES:
+            own = [getattr(known, "__name__", repr(known)) for known in self.passes if known not in PASSES]
+            raise EngineError(f"{old!r} is no registered pass of your own; these are: {', '.join(own) or 'none'}")
+        self.passes.remove(old)
+        self._accepted = tuple(known for known in self._accepted if known is not old)
 
     # ------------------------------------------------------------------ at the end of a step
     def next(self, candidate: Schedule, decision: Decision, applied: bool = True) -> Schedule | None:
@@ -303,7 +329,7 @@ class Scheduler:
             self._kinds.restart(None)
             return None
         costs, measured = (None, None) if self._kind is None else (self._kind.costs, self._measured)
-        schedule = self._compile(current.record, settings, costs, measured)
+        schedule = self._asked_for(current.record, settings, costs, measured)
         self._runtime.places.spare()
         self.use(schedule, settings, measured)
         return schedule
@@ -313,7 +339,7 @@ class Scheduler:
         settings, recorded = replace(self.settings, **changes), operations.schedule
         # Ranks that decided by costs of their own would have other schedules.
         costs, measured = (self._headroom.foresee(operations.costs), recorded) if operations.agreed else (None, None)
-        schedule = self._compile(recorded.record, settings, costs, measured)
+        schedule = self._asked_for(recorded.record, settings, costs, measured)
         return Plan(self, self._guard, schedule, settings, measured)
 
 

@@ -233,6 +233,10 @@ def no_waits(schedule: Schedule) -> Schedule:
     return replace(schedule, instructions=tuple(i for i in schedule.instructions if not isinstance(i, Wait)))
 
 
+def fails(schedule: Schedule) -> Schedule:
+    raise TypeError("mine")
+
+
 def own_passes() -> None:
     with training(prefetch=0) as plain, training(passes=[f"{__name__}:late_drops"], prefetch=0) as engine:
         side_by_side(engine, plain, 2)
@@ -256,10 +260,23 @@ def own_passes() -> None:
         engine.register_pass(no_waits)
         with pytest.raises(ScheduleError, match=r"pass 'no_waits': instruction \d+, Run enter"):
             engine.reschedule(prefetch=0)
-        # nothing has changed, and the engine goes on where zero_grad() lets it
-        engine.zero_grad()
-        step(engine)
+        step(engine)  # nothing has changed
         assert isinstance(engine.executed[-1], Reshard)
+        engine.reschedule(prefetch=0)  # it was taken back
+        step(engine)
+        engine.register_pass(no_waits)
+        with pytest.raises(EngineError, match="no registered pass of your own; these are: late_drops, no_waits"):
+            engine.unregister_pass(step)
+        engine.unregister_pass(no_waits)
+        engine.unregister_pass(late_drops)
+        engine.reschedule(prefetch=1)
+        step(engine)
+        assert not isinstance(engine.executed[-1], Reshard)
+        engine.register_pass(fails)
+        with pytest.raises(EngineError, match="TypeError: mine"):
+            engine.reschedule(prefetch=0)
+        engine.reschedule(prefetch=0)
+        step(engine)
 
 
 @pytest.mark.matrix
