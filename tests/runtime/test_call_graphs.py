@@ -19,11 +19,11 @@ Execute = Callable[[Any, list[Any], set[int]], Any]
 
 
 def forward(args: list[Any]) -> list[Any]:
-    """(weight, x, mask, factor) -> (y, what the backward needs: x itself, a view of y's memory, the weight)"""
+    """(weight, x, mask, factor) -> (y, x itself, a view of memory of its own, the weight, the mask itself)"""
     weight, x, mask, factor = args
     args.clear()
     hidden = torch.tanh(x @ weight)
-    return [hidden * mask * factor, x, hidden.view(-1), weight]
+    return [hidden * mask * factor, x, hidden.view(-1), weight, mask]
 
 
 def backward(args: list[Any]) -> list[Any]:
@@ -51,9 +51,12 @@ class Program:
     def step(
         self, x: Tensor, layers: list[int], factor: float, adds: bool, keep: set[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        mask, saved, kept = (torch.arange(WIDTH) % 3 > 0).float().expand(len(x), WIDTH), [], []
+        row = (torch.arange(WIDTH) % 3 > 0).float()
+        mask, saved, kept = row.expand(len(x), WIDTH), [], []
         for layer in layers:
-            x, *rest = self.execute(forward, [self.weights[layer], x, mask, factor], {0})
+            if factor > 2:  # masks of the layers' own, instead of one
+                mask = (row + layer).expand(len(x), WIDTH)
+            x, *rest = self.execute(forward, [self.weights[layer], x, mask, 1.5], {0})
             saved.append((layer, rest))
             if layer in keep:
                 kept.append(x)
@@ -63,7 +66,7 @@ class Program:
         while saved:
             layer, rest = saved.pop()
             into = self.sums[layer] if adds else self.place(layer)
-            dy, _ = self.execute(backward, [*rest, mask, factor, dy, into, torch.tensor(adds)], {2, 6})
+            dy, _ = self.execute(backward, [*rest, 1.5, dy, into, torch.tensor(adds)], {2, 6})
             if not adds:
                 self.sums[layer].copy_(into)
             del rest, into
@@ -92,11 +95,19 @@ class Both:
         self.graphed = Program(self.graphs.execute, lambda numel: self.graphs.lend(numel, torch.float32))
         self.kept: list[tuple[Tensor, Tensor]] = []
 
-    def step(self, rows: int, seed: int = 0, layers: Any = range(LAYERS), adds: bool = False, keep: Any = ()) -> None:
+    def step(
+        self,
+        rows: int,
+        seed: int = 0,
+        layers: Any = range(LAYERS),
+        adds: bool = False,
+        keep: Any = (),
+        factor: float = 1.5,
+    ) -> None:
         x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
         self.graphs.begin((rows, adds), settled=True)
-        wanted = self.plain.step(x.clone(), list(layers), 1.5, adds, set(keep))
-        got = self.graphed.step(x.clone(), list(layers), 1.5, adds, set(keep))
+        wanted = self.plain.step(x.clone(), list(layers), factor, adds, set(keep))
+        got = self.graphed.step(x.clone(), list(layers), factor, adds, set(keep))
         torch.testing.assert_close(got[0], wanted[0], rtol=0, atol=0)
         for one, other in zip([*got[1], *self.graphed.sums], [*wanted[1], *self.plain.sums], strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=0)
@@ -187,7 +198,7 @@ def test_random_programs(seed: int) -> None:
     for index in range(40):
         layers = choose.choices([range(LAYERS), [0, 2], [1, 1, 2], [2, 1, 0]], [6, 1, 1, 1])[0]
         keep = set(choose.sample(range(LAYERS), choose.choice([0, 0, 0, 1, 2])))
-        both.step(choose.choice([2, 3]), index, layers, choose.random() < 0.3, keep)
+        both.step(choose.choice([2, 3]), index, layers, choose.random() < 0.3, keep, choose.choice([1.5, 1.5, 2.5]))
         if choose.random() < 0.1:
             both.graphs.abort()
         if choose.random() < 0.1:  # other memory for a parameter, or other values in the same

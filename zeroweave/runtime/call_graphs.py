@@ -22,6 +22,7 @@ from enum import Enum
 from functools import partial
 from operator import itemgetter
 from typing import Any, Final, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -114,6 +115,17 @@ class Block:
         return view.on(self.owner.untyped_storage())
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """An argument that is copied: its index, what it must look like, where to, and what of it."""
+
+    index: int
+    view: View
+    block: Block
+    static: Tensor
+    part: View
+
+
 @dataclass(slots=True)
 class Execution:
     """A template's execution in a recording. `graph`: None where it could not be captured."""
@@ -126,8 +138,7 @@ class Execution:
     """arguments that are no tensors of the device: they must be equal"""
     bound: list[tuple[int, int]] = field(default_factory=list)
     """arguments that must lie at these addresses"""
-    copied: list[tuple[int, View, Tensor, View]] = field(default_factory=list)
-    """arguments that are copied: what they must look like, where to, and what of them"""
+    copied: list[Copied] = field(default_factory=list)
     filled: list[tuple[int, Block, View]] = field(default_factory=list)
     """arguments that get their memory from the code"""
     outputs: list[Callable[[Sequence[Any]], Any]] = field(default_factory=list)
@@ -183,6 +194,8 @@ class CallGraphs:
         """blocks that are alive, and were not in the recording"""
         self._sources: dict[int, tuple[Tensor, Block]] = {}
         """arguments that a recording copies, by identity, and where to"""
+        self._copied: dict[int, ref[Tensor]] = {}
+        """what a replay has copied last to these addresses: other calls may have saved it from there"""
         self.launched = self.plain = 0
         """executions so far, with a graph and without"""
         self.why: Counter[str] = Counter()
@@ -217,6 +230,7 @@ class CallGraphs:
         self._mode, self._unit, self._next = Mode.PLAIN, None, 0
         self._living, self._overdue = [], []
         self._sources.clear()
+        self._copied.clear()
 
     def abort(self) -> None:
         """The unit ends with an exception: the rest of it is plain, and a recording is not kept."""
@@ -262,7 +276,7 @@ class CallGraphs:
 
     def own(self, tensor: Tensor) -> Tensor:
         """The tensor, or a copy where it lies in memory that graphs write: the program may keep it."""
-        if self._unit is None or tensor.device != self._device or not tensor.numel():
+        if self._unit is None or tensor.device.type != self._device.type or not tensor.numel():
             return tensor
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._unit.at else tensor
 
@@ -311,18 +325,23 @@ class CallGraphs:
         for i, address in step.bound:
             if args[i].data_ptr() != address:
                 return "parameters or activations lie at other addresses"
-        for i, view, _, _ in step.copied:
-            arg = args[i]
+        for copied in step.copied:
+            arg, view = args[copied.index], copied.view
             if arg.shape != view.size or arg.stride() != view.stride or arg.dtype != view.dtype:
                 return "an argument has another shape"
+            known = self._copied.get(copied.block.address)
+            if known is not None and known() is not arg:
+                return "calls that had one argument in common have several"
         return None
 
     def _launch(self, step: Execution, args: list[Any]) -> list[Any]:
         assert step.graph is not None
         if step.copied:
             with torch.no_grad():
-                for i, _, static, part in step.copied:
-                    static.copy_(_part(args[i], part))
+                for copied in step.copied:
+                    arg = args[copied.index]
+                    copied.static.copy_(_part(arg, copied.part))
+                    self._copied[copied.block.address] = ref(arg)
         step.graph.replay()
         self.launched += 1
         for i, block, view in step.filled:
@@ -340,7 +359,7 @@ class CallGraphs:
         statics: dict[int, Block] = {}
         why = None
         for i, arg in enumerate(args):
-            if not isinstance(arg, Tensor) or arg.device != self._device:
+            if not isinstance(arg, Tensor) or arg.device.type != self._device.type:
                 constant = _constant(arg)
                 why = why or (f"it has an argument of {type(arg).__name__}" if constant is _UNKNOWN else None)
                 step.constants.append((i, constant))
@@ -353,9 +372,9 @@ class CallGraphs:
             else:
                 block = statics[i] = self._static(arg)
                 given[i] = block.tensor(View.of(arg))
-                step.copied.append((i, View.of(arg), block.owned(part), part))
-        for i, _, static, part in step.copied:
-            static.copy_(_part(args[i], part).detach())
+                step.copied.append(Copied(i, View.of(arg), block, block.owned(part), part))
+        for copied in step.copied:
+            copied.static.copy_(_part(args[copied.index], copied.part).detach())
         if why is None:
             try:
                 step.graph, outputs = self._capture.capture(run, list(given))
@@ -400,7 +419,7 @@ class CallGraphs:
         self, output: Any, given: Sequence[Any], statics: dict[int, Block], made: dict[int, Block]
     ) -> Callable[[Sequence[Any]], Any]:
         """What makes such an output in a replay. `statics`: of copied arguments; `made`: what is new, by address."""
-        if not isinstance(output, Tensor) or output.device != self._device or not output.numel():
+        if not isinstance(output, Tensor) or output.device.type != self._device.type or not output.numel():
             return lambda args: output
         view, storage = View.of(output), output.untyped_storage()
         for i, arg in enumerate(given):
