@@ -7,7 +7,7 @@ every region with the same code, so that the parameters seen while compiling say
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal, Protocol, TypeGuard
@@ -40,8 +40,8 @@ class TemplateHost(Protocol):
     def leave(self, token: Any) -> None:
         """Ends an execution begun by `enter`; also called after an exception."""
 
-    def execute(self, run: Boxed, args: list[Any], bound: Set[int]) -> Any:
-        """`run(args)`. `bound`: the arguments that are parameters, and those that `run` writes."""
+    def execute(self, run: Boxed, args: list[Any], bound: Callable[[], Set[int]]) -> Any:
+        """`run(args)`. `bound()`: the arguments that are parameters, and those that `run` writes."""
 
     def announce(self, parts: list[Place]) -> None:
         """A forward has run whose backward will deliver one gradient for each of these."""
@@ -180,10 +180,9 @@ def forward_binder(caller: Caller, graph: fx.Graph, split: Split | None) -> Call
         if split is not None:
             split.regions[tuple(places[i] for i in split.shared)] = region
             announced = [place for i in split.announce if _is_slot(place := places[i])]
-        bound = written.union(i for i, place in places.items() if place is not None)
 
         def execute(args: list[Any]) -> Any:
-            return host.execute(run, args, bound)
+            return host.execute(run, args, lambda: written | _parameters(places))
 
         outputs = _hold(host, region, "forward", others, execute, args) if others else execute(args)
         host.template_ran()
@@ -228,10 +227,10 @@ def backward_binder(
         if host is None or (shared and split.elsewhere and not any(places.values())):
             return _run_into(run, args, [(output, _like(args[i])) for output, i in targets])
         uses = {place[0] for i in reads if (place := places[i]) is not None}
-        known = {i for i, place in places.items() if place is not None}
+        count = len(args)
 
         def execute(args: list[Any]) -> Any:
-            return host.execute(run, args, known.union(range(count, len(args))))
+            return host.execute(run, args, lambda: _parameters(places).union(range(count, len(args))))
 
         def run_into(args: list[Any]) -> list[Any]:
             slots = {i: place for _, i in targets if _is_slot(place := places[i])}
@@ -244,7 +243,6 @@ def backward_binder(
             into = [(o, other(args[i]) if (t := found.get(i)) is None else t) for o, i in targets]
             return _run_into(execute, args, into, adds=sums is not None)
 
-        count = len(args)
         if shared or uses:
             region = split.regions.get(tuple(places[i] for i in shared), "")
             outputs = list(_hold(host, region, "backward", uses, run_into if targets else execute, args))
@@ -295,6 +293,11 @@ def _hold(host: TemplateHost, region: str, phase: Phase, uses: set[int], run: Bo
         return run(args)
     finally:
         host.leave(token)
+
+
+def _parameters(places: Mapping[int, Place | None]) -> set[int]:
+    """The arguments that lie in flats."""
+    return {i for i, place in places.items() if place is not None}
 
 
 def _is_slot(place: Place | None) -> TypeGuard[Place]:

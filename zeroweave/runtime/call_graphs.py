@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from operator import itemgetter
@@ -302,8 +302,8 @@ class CallGraphs:
         return "tensors of an earlier call are still referenced" if self._overdue else "the calls are others"
 
     # ------------------------------------------------------------------ executions
-    def execute(self, run: Run, args: list[Any], bound: Collection[int]) -> Any:
-        """`run(args)`, as a graph where there is one. `bound`: arguments that are parameters, or that `run` writes."""
+    def execute(self, run: Run, args: list[Any], bound: Callable[[], Collection[int]]) -> Any:
+        """`run(args)`, as a graph where there is one. `bound()`: the parameters among them, and what `run` writes."""
         if self._mode is Mode.REPLAYING:
             step = self._step()
             if not isinstance(step, Execution) or step.run is not run:
@@ -313,7 +313,7 @@ class CallGraphs:
                     return self._launch(step, args)
                 self._depart(why)
         elif self._mode is Mode.RECORDING:
-            return self._record(run, args, bound)
+            return self._record(run, args, bound())
         self.plain += 1
         return run(args)
 
@@ -429,7 +429,7 @@ class CallGraphs:
                 return partial(_of_block, statics[i], view)
             if arg is output:
                 return itemgetter(i)
-            return partial(_of_argument, i, view)
+            return partial(_of_argument, i, replace(view, offset=view.offset - int(arg.storage_offset())))
         if (block := made.get(storage.data_ptr())) is None:
             block = made[storage.data_ptr()] = Block(storage)
             self._hand_out(block)
@@ -441,7 +441,9 @@ def _of_block(block: Block, view: View, args: Sequence[Any]) -> Tensor:
 
 
 def _of_argument(i: int, view: View, args: Sequence[Any]) -> Tensor:
-    return view.on(args[i].untyped_storage())
+    """`view`: its offset is from the argument on."""
+    offset = int(args[i].storage_offset()) + view.offset
+    return replace(view, offset=offset).on(args[i].untyped_storage())
 
 
 _UNKNOWN: Final = object()
@@ -474,4 +476,5 @@ def _distinct(arg: Tensor) -> View | None:
 
 
 def _part(arg: Tensor, part: View) -> Tensor:
-    return arg if part.size == arg.shape else arg.as_strided(part.size, part.stride, part.offset)
+    """The same part of an argument that may lie elsewhere, in its storage, too."""
+    return arg if part.size == arg.shape else arg.as_strided(part.size, part.stride)

@@ -215,7 +215,7 @@ class Runtime:
         if not self._training:
             self._inference.abort()
 
-    def execute(self, run: Callable[[list[Any]], Any], args: list[Any], bound: Set[int]) -> Any:
+    def execute(self, run: Callable[[list[Any]], Any], args: list[Any], bound: Callable[[], Set[int]]) -> Any:
         """`run(args)` of a template, as a graph where there is one. See `CallGraphs.execute`."""
         return run(args) if self.graphs is None else self.graphs.execute(run, args, bound)
 
