@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.run import parse_args
 
+import zeroweave as zw
 from tests.support.commands import zeroweave
+from zeroweave.errors import ConfigError
 from zeroweave.report.launch import exit_reason, first_line, parse, under_runner
 from zeroweave.report.runner import is_interrupted, own_frames, own_store
 
@@ -135,11 +139,19 @@ def test_what_fails_behind_ctrl_c_is_no_failure_of_its_own() -> None:
 
 
 def test_a_traceback_without_foreign_frames_is_kept_whole() -> None:
-    assert own_frames(None) is None
+    assert own_frames(ValueError()) is None
     try:
         os.stat("/nowhere/at/all")
     except OSError as error:
-        assert own_frames(error.__traceback__) is error.__traceback__
+        assert own_frames(error) is error.__traceback__
+
+
+def test_the_traceback_of_an_own_error_ends_at_the_callers_line() -> None:
+    with pytest.raises(ConfigError) as told:
+        zw.initialize(torch.nn.Linear(1, 1), None, {"stag": 3})
+    assert "/zeroweave/" in told.traceback[-1].path.as_posix()
+    frames = traceback.extract_tb(own_frames(told.value))
+    assert [frame.name for frame in frames] == ["test_the_traceback_of_an_own_error_ends_at_the_callers_line"]
 
 
 @pytest.mark.parametrize("short", [["-n", "2"], ["-n2"], ["--nproc", "2"], ["--nproc=2"]])

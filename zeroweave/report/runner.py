@@ -23,15 +23,18 @@ import signal
 import sys
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
+from zeroweave.errors import ZeroweaveError
 from zeroweave.report.launch import LAUNCHER
 
 _START_SECONDS = 900
 """How long a rank waits for rank 0 when it was started again; a static rendezvous waits as long for a launcher."""
+_PACKAGE = os.path.join(Path(__file__).parents[1], "")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -86,13 +89,24 @@ def run_script(arguments: list[str]) -> None:
         runpy.run_path(target, run_name="__main__")
 
 
-def own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the leading frames of this runner; all of it where nothing else is in it."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>", record.__code__.co_filename}
-    start = trace
-    while start is not None and start.tb_frame.f_code.co_filename in ours:
+def own_frames(error: BaseException) -> TracebackType | None:
+    """The error's traceback without the leading frames of this runner; all of it where nothing else is in it.
+
+    The text of one of zeroweave's errors says what happened, so its traceback ends at the script's last line.
+    """
+    runner = {__file__, runpy.__file__, "<frozen runpy>", record.__code__.co_filename}
+    start = error.__traceback__
+    while start is not None and start.tb_frame.f_code.co_filename in runner:
         start = start.tb_next
-    return start or trace
+    if isinstance(error, ZeroweaveError):
+        last, trace = None, start
+        while trace is not None:
+            if not trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+                last = trace
+            trace = trace.tb_next
+        if last is not None:
+            last.tb_next = None
+    return start or error.__traceback__
 
 
 def is_interrupted(error: BaseException | None) -> bool:
@@ -124,7 +138,7 @@ def main() -> int:
             get_error_handler().record_exception(SystemExit(code))
     except BaseException as error:
         code = 130 if is_interrupted(error) else 1
-        shown = error.with_traceback(own_frames(error.__traceback__))
+        shown = error.with_traceback(own_frames(error))
         sys.last_value = shown  # as the interpreter does: what acts at exit learns how the script ended
         sys.excepthook(type(shown), shown, shown.__traceback__)
     gc.collect()

@@ -191,11 +191,10 @@ def check_ended(outcomes: list[Outcome], *names: str) -> None:
         assert re.search(name, told), told
 
 
-@daily("what", ["swap"], ["skip"])
 @pytest.mark.parametrize("at", [1, pytest.param(3, marks=pytest.mark.matrix)])
-def test_other_collectives_at_stage_3(disposable: Pools, what: str, at: int) -> None:
-    """Swapped blocks of equal size, and a block that one rank leaves out."""
-    outcomes = disposable(2).outcomes(odd_step, what, 3, at, deadline=120.0)
+def test_other_collectives_at_stage_3(disposable: Pools, at: int) -> None:
+    """Blocks of equal size that one rank takes in another order."""
+    outcomes = disposable(2).outcomes(odd_step, "swap", 3, at, deadline=120.0)
     check_ended(outcomes, "rank 0", "rank 1", r"(all_gather|reduce_scatter) blocks\.\d")
 
 
@@ -205,10 +204,12 @@ def parity(what: str, stage: int) -> tuple[tuple[float, str], int]:
     plain = Plain(Odd(), lambda parameters: torch.optim.SGD(parameters, lr=0.05))
     torch.manual_seed(0)
     module = Odd()
+    # Before there is a schedule, nobody knows at stage 3 which gather belongs to the block that is left out.
+    odd = (3, 4, 8) if (what, stage) == ("skip", 3) else (0, 3, 4, 8)
     with training(module, stage, deadline_seconds=200.0) as engine:
         for index in range(10):
             for net in (*plain.nets, module):
-                net.what = what if engine.rank == 1 and index in (0, 3, 4, 8) else ""
+                net.what = what if engine.rank == 1 and index in odd else ""
             step(engine, index)
             x, y = rows(engine.rank, index)
             plain.each(lambda net, x, y: F.mse_loss(net(x), y).backward(), x, y)
@@ -219,8 +220,8 @@ def parity(what: str, stage: int) -> tuple[tuple[float, str], int]:
 
 
 @pytest.mark.matrix
-@daily(("what", "stage"), [("swap", 2), ("break", 1)], [("skip", 1), ("break", 2), ("break", 3)])
+@daily(("what", "stage"), [("swap", 2), ("break", 1)], [("skip", 1), ("skip", 3), ("break", 2), ("break", 3)])
 def test_what_one_rank_may_do_otherwise(pools: Pools, what: str, stage: int) -> None:
-    """A branch at stages 1 and 2, and a graph that breaks on one rank: it sends what the others send."""
+    """A branch, a block that is left out, and a graph that breaks, on one rank: it sends what the others send."""
     for difference, _ in pools(2).run(parity, what, stage):
         assert difference[0] <= 1, difference
