@@ -216,7 +216,7 @@ app.command(short_help="Say what training a model takes in memory and time.")(pl
 def doctor() -> None:
     """Check what this machine can do, and name the command or the setting that mends what is wrong.
 
-    Versions, settings, devices, links between ranks, attention, and whether Inductor compiles here. Exits with 1 if
+    Versions, settings, devices, links between ranks, and whether Inductor compiles here. Exits with 1 if
     training cannot work.
     """
     from zeroweave.report.doctor import checks

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from zeroweave.comm.around import Around
-from zeroweave.comm.choose import SIZES, no_room, refused
+from zeroweave.comm.choose import LEAST, no_room, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import Beside, beside, side_of
@@ -70,7 +70,7 @@ def buffered(
 
     None where the machine cannot do that; a warning says why.
     """
-    if why := refused("auto", control, device, largest=SIZES[0]):
+    if why := refused("auto", control, device, largest=LEAST):
         warn(f"symmetric_memory: {why}. Parameters are gathered as without it", control.rank)
         return None
     engines = CopyEngines(control, device)
