@@ -116,6 +116,7 @@ def _optimizer(built: Mapping[str, Any], problems: list[str]) -> _MakeOptimizer 
     if "max_grad_norm" in params:
         problems.append("optimizer.params.max_grad_norm: write gradient_clipping, beside optimizer")
         return None
+    params = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
     return _tried(kind, params, [nn.Parameter(torch.zeros(1))], "optimizer.params", problems)
 
 
@@ -156,7 +157,7 @@ def _section(
     if (why := _ABSENT.get(name.lower())) is not None:
         wrong.append(f"{title}.type is {name!r}: {why}")
     problems += wrong
-    return None if wrong else (name, dict(params))
+    return None if wrong else (name, {str(key): value for key, value in params.items()})
 
 
 def _class(module: Any, name: str, base: type) -> Any:
@@ -178,13 +179,12 @@ def _tried(kind: Callable[..., Any], params: Mapping[str, Any], of: Any, where: 
     fields: dict[str, Any] = {
         each.name: (hints.get(each.name, Any), ... if each.default is each.empty else each.default) for each in known
     }
-    arguments = {str(key): tuple(value) if isinstance(value, list) else value for key, value in params.items()}
-    made = partial(kind, **arguments)
+    made = partial(kind, **params)
     model = create_model(
         kind.__name__, __config__=ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True), **fields
     )
     try:
-        model(**arguments)
+        model(**params)
         made(of)
     except ValidationError as error:
         problems += findings(error, model, where)
