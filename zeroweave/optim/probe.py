@@ -92,6 +92,34 @@ def probe(optimizer: torch.optim.Optimizer) -> list[str]:
     return [f"it cannot be found out whether it is element-wise: {reasons[0]}; {_INSTEAD}"]
 
 
+def try_out(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], options: Mapping[str, Any], state: Mapping[str, Any]
+) -> str:
+    """Why a step of a copy fails for a fragment of this group with such options and such a state; "" if it does not.
+
+    Nobody knows where a copy fails by itself as well.
+    """
+
+    def failure(options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+        part = nn.Parameter(torch.ones(4, device="cpu"))
+        part.grad = torch.ones(4, device="cpu")
+        with _aside(part.device):
+            try:
+                held = defaultdict(dict, {part: copy.deepcopy(dict(state))} if state else {})
+                memo = {id(group["params"]): [part], id(optimizer.state): held}
+                twin = _copied(optimizer, [dict(group)], memo)
+                twin.param_groups[0].update(options)
+                twin.param_groups[0].update({"capturable": False} if "capturable" in group else {})
+                if "train" in modes_of(twin):
+                    twin.train()  # type: ignore[attr-defined]
+                step_unheard(twin)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    return "" if failure({}, {}) else failure(options, state)
+
+
 def kept_of_wholes(optimizer: torch.optim.Optimizer) -> list[str]:
     """What `optimizer` keeps of whole parameters that cannot be cut into fragments, in words, as some steps show.
 

@@ -14,6 +14,7 @@ from zeroweave.engine.state_dict import extra_states, names_of, persistent_buffe
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.layout import Fragment
+from zeroweave.optim.probe import try_out
 from zeroweave.optim.several import kind_of
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.account import Balance
@@ -42,7 +43,22 @@ class Loaded:
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
         steps, refused = self._parts.config.gradient_accumulation_steps, optimizer.offload.refused_in
-        return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused)
+        dtypes = {
+            f"param/{layout.keys(slot.name)[b.number]}": b.dtype
+            for b in self._runtime.buckets.values()
+            for layout in (b.layout,)
+            for slot in layout.slots
+        }
+
+        def tried(index: int, options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+            whole, user = optimizer.has_matrices, optimizer.optimizer  # such states are not of fragments
+            return "" if whole else try_out(user, user.param_groups[index], options, state)
+
+        def clashes(state: Mapping[Any, Any]) -> list[str]:
+            known = {} if scheduler is None else vars(scheduler)
+            return [repr(key) for key, value in state.items() if _clashes(scheduler, known.get(key), key, value)]
+
+        return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused, dtypes, tried, clashes)
 
     def load_extra(self, fitting: Fitting) -> None:
         """Hands the modules their extra state, which they may refuse."""
@@ -170,6 +186,13 @@ class _Gradients:
             return None
         value = self._reader.whole(name)
         return value if self._scale == 1.0 else _wide(value).mul_(self._scale)
+
+
+def _clashes(scheduler: Any, now: Any, key: Any, value: Any) -> bool:
+    """Would a value take the place of a method, or of a number without being one?"""
+    if not isinstance(key, str) or callable(getattr(scheduler, key, None)):
+        return True
+    return isinstance(now, int | float) and not isinstance(value, int | float | torch.Tensor)
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
