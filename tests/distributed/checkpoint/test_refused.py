@@ -109,6 +109,28 @@ def hostile(folder: Path) -> None:
         train(engine, 1)
 
 
+class Counting(torch.optim.AdamW):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Counting.steps += 1
+        return super().step(closure)
+
+
+def quiet(folder: Path) -> None:
+    model = Plain()
+    with zw.initialize(model, Counting(model.parameters()), {"compile": MODES["eager"]}) as engine:
+        train(engine, 1)
+        engine.save(folder, "one")
+        before = Counting.steps
+        engine.load(folder, "one")
+        assert Counting.steps == before
+
+
+def test_no_step_of_a_programs_own_optimizer_runs_in_load(pools: Pools, tmp_path: Path) -> None:
+    pools(1).run(quiet, tmp_path)
+
+
 class Five:
     def state_dict(self) -> Any:
         return 5
