@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from zeroweave.report.launch import cause
+from zeroweave.report.launch import cause, first_line
 
 
 def noted(logs: Path, attempt: int, local_rank: int, message: str, when: int) -> Path:
@@ -72,3 +72,10 @@ def test_sigterm_at_a_rank_keeps_its_code(tmp_path: Path) -> None:
     assert cause(seen(-15, tmp_path / "none"), tmp_path) == (4, -15, "")
     saved = noted(tmp_path, 0, 0, "SystemExit: 143", 10)
     assert cause(seen(-15, saved), tmp_path) == (4, 143, "")
+
+
+def test_the_reason_of_a_compiler_is_in_its_second_line() -> None:
+    text = "BackendCompilerFailed: backend='inductor' raised:\nOSError: [Errno 28] No space left on device\n\nSet X"
+    reason = ": BackendCompilerFailed: backend='inductor' raised: OSError: [Errno 28] No space left on device"
+    assert first_line({"message": text}) == reason
+    assert first_line("ValueError: one\ntwo") == ": ValueError: one"

@@ -21,12 +21,12 @@ def inspect(path: Path) -> None:
     """Prints what the manifest of a checkpoint tells, or of the latest in a folder. CheckpointError without one."""
     folder, tag = located(path)
     manifest = folder.manifest(tag)
-    for line in _summary(manifest):
-        print(_harmless(line))
-    if others := [other for other in folder.tags() if other != manifest.tag]:
-        print(f"also in {folder.path}: {', '.join(others)}")
     # A file or a pipe has no width to which names would have to be broken.
     console = Console(width=None if sys.stdout.isatty() else 1000, markup=False, emoji=False, highlight=False)
+    for line in _summary(manifest):
+        console.print(_harmless(line))
+    if others := [other for other in folder.tags() if other != manifest.tag]:
+        console.print(f"also in {folder.path}: {', '.join(others)}")
     console.print(_table(manifest.tensors))
 
 

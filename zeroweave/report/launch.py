@@ -180,4 +180,7 @@ def first_line(message: object) -> str:
         message = message.get("message", "")
     lines = str(message).strip().splitlines()
     known = lines and not lines[0].startswith(("Signal ", "To enable traceback", "SystemExit: "))
-    return f": {lines[0]}" if known else ""
+    if not known:
+        return ""
+    # PyTorch's compiler names the backend in the first line, and what failed in the second.
+    return f": {' '.join(lines[: 2 if lines[0].endswith(':') else 1])}"

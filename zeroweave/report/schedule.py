@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from zeroweave.engine.samples import FOLDER, STEPS
 from zeroweave.report.course import Courses, farthest
 from zeroweave.report.launch import launch
-from zeroweave.report.tables import size, table
+from zeroweave.report.tables import size, table, tables
 
 
 def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, steps: int) -> Courses | int:
@@ -39,7 +39,7 @@ def report(shown: Courses) -> Iterator[str]:
             times = course.starts[index], course.takes.get(index), course.waits.get(index)
             rows[-1] += map(_ms, times)
             rows[-1] += [size(course.memory[index])] if course.memory else []
-    yield from table(head, rows)
+    yield from tables(head, rows)
     yield ""
     if not courses:
         yield "no times: nothing was measured when this schedule was made"
