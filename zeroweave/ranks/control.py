@@ -12,6 +12,7 @@ operation that came to its end.
 
 from __future__ import annotations
 
+import hmac
 import pickle
 import struct
 import time
@@ -163,12 +164,23 @@ class Control:
 
     def all_gather_object(self, item: Any, label: str = "all_gather_object") -> list[Any]:
         """Every rank's picklable `item`, in rank order."""
-        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(item), label)]
+        data = pickle.dumps(item)
+        return [self._loaded(theirs) for theirs in self.all_gather_bytes(self._mark(data) + data, label)]
 
     def broadcast_object(self, item: Any, source: int = 0, label: str = "broadcast_object") -> Any:
         """The picklable, small `item` of rank `source`; the others' are ignored. An all-gather, too."""
         data = pickle.dumps(item) if self.rank == source else b""
-        return pickle.loads(self.all_gather_bytes(data, label)[source])
+        return self._loaded(self.all_gather_bytes(self._mark(data) + data, label)[source])
+
+    def _mark(self, data: bytes) -> bytes:
+        return b"" if self.board is None else self.board.mark(data)
+
+    def _loaded(self, data: bytes) -> Any:
+        """What a rank has pickled. Nothing is read that no rank has marked."""
+        size = len(self._mark(b""))
+        if not hmac.compare_digest(data[:size], self._mark(data[size:])):
+            raise RankFailure("a message between the ranks has no mark of this job: something else has written it")
+        return pickle.loads(data[size:])
 
     def all_gather_bytes(self, data: bytes, label: str = "all_gather_bytes") -> list[bytes]:
         """Every rank's `data`, of any length, in rank order.

@@ -75,7 +75,7 @@ class Watcher:
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
         self._trail, self._deadline = trail, deadline_seconds
         self._statuses: list[RankStatus] = []
-        self._rung = -1
+        self._rung: bytes | None = None
         self._looked = self._read_at = float("-inf")
         self._lost_since: float | None = None
         self._seen: dict[tuple[int, int], float] = {}  # when the failure (rank, epoch) was first seen
