@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from zeroweave.checkpoint.export import export
-from zeroweave.checkpoint.files import Part
+from zeroweave.checkpoint.files import FileWriter, Part
+from zeroweave.checkpoint.folder import write_file
+from zeroweave.checkpoint.writer import words
 from zeroweave.errors import CheckpointError
 
 TENSORS = {
@@ -79,3 +83,27 @@ def test_a_place_that_is_taken(tmp_path: Path, kind: str) -> None:
     with pytest.raises(CheckpointError, match="is there already"):
         export_to(path, 100)
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("place", ["write", "fsync"])
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    def write(path: Path) -> None:
+        with FileWriter(path, [Part.of("a", torch.ones(10_000))]) as file:
+            file.write(torch.ones(10_000))
+
+    if place == "fsync":
+        monkeypatch.setattr(os, "fsync", full)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for attempt in (write, lambda path: write_file(path, bytes(40_000))):
+        path = tmp_path / f"file{len(list(tmp_path.iterdir()))}"
+        if place == "write":  # the same as of a full disk, but for the error's number
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        try:
+            with pytest.raises(OSError) as caught:
+                attempt(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert words(caught.value).endswith(f": {path}")

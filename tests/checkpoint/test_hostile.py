@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,33 @@ def test_what_is_no_regular_file(path: Path, place: str, kind: str) -> None:
     assert Path(place).name in refusal(path)
     if writer is not None:
         os.close(writer)
+
+
+# ---------------------------------------------------------------------- manifests with right checksums
+def test_a_key_that_is_there_twice(path: Path) -> None:
+    content = (path / "one" / "manifest.json").read_bytes()
+    for old in (b'"step":1', b'"F32"', b'"start":0'):
+        assert old in content
+        twice = b'"step":1,"step":2' if old == b'"step":1' else b'"F32","dtype":"F64"' if old == b'"F32"' else old * 2
+        replaced(path, sealed((content[45:]).replace(old, twice.replace(b'0"start', b'0,"start'), 1)))
+        assert "twice" in refusal(path)
+
+
+def test_a_manifest_of_lists_and_wrong_entries_takes_little(path: Path) -> None:
+    head = b'","format":"zeroweave checkpoint","version":1,"tag":"one","step":1,"world":1,"stage":1,"files":{},'
+    begin = time.monotonic()
+    replaced(path, sealed(head + b'"tensors":{},"values":{"a":[' + b",".join([b"[]"] * 3_000_000) + b"]}}"))
+    assert "more lists and mappings" in refusal(path)
+    wrong = b",".join(b'"%d":{}' % number for number in range(600_000))
+    replaced(path, sealed(head + b'"tensors":{' + wrong + b'},"values":{}}'))
+    assert "shape: Field required" in refusal(path)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_large_file_that_no_tensor_needs_is_not_read(path: Path) -> None:
+    os.truncate(path / PLACES[2], 8 << 30)
+    republished(path, lambda fields: fields["files"][Path(PLACES[2]).name].update(nbytes=8 << 30))
+    assert f"has {8 << 30} bytes, and" in refusal(path)
 
 
 # ---------------------------------------------------------------------- places

@@ -199,7 +199,12 @@ def test_a_loop_ends_when_the_sampler_is_moved() -> None:
         ({"samples": 7}, "7 samples, and this one has 53"),
         ({"order": None}, "shuffle=False"),
         ({"order": "0" * 32}, "another version of PyTorch"),
-        ({"more": 1}, "no position of a GlobalBatchSampler"),
+        ({"more": 1}, "no position of a GlobalBatchSampler: more"),
+        ({"position": -5}, "no position of a GlobalBatchSampler: position"),
+        ({"position": "x"}, "no position of a GlobalBatchSampler: position"),
+        ({"position": None}, "no position of a GlobalBatchSampler: position"),
+        ({"position": 10**6}, "lies behind the last of"),
+        ({"epoch": "x"}, "no position of a GlobalBatchSampler: epoch"),
     ],
 )
 def test_the_position_of_other_data_is_refused(change: dict[str, Any], words: str) -> None:

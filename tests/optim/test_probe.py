@@ -17,7 +17,7 @@ from tests.optim.world import World, assert_equal, build_net, random_gradients, 
 from zeroweave import Lion
 from zeroweave.errors import ParameterError
 from zeroweave.optim.check import ELEMENT_WISE, check_optimizer
-from zeroweave.optim.probe import probe
+from zeroweave.optim.probe import probe, try_out
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -239,3 +239,29 @@ def test_state_in_blocks_is_refused_by_name(name: str) -> None:
     kind = type(name, (torch.optim.AdamW,), {})
     with pytest.raises(ParameterError, match=f"optimizer {name} (.|\n)*blocks of few bits"):
         check_optimizer(kind(model.parameters()), model)
+
+
+# ---------------------------------------------------------------------- options and states of a checkpoint
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("kind", sorted(ELEMENT_WISE, key=lambda kind: kind.__name__))
+def test_whatever_an_optimizer_has_written_it_goes_on_with(
+    kind: type[torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
+    for more in ({}, {"foreach": True}, {"fused": True}, {"amsgrad": True}, {"momentum": 0.9}, {"centered": True}):
+        part = nn.Parameter(torch.ones(4, dtype=dtype))
+        part.grad = torch.ones_like(part)
+        try:
+            optimizer: Any = kind([part], **more)  # type: ignore[call-arg]
+            optimizer.step()
+        except (TypeError, RuntimeError):
+            assert more or dtype.is_complex  # it has no such option, or not for this dtype
+            continue
+        group, plain = optimizer.param_groups[0], kind([part])
+        options = {key: value for key, value in group.items() if key != "params"}
+        for own in (optimizer, plain):
+            assert not try_out(own, own.param_groups[0], options, optimizer.state[part], dtype)
+        for key in optimizer.state[part]:
+            wrong = {**optimizer.state[part], key: torch.zeros(3)}
+            if optimizer.state[part][key].shape == (4,) and "fused" not in more:
+                assert try_out(optimizer, group, options, wrong, dtype)
+        assert list(optimizer.state) == [part]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from zeroweave.report.launch import cause
+from zeroweave.report.launch import cause, first_line
 
 
 def noted(logs: Path, attempt: int, local_rank: int, message: str, when: int) -> Path:
@@ -72,3 +72,23 @@ def test_sigterm_at_a_rank_keeps_its_code(tmp_path: Path) -> None:
     assert cause(seen(-15, tmp_path / "none"), tmp_path) == (4, -15, "")
     saved = noted(tmp_path, 0, 0, "SystemExit: 143", 10)
     assert cause(seen(-15, saved), tmp_path) == (4, 143, "")
+
+
+def test_the_reason_of_a_compiler_is_in_its_second_line() -> None:
+    text = "BackendCompilerFailed: backend='inductor' raised:\nOSError: [Errno 28] No space left on device\n\nSet X"
+    reason = ": BackendCompilerFailed: backend='inductor' raised: OSError: [Errno 28] No space left on device"
+    assert first_line({"message": text}) == reason
+    assert first_line("ValueError: one\ntwo") == ": ValueError: one"
+
+
+def test_whom_others_have_waited_for_is_not_told_as_whom_torchrun_killed(tmp_path: Path) -> None:
+    why = "RankFailure: rank 5 is ended by its alarm: rank 4 did not come to collective 9 within the deadline of 5 s"
+    noted(tmp_path, 0, 1, why, 10)
+    assert cause(seen(-9, tmp_path / "none"), tmp_path) == (5, 1, f": {why}")
+    noted(tmp_path, 0, 2, "ValueError: own", 20)
+    assert cause(seen(-9, tmp_path / "none"), tmp_path) == (6, 1, ": ValueError: own")
+
+
+def test_who_lost_a_rank_that_was_killed_is_not_the_cause(tmp_path: Path) -> None:
+    noted(tmp_path, 0, 1, "RankFailure: the ranks lost each other at 'agreement of step 3'", 10)
+    assert cause(seen(-9, tmp_path / "none"), tmp_path) == (4, -9, "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroweave.report.tables import chart, size, table
+from zeroweave.report.tables import chart, size, table, tables
 
 
 def test_a_chart_of_a_falling_curve() -> None:
@@ -52,3 +52,14 @@ def test_a_table_is_aligned() -> None:
 )
 def test_sizes(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_a_table_that_is_too_wide_becomes_several() -> None:
+    head, row = ("what", "ranks", *(f"column {n}" for n in range(20))), ("stage 3", 8, *range(20))
+    lines = tables(head, [row], keep=2)
+    assert max(map(len, lines)) <= 80 and lines.count("") == 3
+    assert sum(line.startswith("stage 3      8") for line in lines) == 4
+    assert [word for word in " ".join(lines).split() if word.isdigit() and word != "8"].count("19") == 2
+    assert tables(head[:5], [row[:5]], keep=2) == table(head[:5], [row[:5]])
+    assert tables(head[:1], [row[:1]]) == table(head[:1], [row[:1]])
+    assert len(tables(("a", "b"), [("x" * 90, "y")])) == 3

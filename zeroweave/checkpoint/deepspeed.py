@@ -37,6 +37,9 @@ _OWN: Final = frozenset(
 """What DeepSpeed itself writes beside what a program hands in."""
 
 
+_LONGEST_TAG: Final = 4096
+_KEYS: Final = 64
+"""What an optimizer may keep of a parameter."""
 _NOT_OF_TORCH: Final = frozenset({"params", "step", "bias_correction"})
 """In groups of DeepSpeed's `FusedAdam` and `DeepSpeedCPUAdam`, whose states are those of `Adam` and `AdamW`."""
 
@@ -78,7 +81,11 @@ def read(path: Path, kind: str) -> Imported:
 
 def _read(path: Path, kind: str) -> Imported:
     if (latest := path / "latest").is_file():
-        path = path / latest.read_text().strip()
+        with latest.open() as file:
+            tag = file.read(_LONGEST_TAG).strip()
+        if tag in ("", ".", "..") or Path(tag).name != tag:
+            raise CheckpointError(f"{latest} names {tag!r}, which is no folder beside it")
+        path = path / tag
     optimizers = _ranks(path)
     states = [load(file)["optimizer_state_dict"] for file in optimizers]
     sharded = "fp32_flat_groups" in states[0]  # stage 3
@@ -229,6 +236,8 @@ def _walk(
 
 def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What there is of each element, by name with a place for the parameter's, and of all of them together."""
+    if len(held) > _KEYS:
+        raise CheckpointError(f"its optimizer keeps {len(held)} values of a parameter, and {_KEYS} at most are known")
     flats, single = {"param/{}": masters}, {}
     for key, value in held.items():
         if isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() >= masters.numel():

@@ -13,7 +13,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -96,11 +97,12 @@ class FileWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         assert self._file is not None
-        try:
-            if kind is None:
-                os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+        with naming(self._path):
+            try:
+                if kind is None:
+                    os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
 
     @property
     def written(self) -> File:
@@ -124,8 +126,19 @@ class FileWriter:
             chunk = data[:_CHUNK]
             self._hash.update(chunk)
             data = data[len(chunk) :]
-            while chunk:
-                chunk = chunk[self._file.write(chunk) :]
+            with naming(self._path):
+                while chunk:
+                    chunk = chunk[self._file.write(chunk) :]
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError inside names the file: those of writing, as on a full disk, name none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def open_file(path: Path, shown: str) -> tuple[int, int]:

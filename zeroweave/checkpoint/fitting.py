@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 from urllib.parse import unquote
 
@@ -90,7 +90,9 @@ class Wanted:
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
     `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `micro_steps`: of a window. `refused`:
-    what, in words, it cannot have of the options of its groups.
+    what, in words, it cannot have of the options of its groups. `dtypes`: of `param/NAME` and `buffer/NAME`.
+    `try_out`: why an update of a parameter, by NAME and group, fails with such options and such a state, "" where it
+    does not. `clashes`: what of a state the scheduler cannot have.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -101,6 +103,9 @@ class Wanted:
     extra: Set[str] = frozenset()
     micro_steps: int = 1
     refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    try_out: Callable[[str, int, Mapping[str, Any], Mapping[str, Any]], str] = lambda name, group, options, state: ""
+    clashes: Callable[[Mapping[Any, Any]], Sequence[str]] = lambda state: ()
 
 
 class Fitting:
@@ -186,9 +191,14 @@ class Fitting:
             if name in found and found[name].shape != shape
         ]
         problems = [f"of another shape: {_some(wrong)}"] if wrong else []
+        dtypes = {**self._wanted.dtypes, **{f"grad/{name}": self._wanted.dtypes[f"param/{name}"] for name in trained}}
+        kinds = [name for name, dtype in dtypes.items() if name in found and _kind(found[name].dtype) != _kind(dtype)]
+        problems += [f"of another kind of dtype: {_some(kinds)}"] if kinds else []
         if control.world != self._manifest.world:
             problems += self._of_ranks()
-        return problems if self._wanted.optimizer is None else [*problems, *self._refused(), *self._window()]
+        if self._wanted.optimizer is None:
+            return problems
+        return [*problems, *self._refused(), *self._window(), *self._tried(*self._wanted.optimizer)]
 
     def _of_ranks(self) -> Iterator[str]:
         found = self._manifest.tensors
@@ -235,6 +245,24 @@ class Fitting:
         saved = self.facts.optimizer
         options = [] if saved is None else [group.options for group in saved.groups]
         return (f"its optimizer's {option}" for option in self._wanted.refused(options))
+
+    def _tried(self, kind: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
+        """What would fail in the next step: states and options that the optimizer has never had."""
+        seen, saved = set(), self.facts.optimizer
+        alike = saved is not None and (saved.kind, len(saved.groups)) == (kind, len(groups))
+        for index, group in enumerate(saved.groups if saved is not None and alike else ()):
+            options = _like(group.options)
+            for name in sorted(self._wanted.trained & set(group.params)):
+                cut = {key: self._manifest.tensors[f"state/{name}/{quoted(key)}"] for key in self.cut.get(name, ())}
+                state = {key: torch.zeros(4, dtype=DTYPES[entry.dtype], device="cpu") for key, entry in cut.items()}
+                state |= self.scalars.get(name, {})
+                like = options, _like(state), self._wanted.dtypes.get(f"param/{name}")
+                if like not in seen and (why := self._wanted.try_out(name, index, group.options, state)):
+                    yield f"its optimizer could not go on with the state of {name}: {why}"
+                seen.add(like)
+        scheduler = self.facts.lr_scheduler
+        if scheduler is not None and (clashes := self._wanted.clashes(scheduler.state)):
+            yield f"its lr_scheduler cannot have {_some(clashes)}"
 
     def _scheduler(self) -> Iterator[str]:
         saved, wanted = self.facts.lr_scheduler, self._wanted.lr_scheduler
@@ -289,6 +317,22 @@ def _told(ranks: Sequence[Sequence[str]]) -> list[str]:
         of = [rank for rank, theirs in enumerate(ranks) if line in theirs]
         told.append(line if len(of) == len(ranks) else f"{line} (rank {', '.join(map(str, of))})")
     return told
+
+
+def _kind(dtype: torch.dtype | str) -> tuple[bool, bool]:
+    of = DTYPES[dtype] if isinstance(dtype, str) else dtype
+    return of.is_floating_point, of.is_complex
+
+
+def _like(value: Any) -> Any:
+    """Equal for what an update treats alike: numbers count by their types only."""
+    if isinstance(value, Mapping):
+        return frozenset((key, _like(each)) for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return type(value), *map(_like, value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape
+    return value if isinstance(value, bool | str | None) else type(value)
 
 
 def _some(names: Sequence[str]) -> str:

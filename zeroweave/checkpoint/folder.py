@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from zeroweave.checkpoint import manifest as manifests
-from zeroweave.checkpoint.files import open_file
+from zeroweave.checkpoint.files import naming, open_file
 from zeroweave.checkpoint.manifest import Manifest
 from zeroweave.checkpoint.partial import Partial, remove, sweep
 from zeroweave.errors import CheckpointError
@@ -211,7 +211,7 @@ def _read(path: Path, limit: int, first: int | None = None) -> bytes:
 
 def write_file(path: Path, content: bytes) -> None:
     """A new file, which is on the disk when this returns."""
-    with path.open("xb") as file:
+    with naming(path), path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

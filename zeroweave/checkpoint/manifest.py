@@ -6,14 +6,23 @@ It is one line of JSON. `checksum` comes first, and is the xxh3-128 of the manif
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
 import torch
 import xxhash
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticSerializationError
 
 from zeroweave.errors import CheckpointError
@@ -52,8 +61,15 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 """What safetensors calls them."""
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
+_CONTAINERS: Final = 1 << 20
+"""Lists and mappings that a manifest may have, and one more for each `_PER_CONTAINER` bytes: they take most memory."""
+_PER_CONTAINER: Final = 16
 _SHOWN: Final = 100
 """Errors above this number are not told one by one: each takes far more memory than what it is about."""
+
+_HEADER: Final = 1 << 20
+"""Bytes that a file may have beside its tensors, and `_HEADER_OF_PART` for each of these."""
+_HEADER_OF_PART: Final = 1 << 12
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Positive = Annotated[int, Field(gt=0, lt=1 << 63)]
@@ -67,6 +83,14 @@ class Strict(BaseModel):
     """What is written as it is meant, and read as it is written: nothing is converted, and nothing may be left over."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+def _first(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Ends at the first of many entries that is wrong. Errors of all would take far more memory than the entries."""
+    try:
+        return handler(value)
+    except ValidationError as error:
+        raise CheckpointError(f"{NAME} is of no version that can be read: {reason(error)}") from None
 
 
 class File(Strict):
@@ -88,9 +112,9 @@ class Piece(Strict):
 class Entry(Strict):
     """A tensor, whole: `dtype` as safetensors spells it, its pieces in the order of their elements."""
 
-    shape: Annotated[tuple[Count, ...], Field(max_length=64), FailFast()]
+    shape: Annotated[tuple[Count, ...], Field(max_length=64, strict=False), FailFast()]
     dtype: str
-    pieces: Annotated[tuple[Piece, ...], FailFast()]
+    pieces: Annotated[tuple[Piece, ...], Field(strict=False), FailFast()]
 
     @property
     def numel(self) -> int:
@@ -108,8 +132,8 @@ class Manifest(Strict):
     """optimizer steps that the run has made, with those that were skipped"""
     world: Positive
     stage: Count
-    files: dict[FileName, File]
-    tensors: dict[str, Entry]
+    files: dict[FileName, Annotated[File, WrapValidator(_first)]]
+    tensors: dict[str, Annotated[Entry, WrapValidator(_first)]]
     values: dict[str, Any]
 
     def sealed(self) -> bytes:
@@ -146,14 +170,25 @@ def check_bytes(content: bytes) -> bytes:
 def parse(content: bytes) -> Manifest:
     """The manifest in a file's content. CheckpointError where it is not what was written, or contradicts itself."""
     checksum = check_bytes(content)
+    if content.count(b"[") + content.count(b"{") > _CONTAINERS + len(content) // _PER_CONTAINER:
+        raise CheckpointError(f"{NAME} has more lists and mappings than tensors and values need")
     try:
         manifest = Manifest.model_validate_json(content)
-    except ValidationError as error:
+        json.loads(content, object_pairs_hook=_no_twice)
+    except (ValueError, RecursionError) as error:
+        if not isinstance(error, ValidationError):
+            raise CheckpointError(f"{NAME}: {error}") from None
         raise CheckpointError(f"{NAME} is of no version that can be read: {reason(error)}") from None
     if manifest.checksum.encode() != checksum:
         raise CheckpointError(f"{NAME} has two checksums")
     _check(manifest)
     return manifest
+
+
+def _no_twice(pairs: list[tuple[str, Any]]) -> None:
+    """ValueError where a mapping has a key twice: other readers would take the other value."""
+    if len(pairs) > 1 and len(names := {name for name, _ in pairs}) < len(pairs):
+        raise ValueError(f"a mapping has a key twice among {', '.join(sorted(names)[:5])}")
 
 
 def reason(error: ValidationError) -> str:
@@ -184,11 +219,14 @@ def _check(manifest: Manifest) -> None:
         _check_file(file, manifest.files[file].nbytes, sorted(ranges))
 
 
-def _check_file(file: str, nbytes: int, ranges: Iterable[tuple[int, int, str]]) -> None:
-    end, before = 0, ""
+def _check_file(file: str, nbytes: int, ranges: Sequence[tuple[int, int, str]]) -> None:
+    end, before, needed = 0, "", _HEADER
     for start, stop, name in ranges:
+        needed += stop - start + _HEADER_OF_PART + 6 * len(name)
         if start < end:
             raise CheckpointError(f"{NAME}: {before!r} and {name!r} overlap in {file!r}")
         if stop > nbytes:
             raise CheckpointError(f"{NAME}: {name!r} lies beyond the end of {file!r}")
         end, before = stop, name
+    if nbytes > needed:  # it would be read whole, only to be hashed
+        raise CheckpointError(f"{NAME}: {file!r} has {nbytes} bytes, and {needed} at most belong to tensors")

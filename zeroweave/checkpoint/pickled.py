@@ -23,6 +23,8 @@ from zeroweave.checkpoint.writer import Saving, words
 from zeroweave.errors import CheckpointError
 from zeroweave.ranks.control import Control
 
+_SHOWN: Final = 2000
+"""Characters of an error: what a file names may be of any length."""
 _USUAL: Final = ("model", "state_dict", "model_state_dict", "module")
 """Where training scripts put a model's state dict."""
 
@@ -85,5 +87,5 @@ if __name__ == "__main__":
     try:
         print(convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])))
     except Exception as error:  # whatever the file is
-        print(f"zeroweave: {sys.argv[1]} was not imported: {words(error)}", file=sys.stderr)
+        print(f"zeroweave: {sys.argv[1]} was not imported: {words(error)[:_SHOWN]}", file=sys.stderr)
         sys.exit(2)

@@ -5,18 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from itertools import pairwise
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils.data import DataLoader, Sampler
 
 from zeroweave.errors import CheckpointError, ConfigError, EngineError
 
 Batch = TypeVar("Batch")
 
-_STATE: Final = frozenset({"epoch", "position", "seed", "samples", "order"})
+
+class _State(BaseModel):
+    """A position."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    epoch: int
+    position: Annotated[int, Field(ge=0)]
+    seed: int
+    samples: Annotated[int, Field(ge=0)]
+    order: str | None
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -146,14 +157,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
         With another global batch size the samples come in the same order, none twice and none left out, and are cut
         into other batches. CheckpointError, which changes nothing, where the state is of other data.
         """
-        if state.keys() != _STATE:
-            raise CheckpointError(
-                f"this is no position of a {type(self).__name__}: it has {', '.join(map(str, state))}"
-            )
+        try:
+            _State.model_validate(state)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(map(str, first["loc"])) or "all of it"
+            raise CheckpointError(f"this is no position of a {type(self).__name__}: {where}: {first['msg']}") from None
         if state["samples"] != self._samples:
             raise CheckpointError(
                 f"the position is one in a dataset of {state['samples']} samples, and this one has {self._samples}"
             )
+        if state["position"] > self._samples:
+            raise CheckpointError(f"the position {state['position']} lies behind the last of {self._samples} samples")
         if (state["order"] is not None) != self._shuffle:
             raise CheckpointError(f"the position is one of a sampler with shuffle={not self._shuffle}")
         before = self._epoch, self._position, self._seed, self._known

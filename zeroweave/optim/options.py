@@ -84,3 +84,13 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, list) or isinstance(other, list):
         return False
     return math.isclose(one, other, rel_tol=_ALIKE, abs_tol=_NOTHING) or (math.isnan(one) and math.isnan(other))
+
+
+def set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """An option that is a tensor, such as a learning rate that is captured, stays that tensor; no other becomes one."""
+    for key, value in saved.items():
+        now = group.get(key)
+        if isinstance(now, torch.Tensor):
+            now.copy_(torch.as_tensor(value, dtype=now.dtype, device="cpu"))
+        else:
+            group[key] = value.item() if isinstance(value, torch.Tensor) and key in group else value

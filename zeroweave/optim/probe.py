@@ -23,6 +23,7 @@ from torch import nn
 
 from zeroweave._torch.optimizers import step_unheard, without_hooks
 from zeroweave.optim.modes import modes_of
+from zeroweave.optim.options import set_options
 from zeroweave.optim.states import is_cut, uncuttable
 from zeroweave.ranks.start import local_gpu
 
@@ -90,6 +91,37 @@ def probe(optimizer: torch.optim.Optimizer) -> list[str]:
         except _CannotProbe as error:
             reasons.append(str(error))
     return [f"it cannot be found out whether it is element-wise: {reasons[0]}; {_INSTEAD}"]
+
+
+def try_out(
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    options: Mapping[str, Any],
+    state: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> str:
+    """Why a step of a copy fails for a fragment of this group with such options and such a state; "" if it does not.
+
+    Where a copy fails without them, too, the reason is another one: "". The copy's step runs here, so `optimizer` must
+    be of a class whose step changes nothing else.
+    """
+
+    def failure(options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+        part = nn.Parameter(torch.ones(4, dtype=dtype, device="cpu"))
+        part.grad = torch.ones_like(part)
+        with _aside(part.device):
+            try:
+                held = defaultdict(dict, {part: copy.deepcopy(dict(state))} if state else {})
+                memo = {id(group["params"]): [part], id(optimizer.state): held}
+                twin = _copied(optimizer, [dict(group)], memo)
+                set_options(twin.param_groups[0], options)
+                twin.param_groups[0].update({"capturable": False} if "capturable" in group else {})
+                step_unheard(twin)
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    return "" if failure({}, {}) else failure(options, state)
 
 
 def kept_of_wholes(optimizer: torch.optim.Optimizer) -> list[str]:

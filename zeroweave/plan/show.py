@@ -7,7 +7,7 @@ from typing import Final
 from xml.sax.saxutils import escape
 
 from zeroweave.plan.plan import Plans, Row
-from zeroweave.report.tables import table
+from zeroweave.report.tables import tables
 
 _GIB: Final = 2**30
 _MIB: Final = 2**20
@@ -36,7 +36,7 @@ def lines(plans: Plans) -> Iterator[str]:
         at = _HEAD.index("host")
         cells = [(*row[:at], *row[at + 1 :]) for row in cells]
     yield f"memory of each rank in {name}"
-    yield from table(cells[0], cells[1:])
+    yield from tables(cells[0], cells[1:], keep=2)
     yield ""
     for advice in plans.advice:
         what = f"take {advice.take.name}" if advice.take is not None else "nothing fits"

@@ -46,8 +46,9 @@ from zeroweave.ranks.board import Board
 from zeroweave.ranks.compare import RankMissed
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.process import is_gone, is_stopped, own
+from zeroweave.ranks.running import RunningClock
 from zeroweave.ranks.status import Failure, StatusLine, describe, question_of, read, tell
-from zeroweave.ranks.watcher import LOOK_SECONDS, Trail, Watcher, end_process
+from zeroweave.ranks.watcher import LOOK_SECONDS, Trail, Watcher, end_process, note
 
 CAUSE_SECONDS = 2 * LOOK_SECONDS
 """Within this time a watcher finds out what broke a collective, if anybody has told."""
@@ -129,6 +130,7 @@ class Alarm:
             others=collectives_begun(),
         )
         known: list[str] = []
+        noted = note(error)  # where the others end, torchrun ends this process, too
         try:
             line.post(failure=mine)
             line.board.ring()
@@ -144,6 +146,8 @@ class Alarm:
             error.add_note(where.removeprefix("; "))
         if alike:
             self._shared = mine.error
+            if noted is not None:
+                noted.unlink(missing_ok=True)
             line.survive()
             return True
         known = known or ["no other rank failed alike"]
@@ -206,7 +210,8 @@ class Alarm:
 
     def _verdict(self, board: Board, mine: Failure) -> str:
         """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
-        question, begin = question_of(mine), time.monotonic()
+        question, clock = question_of(mine), RunningClock()
+        begin = clock.look()
         while (decided := board.decided(question)) is None:
             statuses = read(board)
             failures = [status.failure for status in statuses]
@@ -218,7 +223,7 @@ class Alarm:
                 # not. Asked last, so that each of them gets the time to fail by itself.
                 interrupted = any(failure.interrupted for failure in same)
                 return board.decide(question, "different" if interrupted else "alike")
-            late = time.monotonic() - begin > self._control.deadline_seconds
+            late = clock.look() - begin > self._control.deadline_seconds
             if late or any(status.left or is_gone(status.process) for status in statuses):
                 return board.decide(question, "alone")
             time.sleep(0.02)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from torch.distributed.distributed_c10d import Store
 
 from zeroweave.ranks.board import Board
+from zeroweave.ranks.running import RunningClock
 from zeroweave.ranks.start import BACKSTOP_SECONDS
 from zeroweave.ranks.watcher import LOOK_SECONDS, end_process
 
@@ -43,12 +44,13 @@ class Answers:
     ) -> None:
         self._rank, self._missed, self._end, self._where = rank, missed, end, where
         self._deadline, self._grace, self._what = deadline_seconds, grace, what
+        self._clock = RunningClock()
         self._since: float | None = None
         self._looks, self._looked = 0, float("-inf")
 
     def run(self, stop: threading.Event) -> None:
         while not stop.wait(LOOK_SECONDS):
-            found = self.look(time.monotonic())
+            found = self.look(self._clock.look())
             if found is not None and not stop.is_set():
                 self._end(f"rank {self._rank} is ended by its alarm: {found}{self._where()}")
                 return
@@ -59,7 +61,7 @@ class Answers:
         same = since is not None and since == self._since and now - self._looked <= _LOOKS * LOOK_SECONDS
         self._looks = self._looks + 1 if same else 0
         self._since, self._looked = since, now
-        if since is None or now - since <= self._deadline + self._grace or self._looks < _LOOKS:
+        if since is None or now - self._clock.at(since) <= self._deadline + self._grace or self._looks < _LOOKS:
             return None
         return f"{self._what} within the deadline of {self._deadline:g} s"
 

@@ -12,8 +12,10 @@ operation that came to its end.
 
 from __future__ import annotations
 
+import hmac
 import pickle
 import struct
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
 from zeroweave.ranks.answers import answered, rendezvous
 from zeroweave.ranks.board import Board
 from zeroweave.ranks.differ import advice, same
+from zeroweave.ranks.running import RunningClock
+from zeroweave.ranks.start import backstop
 from zeroweave.ranks.watcher import LOOK_SECONDS
 
 _FRAME = 4096
@@ -138,7 +142,8 @@ class Control:
         with answered(rank, deadline_seconds, grace=LOOK_SECONDS):  # a connection has that deadline itself
             board = open_board()
         with rendezvous(board, "gloo", deadline_seconds) as store:
-            group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=deadline_seconds))
+            # Gloo counts what a stopped process misses, too: the deadline is counted in `_wait`.
+            group = dist.ProcessGroupGloo(store, rank, world, backstop(deadline_seconds))
         # a backend without its process group, which has the same methods
         control = cls(cast(dist.ProcessGroup, group), rank, world, deadline_seconds, board)
         control.barrier("the start of the engine")
@@ -163,12 +168,23 @@ class Control:
 
     def all_gather_object(self, item: Any, label: str = "all_gather_object") -> list[Any]:
         """Every rank's picklable `item`, in rank order."""
-        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(item), label)]
+        data = pickle.dumps(item)
+        return [self._loaded(theirs) for theirs in self.all_gather_bytes(self._mark(data) + data, label)]
 
     def broadcast_object(self, item: Any, source: int = 0, label: str = "broadcast_object") -> Any:
         """The picklable, small `item` of rank `source`; the others' are ignored. An all-gather, too."""
         data = pickle.dumps(item) if self.rank == source else b""
-        return pickle.loads(self.all_gather_bytes(data, label)[source])
+        return self._loaded(self.all_gather_bytes(self._mark(data) + data, label)[source])
+
+    def _mark(self, data: bytes) -> bytes:
+        return b"" if self.board is None else self.board.mark(data)
+
+    def _loaded(self, data: bytes) -> Any:
+        """What a rank has pickled. Nothing is read that no rank has marked."""
+        size = len(self._mark(b""))
+        if not hmac.compare_digest(data[:size], self._mark(data[size:])):
+            raise RankFailure("a message between the ranks has no mark of this job: something else has written it")
+        return pickle.loads(data[size:])
 
     def all_gather_bytes(self, data: bytes, label: str = "all_gather_bytes") -> list[bytes]:
         """Every rank's `data`, of any length, in rank order.
@@ -186,7 +202,7 @@ class Control:
 
     def close(self) -> None:
         """Ends the group, and on rank 0 the board. At any time on each rank; after `Alarm.close`."""
-        if self._group is not None:
+        if self._group is not None and not self.late:
             self._group.shutdown()
         if self.board is not None:
             self.board.close()
@@ -219,16 +235,28 @@ class Control:
     def _wait(self, issue: Callable[[dist.ProcessGroup], dist.Work], label: str) -> None:
         """Issues an operation of the group and waits for it; what went wrong is raised, and told to the others."""
         assert self._group is not None
-        begin = self.waiting = time.monotonic()
+        self.waiting = time.monotonic()
+        clock = RunningClock()
+        begin = clock.look()
         try:
-            work = issue(self._group)
-            try:
-                work.wait(_MOMENT)
-            except RuntimeError:  # it takes longer, or has failed, which the second wait tells
-                self._arrive(label)
-                work.wait()
+            work, moment = issue(self._group), _MOMENT
+            while True:
+                try:
+                    work.wait(moment)
+                    return
+                except RuntimeError:  # it takes longer, or has failed
+                    if work.is_completed():
+                        raise
+                    if clock.look() - begin > self.deadline_seconds:
+                        # Its end would wait for the operation, which may never end. A daemon's frame lasts.
+                        kept = (self._group, work, issue, self._input, self._output)
+                        threading.Thread(target=_keep, args=(kept,), name="zeroweave late", daemon=True).start()
+                        raise
+                    if moment is _MOMENT:
+                        self._arrive(label)
+                        moment = timedelta(seconds=LOOK_SECONDS)
         except RuntimeError as error:
-            lost = self._explain(label, time.monotonic() - begin, error)
+            lost = self._explain(label, clock.look() - begin, error)
             self.broken = str(lost)
             raise lost from error
         finally:
@@ -266,6 +294,10 @@ class Control:
             reason = f"{who} did not arrive, and the connection was lost after {waited:.1f} s: {error}"
         self._arrive(label, reason.replace("\n", " "))
         return AgreementError(f"rank {self.rank} gave up at '{label}': {reason}")
+
+
+def _keep(_: object) -> None:
+    threading.Event().wait()
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Protocol
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from zeroweave._torch.distributed import collectives_begun
+from zeroweave.errors import RankFailure
 from zeroweave.ranks import stacks
 from zeroweave.ranks.differ import ADVICE, Issued, dump, explain, in_vain, parse
 from zeroweave.ranks.process import is_stopped
+from zeroweave.ranks.running import RunningClock
 from zeroweave.ranks.status import Failure, RankStatus, StatusLine, question_of, read, tell
 
 ALIKE_SECONDS = 10.0
@@ -74,8 +79,9 @@ class Watcher:
         self._operations, self._begun = operations, begun
         self._line, self._board, self._progress, self._end = line, line.board, progress, end
         self._trail, self._deadline = trail, deadline_seconds
+        self._clock = RunningClock()
         self._statuses: list[RankStatus] = []
-        self._rung = -1
+        self._rung: bytes | None = None
         self._looked = self._read_at = float("-inf")
         self._lost_since: float | None = None
         self._seen: dict[tuple[int, int], float] = {}  # when the failure (rank, epoch) was first seen
@@ -93,7 +99,7 @@ class Watcher:
 
     def run(self, stop: threading.Event) -> None:
         while not stop.wait(POLL_SECONDS):
-            now = time.monotonic()
+            now = self._clock.look()
             told = self.look(now)
             found = told or self.find(now)
             if found is not None and not stop.is_set():
@@ -200,7 +206,7 @@ class Watcher:
             self._overdue = None
             return None
         number, since = waiting
-        begin = max(since, *(self._issued[rank][1] for rank in missing))
+        begin = max(self._clock.at(since), *(self._issued[rank][1] for rank in missing))
         if self._read_at - begin <= self._deadline:
             self._overdue = None
             return None
@@ -308,6 +314,16 @@ class Watcher:
                     self._statuses = read(self._board)
 
 
+def note(error: BaseException) -> Path | None:
+    """Leaves an exception to torchrun, unless there is one already. The new file, or None."""
+    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if place is None or os.path.exists(place):
+        return None
+    with suppress(OSError):  # a full disk must not hide the reason
+        get_error_handler().record_exception(error)
+    return Path(place)
+
+
 def end_process(reason: str) -> None:
     """Ends this process at once, whatever its other threads wait for. Exit code 1, the reason on stderr."""
 
@@ -320,5 +336,6 @@ def end_process(reason: str) -> None:
     flusher = threading.Thread(target=flush, daemon=True)
     flusher.start()
     flusher.join(0.2)
+    note(RankFailure(reason))
     os.write(2, f"zeroweave: {reason}\n".encode())
     os._exit(1)

@@ -21,13 +21,18 @@ def inspect(path: Path) -> None:
     """Prints what the manifest of a checkpoint tells, or of the latest in a folder. CheckpointError without one."""
     folder, tag = located(path)
     manifest = folder.manifest(tag)
-    for line in _summary(manifest):
-        print(line)
-    if others := [other for other in folder.tags() if other != manifest.tag]:
-        print(f"also in {folder.path}: {', '.join(others)}")
     # A file or a pipe has no width to which names would have to be broken.
     console = Console(width=None if sys.stdout.isatty() else 1000, markup=False, emoji=False, highlight=False)
+    for line in _summary(manifest):
+        console.print(_harmless(line))
+    if others := [other for other in folder.tags() if other != manifest.tag]:
+        console.print(f"also in {folder.path}: {', '.join(others)}")
     console.print(_table(manifest.tensors))
+
+
+def _harmless(text: str) -> str:
+    """Without sequences that a terminal obeys."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _summary(manifest: Manifest) -> Iterator[str]:
@@ -57,7 +62,7 @@ def _table(tensors: Mapping[str, Entry]) -> Table:
         table.add_column(head, justify="right", no_wrap=True)
     for name, entry in tensors.items():
         shape = " × ".join(map(str, entry.shape)) or "scalar"
-        table.add_row(name, entry.dtype, shape, size(nbytes(entry)), str(len(entry.pieces)))
+        table.add_row(_harmless(name), entry.dtype, shape, size(nbytes(entry)), str(len(entry.pieces)))
     return table
 
 

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 RUNNER = "zeroweave.report.runner"
 LAUNCHER: Final = "ZEROWEAVE_LAUNCHER"
 """The number of the launcher's process, in the environment of its ranks."""
+_DEADLINE: Final = " within the deadline of "
+"""In the errors of ranks that have waited for another one."""
 _LEFT: Final = re.compile(r"SystemExit: (\d+)$")
 """What the runner notes of `sys.exit(n)`."""
 
@@ -100,22 +102,26 @@ def cause(error: ChildFailedError, logs: Path) -> tuple[int, int, str]:
 
     torchrun asks whose process was gone first. A rank that missed another one, or that the alarm has ended without a
     reason of its own, may be gone before the one that it is about. That one has noted its exception in `logs`, where
-    all of this machine's ranks do.
+    all of this machine's ranks do. A rank that others have waited for until the deadline was ended by torchrun.
     """
-    for rank, failure in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
-        if _is_own(failure.exitcode, reason := first_line(failure.message)):
-            return rank, _code(failure.exitcode, reason), reason
     rank, failure = error.get_first_failure()
     starts = {note: int(note.parts[-3].removeprefix("attempt_")) for note in logs.glob("*/attempt_*/*/error.json")}
     last = [note for note, start in starts.items() if start == max(starts.values())]
+    noted = []
     for note in sorted(last, key=lambda note: note.stat().st_mtime_ns):
         told, noting = json.loads(note.read_text())["message"], rank - failure.local_rank + int(note.parent.name)
         if (left := _LEFT.match(str(told.get("message", "") if isinstance(told, dict) else told))) is not None:
-            return noting, int(left[1]), ""
-        if (reason := first_line(told)) and _is_own(1, reason):
-            return noting, _code(1, reason), reason
+            noted.append((noting, int(left[1]), ""))
+        elif reason := first_line(told):
+            noted.append((noting, _code(1, reason), reason))
+    late = [each for each in noted if _DEADLINE in each[2]]
+    for of, each in sorted(error.failures.items(), key=lambda item: item[1].timestamp):
+        reason = first_line(each.message)
+        if _is_own(each.exitcode, reason) and not (late and each.exitcode == -signal.SIGKILL and not reason):
+            return of, _code(each.exitcode, reason), reason
+    own = [each for each in noted if not each[2] or _is_own(1, each[2])]
     reason = first_line(failure.message)
-    return rank, _code(failure.exitcode, reason), reason
+    return (own or late or [(rank, _code(failure.exitcode, reason), reason)])[0]
 
 
 def _code(code: int, reason: str) -> int:
@@ -180,4 +186,7 @@ def first_line(message: object) -> str:
         message = message.get("message", "")
     lines = str(message).strip().splitlines()
     known = lines and not lines[0].startswith(("Signal ", "To enable traceback", "SystemExit: "))
-    return f": {lines[0]}" if known else ""
+    if not known:
+        return ""
+    # PyTorch's compiler names the backend in the first line, and what failed in the second.
+    return f": {' '.join(lines[: 2 if lines[0].endswith(':') else 1])}"

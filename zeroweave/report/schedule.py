@@ -11,7 +11,7 @@ from zeroweave.engine.samples import FOLDER, STEPS
 from zeroweave.report.course import Courses, farthest
 from zeroweave.report.launch import launch
 from zeroweave.report.sections import instructions, ms
-from zeroweave.report.tables import size, table
+from zeroweave.report.tables import size, table, tables
 
 
 def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, steps: int) -> Courses | int:
@@ -34,7 +34,7 @@ def report(shown: Courses) -> Iterator[str]:
     shown_all, width = instructions(shown, courses), len(str(len(schedule.instructions)))
     kept = [i for i, name in enumerate(shown_all.head) if name != "memory" or any(row[i] for row in shown_all.rows)]
     rows = [[f"{row[0]:>{width}}  {row[1]}", *(row[i] for i in kept[2:])] for row in shown_all.rows]
-    yield from table([shown_all.head[i] for i in kept[1:]], rows)
+    yield from tables([shown_all.head[i] for i in kept[1:]], rows)
     yield ""
     if not courses:
         yield "no times: nothing was measured when this schedule was made"

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Final
+
+WIDTH: Final = 80
+"""Characters of a line, as far as what it tells can be broken."""
 
 
 def chart(values: Sequence[float], width: int = 64, height: int = 10) -> list[str]:
@@ -40,6 +44,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
         right = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *right]).rstrip())
     lines.insert(1, "  ".join("-" * width for width in widths))
+    return lines
+
+
+def tables(head: Sequence[str], rows: Sequence[Sequence[object]], keep: int = 1) -> list[str]:
+    """The same as one table, or as several below each other with the first `keep` columns each, where it is wider than
+    `WIDTH`.
+    """
+    lines: list[str] = []
+    stop = keep
+    while stop < len(head) or not lines:
+        start, stop = stop, len(head)
+        while True:
+            first, *others = [[str(cell) for cell in (*row[:keep], *row[start:stop])] for row in (head, *rows)]
+            found = table(first, others)
+            if max(map(len, found)) <= WIDTH or stop <= start + 1:
+                break
+            stop -= 1
+        lines += ["", *found] if lines else found
     return lines
 
 

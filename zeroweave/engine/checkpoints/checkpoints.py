@@ -175,7 +175,7 @@ class Checkpoints:
                 fitting.check(self._control)
                 client = fitting.client(reader)  # first: there may be no memory for it, and then nothing has changed
                 if data is not None:  # it may refuse, too
-                    data.load_state_dict(fitting.data(self._control.rank, self._control.world))
+                    _take_position(data, fitting.data(self._control.rank, self._control.world))
                 self._loaded.load_extra(fitting)
                 if (numbers := fitting.values.get(f"rank/{self._control.rank}/random")) is not None:
                     random_numbers.restore(numbers, self._parts.device)
@@ -235,6 +235,15 @@ def _check(path: StrPath, tag: str | None) -> None:
         raise EngineError(f"the folder of a checkpoint is {path!r}: pass a string or a path, the same on all ranks")
     if not isinstance(tag, str | None):
         raise EngineError(f"the tag of a checkpoint is {tag!r}: pass a string, or nothing")
+
+
+def _take_position(data: Any, position: Any) -> None:
+    try:
+        data.load_state_dict(position)
+    except EngineError:
+        raise
+    except Exception as error:  # whatever a loader of another library makes of it
+        raise CheckpointError(f"the position of data cannot be taken: {type(error).__name__}: {error}") from error
 
 
 def _raise(failure: Exception) -> None:

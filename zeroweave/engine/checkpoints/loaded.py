@@ -14,7 +14,10 @@ from zeroweave.engine.state_dict import extra_states, names_of, persistent_buffe
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.layout import Fragment
-from zeroweave.optim.several import kind_of
+from zeroweave.optim.check import ELEMENT_WISE
+from zeroweave.optim.options import set_options
+from zeroweave.optim.probe import try_out
+from zeroweave.optim.several import kind_of, members_of
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.account import Balance
 from zeroweave.runtime.bucket import Bucket
@@ -42,7 +45,28 @@ class Loaded:
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
         steps, refused = self._parts.config.gradient_accumulation_steps, optimizer.offload.refused_in
-        return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused)
+        dtypes = {
+            f"param/{layout.keys(slot.name)[b.number]}": b.dtype
+            for b in self._runtime.buckets.values()
+            for layout in (b.layout,)
+            for slot in layout.slots
+        }
+
+        def tried(name: str, index: int, options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+            group = optimizer.optimizer.param_groups[index]
+            user = next(one for one in members_of(optimizer.optimizer) if any(group is of for of in one.param_groups))
+            if type(user) not in ELEMENT_WISE:  # its step may do anything, or needs whole matrices
+                return ""
+            dtype = torch.promote_types(dtypes[f"param/{name}"], torch.float32)  # a master's
+            return try_out(user, group, options, state, dtype)
+
+        def clashes(state: Mapping[Any, Any]) -> list[str]:
+            own = type(scheduler).load_state_dict  # another one takes what it likes
+            if own.__module__ != "torch.optim.lr_scheduler":
+                return []
+            return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
+
+        return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused, dtypes, tried, clashes)
 
     def load_extra(self, fitting: Fitting) -> None:
         """Hands the modules their extra state, which they may refuse."""
@@ -63,7 +87,7 @@ class Loaded:
         self._load_buffers(reader, fitting)
         if optimizer is not None and saved is not None:
             for group, mine in zip(saved.groups, optimizer.optimizer.param_groups, strict=True):
-                _set_options(mine, group.options)
+                set_options(mine, group.options)
         if scheduler is not None and facts.lr_scheduler is not None:
             scheduler.load_state_dict(facts.lr_scheduler.state)
         self._parts.progress.resume(reader.manifest.step)
@@ -172,15 +196,12 @@ class _Gradients:
         return value if self._scale == 1.0 else _wide(value).mul_(self._scale)
 
 
+def _clashes(scheduler: Any, key: Any, value: Any) -> bool:
+    """Would a value take the place of a method, or of the number of steps without being one?"""
+    if not isinstance(key, str) or callable(getattr(type(scheduler), key, None)):
+        return True
+    return key in ("last_epoch", "_step_count") and not isinstance(value, int | float | torch.Tensor)
+
+
 def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
-
-
-def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """An option that is a tensor, such as a learning rate that is captured, stays that tensor; no other becomes one."""
-    for key, value in saved.items():
-        now = group.get(key)
-        if isinstance(now, torch.Tensor):
-            now.copy_(torch.as_tensor(value, dtype=now.dtype, device="cpu"))
-        else:
-            group[key] = value.item() if isinstance(value, torch.Tensor) and key in group else value
