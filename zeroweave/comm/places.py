@@ -126,11 +126,6 @@ class Places:
         """Of all places together."""
         return self._gauge.now
 
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where they begin: what a graph of a step knows of them."""
-        return tuple(place.memory.address for _, place in sorted(self._places.items()))
-
     def close(self) -> None:
         """Gives all memory back, for good. Collective."""
         for _, place in sorted(self._places.items()):

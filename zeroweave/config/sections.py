@@ -162,9 +162,8 @@ class CompileConfig(Section):
     passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Passes of your own behind the built-in ones, each as "module:function"."""
 
-    cuda_graphs: bool | Literal["calls"] = False
-    """true: steps run as CUDA graphs, once they have settled. "calls": executions of compiled templates do, and the
-    program's own code runs in every step."""
+    cuda_graphs: bool = False
+    """Compiled calls are launched as CUDA graphs, once steps have settled; the program's own code runs in each step."""
 
     dynamic: bool | None = None
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""

@@ -102,8 +102,8 @@ class ScheduleSettings:
     """What of the config decides schedules; see docs/schedule.md.
 
     `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, "auto" as
-    `schedule.budget` has it, "none" for no limit of its own. `graphs`: do steps run as CUDA graphs? `regather`: may
-    the pass `heads` do something? `stage`: has anybody asked for asynchronous saves?
+    `schedule.budget` has it, "none" for no limit of its own. `regather`: may the pass `heads` do something? `stage`:
+    has anybody asked for asynchronous saves?
     """
 
     prefetch: int | Literal["auto"]
@@ -111,7 +111,6 @@ class ScheduleSettings:
     memory_budget: int | Literal["auto", "none"]
     fuse: bool
     depth: int
-    graphs: bool = False
     regather: bool = False
     stage: bool = False
 
@@ -129,7 +128,7 @@ class ScheduleSettings:
             made = compile_schedule(record, self.facts(base, costs, memory), passes)
             if self.memory_budget != "auto" or memory is None or costs is None or measured is None:
                 return made
-            before, memory = memory, lowered(memory, made, costs, measured, self.graphs)
+            before, memory = memory, lowered(memory, made, costs, measured)
             if memory == before:
                 return made
 
@@ -159,7 +158,7 @@ class ScheduleSettings:
             return asked if isinstance(asked, int) else None
         match asked:
             case "auto":
-                return budget(costs, measured, self.graphs)
+                return budget(costs, measured)
             case int(most):
                 return most - costs.beside
         return None
@@ -211,9 +210,7 @@ def settings_of(config: Config) -> ScheduleSettings:
     # The optimizer's states take what room there is: both would take the same.
     shared = wanted.memory_budget == "auto" and config.offload.optimizer == "adaptive"
     most = "none" if shared else wanted.memory_budget
-    return ScheduleSettings(
-        wanted.prefetch, wanted.keep, most, wanted.fuse, depth, wanted.cuda_graphs is True, wanted.regather
-    )
+    return ScheduleSettings(wanted.prefetch, wanted.keep, most, wanted.fuse, depth, wanted.regather)
 
 
 def passes_of(config: Config) -> list[Pass]:

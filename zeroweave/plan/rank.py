@@ -196,7 +196,6 @@ class PlannedRank:
                 runtime.transfers,
                 States(),
                 moments_off,
-                rates=None,
                 kernels=fast,
                 compact=compact,
             )

@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.choose import OLDEST_NCCL, Choice
-from zeroweave.engine.graphs.fills import Fills, NoFills
 from zeroweave.report.attention import attempt, attention, of_transformers
 from zeroweave.report.check import Check
 from zeroweave.report.gathers import measured
@@ -49,7 +48,6 @@ def checks() -> Iterator[Check]:
     yield peer_access()
     yield from between_ranks(gpus)
     yield from gathers()
-    yield graphs(gpus)
     for device in ("cpu", "cuda") if gpus else ("cpu",):
         yield attention(device, partial(attempt, device))
         yield inductor(device)
@@ -169,18 +167,6 @@ def gathers() -> Iterator[Check]:
         return
     yield Check("gathers", "ok", str(choice))
     yield from by_size(choice)
-
-
-def graphs(gpus: int) -> Check:
-    """Whether kernels do what small memset nodes would in steps as CUDA graphs."""
-    if not gpus:
-        return Check("CUDA graphs", "ok", "not there without GPUs")
-    try:
-        Fills.on(torch.device("cuda", 0))
-    except NoFills as error:
-        detail = f"small memset nodes stay, which cost some microseconds beside most matmuls: {error}"
-        return Check("CUDA graphs", "slow", detail, "pip install cuda-bindings of the version of PyTorch's CUDA")
-    return Check("CUDA graphs", "ok", "kernels in the place of small memset nodes")
 
 
 def by_size(choice: Choice) -> Iterator[Check]:

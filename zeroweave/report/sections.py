@@ -244,6 +244,7 @@ def compiled(stats: Stats) -> Table:
         ("of them found in Inductor's cache", str(stats.found_templates)),
         ("calls that ran compiled", str(stats.compiled_calls)),
         ("calls that ran eagerly", str(stats.eager_calls)),
+        ("launched as CUDA graphs", str(stats.graphed_calls)),
     )
     return Table("What was compiled", ("", ""), rows)
 
@@ -266,9 +267,9 @@ def remarks(about: About) -> Iterator[Remark]:
             "name them.",
         )
     if not compile_["cuda_graphs"]:
-        yield Remark("No step is captured as a CUDA graph", "compile.cuda_graphs is false.")
-    for reason, count in stats.uncaptured_steps.items():
-        yield Remark(f"Not replayed as a graph: {count} calls", reason)
+        yield Remark("No call is launched as a CUDA graph", "compile.cuda_graphs is false.")
+    for reason, count in stats.ungraphed_calls.items():
+        yield Remark(f"Not launched as a graph: {count} calls", reason)
     if stats.departures:
         why = "A step that computes something else than the schedule says goes on on demand, and is recorded anew."
         yield Remark(f"Steps that departed from their schedule: {stats.departures}", why)

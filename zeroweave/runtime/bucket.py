@@ -323,10 +323,6 @@ class Lingering:
             if not each.let_go():
                 self._lingering.add(bucket)
 
-    def stand(self, buckets: Iterable[int]) -> bool:
-        """Are all of these there, so that nobody has to gather them?"""
-        return all(self._buckets[bucket].good for bucket in buckets)
-
     def gather_again(self) -> None:
         """What is gathered is not what the shards have: whoever holds it sees those from now on. Collective."""
         self.expire()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby, islice
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -76,16 +76,6 @@ class Staging:
             self.arrive(bucket)
 
 
-class Early(Protocol):
-    """Who does parts of a step before its window is over; see `optim.early` and `optim.norms`."""
-
-    def settled(self, bucket: int) -> Callable[[Sequence[int]], object] | None:
-        """A reduction of the bucket has settled. What updates it now; None: it is not updated yet."""
-
-    def end(self) -> Set[int]:
-        """The end of the window begins, which updates all but these buckets."""
-
-
 class Executor:
     """Executes instructions, and knows the holds that they have taken.
 
@@ -111,26 +101,13 @@ class Executor:
         self._late: Exception | None = None
         """what a gather behind an update has failed with, until `finish` raises it: it keeps the program's frames"""
         self._timeline: Timeline | None = None
-        self._early: Early | None = None
-
-    @contextmanager
-    def updating(self, early: Early) -> Iterator[None]:
-        """Inside, `early` hears of each `Settle`; what it does not update is updated at the end of the window."""
-        self._early = early
-        try:
-            yield
-        finally:
-            self._early = None
 
     def note_times(self, timeline: Timeline | None) -> None:
         """Notes the times of instructions there from now on."""
         self._timeline = timeline
 
     def execute(self, instructions: Iterator[Instruction]) -> None:
-        """Executes them in order, with updates that are due early; what a `Fuse` counts, in one launch.
-
-        Other updates are for `finish`.
-        """
+        """Executes them in order; what a `Fuse` counts, in one launch. Updates are for `finish`."""
         timeline = self._timeline
         with unseen():
             for instruction in instructions:
@@ -151,8 +128,6 @@ class Executor:
                         self._gradients.issue(bucket)
                     case Settle(bucket):
                         self._gradients.reductions.settle(bucket)
-                        if self._early is not None and (update := self._early.settled(bucket)) is not None:
-                            self._update((Update(bucket),), update)
                     case Regather(bucket):
                         self._regather(bucket)
                     case Stage(bucket):
@@ -175,9 +150,6 @@ class Executor:
         Where times are noted, each is done by itself. What a gather behind an update fails with comes at the end: half
         of an optimizer step would be lost before. Nothing is gathered behind it, since other ranks gather in turn.
         """
-        if self._early is not None:
-            done = self._early.end()
-            instructions = [i for i in instructions if not (isinstance(i, Update) and i.bucket in done)]
         try:
             for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
                 if not updates:

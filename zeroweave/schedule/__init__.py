@@ -17,7 +17,6 @@ from zeroweave.schedule.cost import Prediction as Prediction
 from zeroweave.schedule.cost import Span as Span
 from zeroweave.schedule.cost import flats_of as flats_of
 from zeroweave.schedule.cost import simulate as simulate
-from zeroweave.schedule.early import early_updates as early_updates
 from zeroweave.schedule.facts import BucketFacts as BucketFacts
 from zeroweave.schedule.facts import Costs as Costs
 from zeroweave.schedule.facts import Facts as Facts

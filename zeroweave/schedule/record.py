@@ -275,17 +275,14 @@ class Operations(Sequence[Operation]):
         return dependencies(self.schedule)
 
 
-def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
+def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
     """The costs that steps of one schedule had: of each time the median, of each memory the most.
 
     A collective counts with its shortest time, because it takes longer where ranks wait for each other in it.
-    ``room``: bytes that could be allocated at most; 0 where nobody knows. ``held``: the device was held in the steps,
-    in each of them at another place, so that the host was ahead behind it. Elsewhere the device may have waited for the
-    host, which makes times longer. So the shortest of each counts then.
+    ``room``: bytes that could be allocated at most; 0 where nobody knows.
     """
     if not steps:
         raise ScheduleError("no step was recorded")
-    typical = min if held else median_high
     computes = [_compute(step) for step in steps]
     updates: dict[int, list[float]] = {}
     for step in steps:
@@ -294,8 +291,8 @@ def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
                 updates.setdefault(moment.instruction.bucket, []).append(moment.stop - moment.start)
     (gather, gathers), (reduce, reduces) = (_times(steps, kind) for kind in ("all_gather", "reduce_scatter"))
     costs = Costs(
-        compute=tuple(typical(each) for each in zip(*computes, strict=True)),
-        update={bucket: typical(seconds) for bucket, seconds in sorted(updates.items())},
+        compute=tuple(median_high(each) for each in zip(*computes, strict=True)),
+        update={bucket: median_high(seconds) for bucket, seconds in sorted(updates.items())},
         gathers=gathers,
         reductions=reduces,
         gather=gather,
