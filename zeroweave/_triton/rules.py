@@ -49,7 +49,7 @@ def _gradient(gradient, factor, at, there, FACTOR: tl.constexpr, MAXIMIZE: tl.co
 
 @triton.jit
 def _there(numel, SIZE: tl.constexpr):
-    """The elements of this program, and which of them there are."""
+    """The indices of the elements of this program, and which of them exist."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     return at, at < numel
 

@@ -81,16 +81,12 @@ def facts_of(
     layouts = tuple(layouts)
     whole = config.gradient_clipping is not None or checks(config, layouts)
     in_turn = optimizer is not None and optimizer.by_bucket
-    on_device = not (policy.masters_off or policy.params_off)
-    # Where `step()` gathers all of the model, nothing is left to gather under its updates.
-    regather = in_turn and on_device and not config.gather_after_step
     return Facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
         kept_by_stage=policy.kept_by_stage,
         depth=config.reduce.depth,
         prefetch=1,
         update_by_bucket=in_turn and not whole,
-        regather=regather,
         free=policy.free_threshold is not None,
         offload=policy.offload_threshold is not None,
         placed=frozenset(b.id for b in layouts if least is not None and b.world > 1 and b.nbytes >= least),
@@ -102,8 +98,7 @@ class ScheduleSettings:
     """What of the config decides schedules; see docs/schedule.md.
 
     `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, "auto" as
-    `schedule.budget` has it, "none" for no limit of its own. `regather`: may the pass `heads` do something? `stage`:
-    has anybody asked for asynchronous saves?
+    `schedule.budget` has it, "none" for no limit of its own. `stage`: has anybody asked for asynchronous saves?
     """
 
     prefetch: int | Literal["auto"]
@@ -111,7 +106,6 @@ class ScheduleSettings:
     memory_budget: int | Literal["auto", "none"]
     fuse: bool
     depth: int
-    regather: bool = False
     stage: bool = False
 
     def schedule(
@@ -141,7 +135,6 @@ class ScheduleSettings:
             fuse=self.fuse,
             depth=self.depth,
             stage=self.stage,
-            regather=base.regather and self.regather,
             memory=memory,
             costs=costs,
         )
@@ -184,7 +177,6 @@ class PlanChanges(TypedDict, total=False):
     memory_budget: int | Literal["auto", "none"] | None
     fuse: bool | None
     depth: int | None
-    regather: bool | None
 
 
 def changes_of(prefetch: Prefetch | None = None, **others: Unpack[PlanChanges]) -> dict[str, Any]:
@@ -210,7 +202,7 @@ def settings_of(config: Config) -> ScheduleSettings:
     # The optimizer's states take what room there is: both would take the same.
     shared = wanted.memory_budget == "auto" and config.offload.optimizer == "adaptive"
     most = "none" if shared else wanted.memory_budget
-    return ScheduleSettings(wanted.prefetch, wanted.keep, most, wanted.fuse, depth, wanted.regather)
+    return ScheduleSettings(wanted.prefetch, wanted.keep, most, wanted.fuse, depth)
 
 
 def passes_of(config: Config) -> list[Pass]:

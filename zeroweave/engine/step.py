@@ -155,12 +155,11 @@ class OptimizerStep:
         if self._config.gradient_clipping is not None:
             self._scaler.clip(self._config.gradient_clipping)
         update = optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates))
-        regathered = frozenset[int]()
         try:
-            regathered = replay.finish(update, updates, optimizer.by_bucket)
+            replay.finish(update, updates)
         finally:
             for bucket in absent:
-                self._runtime.buckets[bucket].renew(bucket in regathered)
+                self._runtime.buckets[bucket].renew()
 
     def _give_up(self, buckets: Sequence[int]) -> None:
         """Nothing is done with the gradients of these buckets."""

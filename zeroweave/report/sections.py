@@ -16,7 +16,7 @@ from zeroweave.engine.stats import Stats
 from zeroweave.layout import BucketLayout
 from zeroweave.report.course import Course, Courses
 from zeroweave.report.tables import size
-from zeroweave.schedule import Reduce, Regather, Schedule, Settle, Unshard, Wait
+from zeroweave.schedule import Reduce, Schedule, Settle, Unshard, Wait
 from zeroweave.schedule.cost import Lane
 
 PHASES: Final = {
@@ -114,9 +114,8 @@ def exposed(shown: Courses) -> tuple[Table, str]:
         if (at := issued.get(index)) is None:
             return "a copy of activations"
         collective = schedule.instructions[at]
-        assert isinstance(collective, Unshard | Reduce | Regather)
-        before = ", gathered at the end of the step before," if isinstance(collective, Regather) else ""
-        return size(schedule.facts.sizes[collective.bucket]) + before + after.get(at, "")
+        assert isinstance(collective, Unshard | Reduce)
+        return size(schedule.facts.sizes[collective.bucket]) + after.get(at, "")
 
     found = sorted(
         {index for course in shown.courses for index in course.waits},
@@ -137,11 +136,8 @@ def exposed(shown: Courses) -> tuple[Table, str]:
 
 
 def _issuers(schedule: Schedule) -> dict[int, int]:
-    """For each Wait and Settle, by index, that of the instruction that starts what it waits for.
-
-    That is an Unshard, a Reduce, or a Regather, which the step before has executed.
-    """
-    gathers = {i.bucket: index for index, i in enumerate(schedule.instructions) if isinstance(i, Regather)}
+    """For each Wait and Settle, by index, that of the Unshard or Reduce that starts what it waits for."""
+    gathers: dict[int, int] = {}
     reductions: dict[int, deque[int]] = {}
     found: dict[int, int] = {}
     for index, instruction in enumerate(schedule.instructions):

@@ -22,7 +22,6 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Offload,
     Reduce,
-    Regather,
     Release,
     Reload,
     Reshard,
@@ -98,8 +97,6 @@ class Executor:
         self.holds: Counter[int] = Counter()
         self.executed: list[Instruction] = []
         """of this window, in order"""
-        self._late: Exception | None = None
-        """what a gather behind an update has failed with, until `finish` raises it: it keeps the program's frames"""
         self._timeline: Timeline | None = None
 
     def note_times(self, timeline: Timeline | None) -> None:
@@ -128,8 +125,6 @@ class Executor:
                         self._gradients.issue(bucket)
                     case Settle(bucket):
                         self._gradients.reductions.settle(bucket)
-                    case Regather(bucket):
-                        self._regather(bucket)
                     case Stage(bucket):
                         self.staging.start(bucket)
                     case Free():
@@ -147,40 +142,18 @@ class Executor:
     def finish(self, instructions: Iterable[Instruction], update: Callable[[Sequence[int]], object]) -> None:
         """Executes the end of a window. `update(bucket ids)` is what neighbouring `Update`s do.
 
-        Where times are noted, each is done by itself. What a gather behind an update fails with comes at the end: half
-        of an optimizer step would be lost before. Nothing is gathered behind it, since other ranks gather in turn.
+        Where times are noted, each is done by itself.
         """
-        try:
-            for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
-                if not updates:
-                    self.execute(neighbours)
-                elif self._timeline is None:
-                    self._update(cast(Sequence[Update], tuple(neighbours)), update)
-                else:
-                    for each in cast(Iterable[Update], neighbours):
-                        before = self._timeline.mark()
-                        self._update((each,), update)
-                        self._timeline.add(each, before)
-        except BaseException as error:
-            if self._late is not None:  # it may be the reason, as in a capture, where all fails behind an error
-                error.add_note(f"Before that, a gather behind an update failed: {self._take_late()!r}")
-            raise
-        if self._late is not None:
-            raise self._take_late()
-
-    def _take_late(self) -> Exception:
-        late, self._late = self._late, None
-        assert late is not None
-        return late
-
-    def _regather(self, bucket: int) -> None:
-        if self._late is not None:
-            self._buckets[bucket].expire()
-            return
-        try:
-            self._buckets[bucket].regather()
-        except Exception as error:
-            self._late = error
+        for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
+            if not updates:
+                self.execute(neighbours)
+            elif self._timeline is None:
+                self._update(cast(Sequence[Update], tuple(neighbours)), update)
+            else:
+                for each in cast(Iterable[Update], neighbours):
+                    before = self._timeline.mark()
+                    self._update((each,), update)
+                    self._timeline.add(each, before)
 
     def _lands(self, instruction: Instruction) -> bool:
         """Is it a `Settle` with something to do? A program that reads gradients has settled what was in flight."""

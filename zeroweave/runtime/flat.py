@@ -150,12 +150,6 @@ class Flat:
         self.gathers += 1
         self.standing = self.stays
 
-    def regather(self) -> None:
-        """The shard has new values, which are gathered where the old ones lie. It stands again, if it is to stay."""
-        self.wait()
-        self.standing = False
-        self.gather()
-
     def stay(self, stays: bool) -> bool:
         """Whether it is to stand behind its last hold from now on. False if it does not, and lingers.
 

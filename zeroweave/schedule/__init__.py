@@ -38,7 +38,6 @@ from zeroweave.schedule.instructions import Offload as Offload
 from zeroweave.schedule.instructions import Phase as Phase
 from zeroweave.schedule.instructions import Ready as Ready
 from zeroweave.schedule.instructions import Reduce as Reduce
-from zeroweave.schedule.instructions import Regather as Regather
 from zeroweave.schedule.instructions import Release as Release
 from zeroweave.schedule.instructions import Reload as Reload
 from zeroweave.schedule.instructions import Reshard as Reshard

@@ -172,8 +172,6 @@ class Facts:
     memory: bytes of flats, reductions in flight and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
     costs: what was measured; None before.
-    regather: what the next step needs first may be gathered anew behind its update (see passes/heads.py). Possible
-    where an ``Update`` is over before what comes behind it.
     """
 
     buckets: tuple[BucketFacts, ...]
@@ -189,7 +187,6 @@ class Facts:
     placed: frozenset[int] = frozenset()
     memory: int | None = None
     costs: Costs | None = None
-    regather: bool = False
 
     def __post_init__(self) -> None:
         if len(self.by_id) != len(self.buckets):

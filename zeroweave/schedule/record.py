@@ -25,7 +25,6 @@ from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
 from zeroweave.schedule.instructions import (
     Instruction,
-    Regather,
     Release,
     Settle,
     Update,
@@ -167,16 +166,12 @@ class Step:
         arrived: list[float] = []  # when all of its launch was over, by place in operations
         over, after, parts = 0.0, "", deque[tuple[float, float]]()  # of the launch that is being gone through
         waits: dict[int, float] = {}
-        early: dict[int, float] = {}  # bucket -> how long was waited for what the step before has gathered
         for index, moment in enumerate(moments):
             instruction, until = moment.instruction, moment.start
             awaited: int | None = None  # place in operations
             match instruction:
                 case Wait(bucket):
                     awaited = gathered.get(bucket)
-                    if awaited is None and bucket in schedule.regathers:  # the step before has gathered it
-                        until = moment.stop
-                        early[bucket] = early.get(bucket, 0.0) + moment.stop - moment.start
                 case Settle(bucket) if flying.get(bucket):
                     awaited = flying[bucket].popleft()
                 case Release():
@@ -206,9 +201,8 @@ class Step:
                     free[beside] = max(over, free[beside])
                     parts = deque(divided(start, over, [schedule.facts.sizes[sent[each][1]] for each in launch]))
                 begin, end = parts.popleft()
-                exposed = early.get(bucket, 0.0) if isinstance(instruction, Regather) else 0.0
                 what = kind, facts.id, facts.name, facts.nbytes, index
-                operations.append(Operation(*what, issued, begin, end, exposed, after, launch[0]))
+                operations.append(Operation(*what, issued, begin, end, 0.0, after, launch[0]))
                 arrived.append(over)
                 lane[beside] = f"the {kind} of {facts.name}"
             if is_event(instruction):
@@ -226,9 +220,7 @@ def _sent(
     found: dict[int, tuple[Kind, int, float, float]] = {}
     for index, (kind, bucket) in schedule.sends.items():
         if queue := times.get((kind, bucket)):
-            # A Regather is the last one of the step.
-            again = isinstance(schedule.instructions[index], Regather)
-            found[index] = kind, bucket, *(queue.pop() if again else queue.popleft())
+            found[index] = kind, bucket, *queue.popleft()
     return found
 
 
