@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
 from tests.support.commands import zeroweave
-from zeroweave.engine.graphs.fills import NoFills
 from zeroweave.report import doctor
 
 
@@ -107,17 +105,6 @@ def test_a_gpu_that_pytorch_cannot_use(
 ) -> None:
     check = doctor.no_gpu(cuda, present, visible)
     assert (check.state, check.cure) == (state, cure)
-
-
-@pytest.mark.parametrize(("gpus", "missing", "state"), [(0, "all", "ok"), (2, "", "ok"), (2, "no such call", "slow")])
-def test_memset_nodes_of_graphs(gpus: int, missing: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on(device: torch.device) -> None:
-        if missing:
-            raise NoFills(missing)
-
-    monkeypatch.setattr(doctor.Fills, "on", on)
-    found = doctor.graphs(gpus)
-    assert found.state == state and ("cuda-bindings" in found.cure and missing in found.detail) == (state == "slow")
 
 
 def test_gpus_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
