@@ -43,6 +43,10 @@ PROGRAMS: list[tuple[Callable[..., Any], Case]] = [
 ]
 
 
+def named(value: object) -> str:
+    return getattr(value, "__name__", str(value))
+
+
 @daily("case", DAILY, [case for case in LOOPS if case not in DAILY], ids=str)
 def test_loops(case: Case) -> None:
     differs, told = compared(case)
@@ -50,7 +54,7 @@ def test_loops(case: Case) -> None:
     assert told.launched > case.steps and told.launched > 2 * told.captures, told
 
 
-@daily(("program", "case"), PROGRAMS[-1:], PROGRAMS[:-1], ids=str)
+@daily(("program", "case"), PROGRAMS[-1:], PROGRAMS[:-1], ids=named)
 def test_programs(program: Callable[..., Any], case: Case) -> None:
     differs, told = programs.compared(program, case)
     assert not differs
