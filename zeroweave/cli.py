@@ -47,7 +47,7 @@ def options(
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-@app.command(short_help="Train a small language model, and check the run.")
+@app.command(short_help="Compare the stages with DDP, and train a small language model.")
 def demo(
     stage: Annotated[int, typer.Option(metavar="N", min=1, max=3, help="ZeRO stage")] = 3,
     ranks: Annotated[
@@ -64,7 +64,7 @@ def demo(
         Path | None, typer.Option(metavar="DIR", help="save to this folder, and go on from what is there")
     ] = None,
 ) -> None:
-    """Train a small language model on the text of Python's help(), then check the run and show its schedule.
+    """Compare the ZeRO stages with DDP, train a small language model on Python's help(), and show its schedule.
 
     Exits with 1 if a check fails. The last line of standard output is one JSON object with the figures.
     """
@@ -216,7 +216,7 @@ app.command(short_help="Say what training a model takes in memory and time.")(pl
 def doctor() -> None:
     """Check what this machine can do, and name the command or the setting that mends what is wrong.
 
-    Versions, settings, devices, links between ranks, attention, and whether Inductor compiles here. Exits with 1 if
+    Versions, settings, devices, links between ranks, and whether Inductor compiles here. Exits with 1 if
     training cannot work.
     """
     from zeroweave.report.doctor import checks

@@ -1,14 +1,13 @@
-"""Which way gathers take: what is measured decides, and what cannot be is said."""
+"""Which gathers copy engines run, and why they run none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-import pytest
 import torch
 
 from tests.support.harness import Pools
-from zeroweave.comm.choose import SIZES, Asked, Choice, Cost, decide, refused
+from zeroweave.comm.choose import LEAST, Asked, Choice, choose, refused
 from zeroweave.errors import ConfigError
 from zeroweave.ranks.control import Control
 
@@ -16,38 +15,32 @@ CPU = torch.device("cpu")
 MIB = 1 << 20
 
 
-def costs(*totals: float) -> tuple[Cost, ...]:
-    return tuple(Cost(size, total / 4, 3 * total / 4, total) for size, total in zip(SIZES, totals, strict=False))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "copies", "least"),
-    [
-        ((1, 2, 3, 4, 5), (9, 9, 2, 3, 4), 16 * MIB),
-        ((1, 2, 3, 4, 5), (0, 0, 0, 0, 0), MIB),
-        ((1, 2, 3, 4, 5), (0, 9, 0, 0, 0), 16 * MIB),
-        ((1, 2, 3, 4, 5), (0, 0, 0, 0, 5), None),
-        ((1, 2), (2, 1), 4 * MIB),
-    ],
-)
-def test_copy_engines_gather_from_the_size_on_where_they_cost_less(
-    kernel: Sequence[float], copies: Sequence[float], least: int | None
-) -> None:
-    choice = decide(costs(*kernel), costs(*copies))
-    assert choice.least == least
-    assert len(list(choice.table())) == len(kernel)
-
-
 def test_it_says_what_was_chosen_and_why() -> None:
-    assert str(decide(costs(2), costs(1))) == "by copy engine from 1 MiB on: measured at the start"
-    assert str(decide(costs(1), costs(2))) == "by kernel: it costs less, measured at the start"
+    assert str(Choice("it is faster", LEAST)) == "by copy engine from 1 MiB on: it is faster"
     assert str(Choice("it is asked for", 1)) == "by copy engine: it is asked for"
     assert str(Choice("ranks compute on cpu")) == "by kernel: ranks compute on cpu"
-    by_kernel, by_copy = Cost(16 * MIB, 1e-4, 2e-4, 5e-5), Cost(16 * MIB, 1e-5, 3e-4, 4e-4)
-    (row,) = Choice("", None, (by_kernel,), (by_copy,)).table()
-    assert row == ("16", "0.050", "0.200", "0.100", "0.400", "0.300", "0.010")
-    (row,) = Choice("", None, (Cost(MIB, 1e-4, 2e-4),), (by_copy,)).table()
-    assert row == ("1", "–", "0.200", "0.100", "0.400", "0.300", "0.010")
+
+
+class Engines:
+    """Copy engines on paper."""
+
+    def __init__(self, why_not: str = "") -> None:
+        self.why_not, self.open = why_not, 0
+
+    def make(self, nbytes: int) -> Engines | None:
+        self.open += not self.why_not
+        return None if self.why_not else self
+
+    def close(self) -> None:
+        self.open -= 1
+
+
+def test_copy_engines_gather_from_a_size_on_or_all_or_nothing() -> None:
+    engines: Any = Engines()
+    assert choose("auto", engines).least == LEAST and engines.open == 0
+    assert choose("copy_engine", engines).least == 1
+    none: Any = Engines("no memory pool")
+    assert choose("auto", none) == Choice("memory cannot be registered (no memory pool)")
 
 
 def test_where_nothing_is_gathered_between_gpus_kernels_do() -> None:

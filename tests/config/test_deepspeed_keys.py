@@ -51,9 +51,12 @@ def test_what_is_switched_off_is_zeroweaves_default() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"compile": {"deepcompile": "yes"}}, "compile.deepcompile is 'yes': true or false"),
-        ({"compile": {"backend": "cudagraphs"}}, "compile.backend is 'cudagraphs': 'inductor' or 'aot_eager'"),
-        ({"compile": {"free_activation_threshold": 1.5}}, "compile.free_activation_threshold is 1.5: a whole number"),
+        ({"compile": {"deepcompile": "yes"}}, "compile.deepcompile must be a valid boolean, not 'yes'"),
+        ({"compile": {"backend": "cudagraphs"}}, "compile.backend must be 'inductor' or 'aot_eager', not 'cudagraphs'"),
+        (
+            {"compile": {"free_activation_threshold": 1.5}},
+            "compile.free_activation_threshold must be a valid integer, not 1.5",
+        ),
         ({"compile": True}, "compile is True: a section of keys"),
         (
             {"gradient_allreduce_op": "sum"},

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.commands import zeroweave
+from zeroweave.demo.run import bit_equal, problems, relative_difference
 
 WAYS = [
     pytest.param((3, ["--eager", "--profile"]), id="stage 3, eager, profiled"),
@@ -39,19 +42,14 @@ def test_the_model_learns_and_equals_ddp(run: tuple[str, dict[str, Any], int]) -
 
 
 @pytest.mark.matrix
-def test_collectives_are_the_schedules_and_the_profilers(run: tuple[str, dict[str, Any], int]) -> None:
+def test_collectives_are_those_of_the_stage(run: tuple[str, dict[str, Any], int]) -> None:
     _, figures, stage = run
     # Six buckets: embedding, four blocks, head. Stage 3 gathers the blocks twice, except that the embedding's
     # backward needs no value and the head is used at the end of the forward and the start of the backward. Where
     # measured times ask for gathers two calls ahead, up to two blocks before the head stay gathered at the turn.
-    gathers = range(8, 11) if stage == 3 else (6,)
-    payload = 4 * 869_504
-    for source in ("measured", "schedule", "independent"):
-        counts = figures["collectives"][source]
-        assert counts == {"all_gather": counts["all_gather"], "reduce_scatter": 6} and counts["all_gather"] in gathers
-        assert counts == figures["collectives"]["schedule"]
-        assert figures["bytes"][source]["reduce_scatter"] == pytest.approx(payload, rel=0.01)
-    assert figures["bytes"]["measured"] == figures["bytes"]["schedule"] == figures["bytes"]["independent"]
+    counts = figures["collectives"]
+    assert counts == {"all_gather": counts["all_gather"], "reduce_scatter": 6}
+    assert counts["all_gather"] in (range(8, 11) if stage == 3 else (6,))
 
 
 @pytest.mark.matrix
@@ -62,19 +60,7 @@ def test_the_profile_is_there_when_it_was_asked_for(run: tuple[str, dict[str, An
         assert profile is None and "without communication" not in output
         return
     assert profile["seconds_step"] > 0 and profile["seconds_step_without_communication"] > 0
-    assert {kind: sent["calls"] for kind, sent in profile["would_send"].items()} == figures["collectives"]["schedule"]
-    assert {kind: sent["payload"] for kind, sent in profile["would_send"].items()} == figures["bytes"]["schedule"]
-    assert all(2 * sent["wire"] == sent["payload"] for sent in profile["would_send"].values())  # two ranks
     assert "a step takes" in output and "without communication" in output
-
-
-@pytest.mark.matrix
-def test_state_is_what_layout_and_schedule_say(run: tuple[str, dict[str, Any], int]) -> None:
-    _, figures, _ = run
-    memory = figures["memory"]
-    assert memory["measured"] == memory["formula"]
-    assert all(memory["formula"][name] <= limit for name, limit in memory["bound"].items())
-    assert memory["measured"]["optimizer"] == pytest.approx(2 * memory["measured"]["shards"], rel=0.01)
 
 
 @pytest.mark.matrix
@@ -83,8 +69,9 @@ def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int
     assert "Run layers.1 forward [layers.1]" in output and "Run layers.1 backward [layers.1]" in output
     freed = output.index("Reshard layers.1") < output.index("Run layers.1 backward")
     assert freed is (stage == 3), "whatever was measured, a stage 3 block goes before its backward"
-    assert "stages 1, 2 and 3, same seed: equal in every bit" in output
-    assert "all_gather" in output and "gradient_flats_peak" in output
+    rows = [line.split("  ") for line in output.splitlines() if line.startswith("stage ")]
+    assert [row[0] for row in rows] == ["stage 1", "stage 2", "stage 3"]
+    assert all("every bit equal" in row for row in rows)
     assert " |" in output and "*" in output
 
 
@@ -107,3 +94,35 @@ def test_an_error_of_a_rank_ends_the_demo_with_its_reason(tmp_path: Path) -> Non
     done = zeroweave("demo", "--eager", "--steps", 1, "--json", tmp_path / "no" / "such" / "folder.json")
     assert done.returncode == 1
     assert "zeroweave: rank 0 failed with exit code 1: FileNotFoundError" in done.stderr
+
+
+FINE = {"stages_bit_equal": True, "grad_rel_diff_vs_ddp": 1e-7, "replayed": True}
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        ({"stages_bit_equal": False}, "bit-equal"),
+        ({"grad_rel_diff_vs_ddp": 0.5}, "differs from DDP's by 5.0e-01"),
+        ({"grad_rel_diff_vs_ddp": math.nan}, "differs from DDP's"),
+        ({"replayed": False}, "not the schedule's"),
+    ],
+)
+def test_a_check_that_fails_is_named(figures: dict[str, Any], says: str) -> None:
+    assert problems(FINE) == []
+    (problem,) = problems(FINE | figures)
+    assert says in problem
+
+
+def test_the_largest_relative_difference() -> None:
+    reference = {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(4)}
+    ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.ones(4), "unused": None}
+    assert relative_difference(ours, reference) == pytest.approx(0.1)
+    assert relative_difference(ours | {"b": None}, reference) == math.inf
+
+
+def test_equality_is_of_bits() -> None:
+    nan, zero = torch.tensor([math.nan]), torch.zeros(1)
+    assert bit_equal(({"a": nan, "b": None},), ({"a": nan.clone(), "b": None},))
+    assert not bit_equal(({"a": zero},), ({"a": -zero},))
+    assert not bit_equal(({"a": zero},), ({"a": None},))

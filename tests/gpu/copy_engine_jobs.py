@@ -230,15 +230,15 @@ def kernels(stage: int) -> tuple[dict[str, int], dict[str, int], dict[str, int]]
         return tally(names), tally([kind for kind, _ in engine.schedule.collectives()]), issued
 
 
-def automatic() -> tuple[str, int | None, list[tuple[str, ...]], float, list[float]]:
-    """What is chosen for WIDE, the table, the seconds of `initialize`, and some losses."""
+def automatic() -> tuple[str, int | None, float, list[float]]:
+    """What is chosen for WIDE, the seconds of `initialize`, and some losses."""
     device = join()
     begin = time.perf_counter()
     with start(WIDE, config(3, "eager", torch.bfloat16), torch.bfloat16) as engine:
         seconds = time.perf_counter() - begin
         choice = engine._parts.gathers
         losses = [step(engine, tokens(WIDE, device, index)) for index in range(3)]
-        return str(choice), choice.least, list(choice.table()), seconds, losses
+        return str(choice), choice.least, seconds, losses
 
 
 # ---------------------------------------------------------------------- captured

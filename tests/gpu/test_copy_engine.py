@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gathers import SIZES, measured
 from tests.gpu import copy_engine_jobs as jobs
 from tests.gpu import graph_jobs
 from tests.gpu.graph_jobs import Case
 from tests.gpu.leaving import WAYS
-from zeroweave.report.gathers import measured
+from zeroweave.comm import choose
 
 pytestmark = pytest.mark.gpus(2)
 Ranks = Callable[..., list[Any]]
@@ -74,14 +75,11 @@ def test_no_kernel_gathers(ranks: Ranks, stage: int) -> None:
 
 
 def test_all_ranks_choose_the_same_way(ranks: Ranks) -> None:
-    (told, least, table, seconds, losses), *others = ranks(jobs.automatic)
-    print(told, *table, f"{seconds:.2f} s to initialize", sep="\n")
-    assert table
-    for nbytes, kernel_alone, kernel, kernel_lost, copy_alone, copy, copy_lost in table:
-        assert kernel_alone == copy_alone == "–", "an engine measures what decides, and no more"
-        assert all(float(cell) >= 0 for cell in (nbytes, kernel, kernel_lost, copy, copy_lost)), table
+    (told, least, seconds, losses), *others = ranks(jobs.automatic)
+    print(told, f"{seconds:.2f} s to initialize", sep="\n")
+    assert least == choose.LEAST
     for other in others:
-        assert other[:3] == (told, least, table)
+        assert other[:2] == (told, least)
     assert all(loss == loss for loss in losses)
 
 
@@ -115,10 +113,10 @@ def test_evaluation_between_replays_disturbs_nothing(ranks: Ranks, stage: int, a
         assert same and replayed > 10 * accumulated, (same, replayed)
 
 
-def test_the_doctor_measures() -> None:
-    choice = measured(torch.cuda.device_count())
-    print(choice, *choice.table(), sep="\n")
-    assert len(list(choice.table())) == 5
+def test_gathers_are_measured() -> None:
+    for costs in measured(torch.cuda.device_count()):
+        assert [cost.nbytes for cost in costs] == [*SIZES]
+        assert all(cost.alone > 0 and cost.beside > 0 and cost.lost >= 0 for cost in costs), costs
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from zeroweave.report.links import FLOORS, Links, found, links, measured
+from zeroweave.report.apart import answer_of
+from zeroweave.report.links import FLOORS, Links, links, measured
 
 PAIRS = ["0-1", "0-2", "0-3", "1-2", "1-3", "2-3"]
 
@@ -20,17 +21,17 @@ def of(device: str, hosts: str, **rates: float) -> Links:
 @pytest.mark.parametrize(("device", "hosts"), [("cuda", "aaaa"), ("cpu", "aaaa"), ("cuda", "aabb")])
 def test_links_that_are_alike(device: str, hosts: str) -> None:
     (check,) = links(of(device, hosts))
-    assert (check.state, check.detail) == ("ok", "4 ranks exchange 100.0 GB/s each with each other")
+    assert (check.state, check.detail) == ("ok", "4 ranks exchange 100.0 to 100.0 GB/s, each with each")
     assert "50.0 to 100.0 GB/s" in next(links(of(device, hosts, p23=50.0))).detail
 
 
 @pytest.mark.parametrize(
     ("device", "hosts", "says", "cure"),
     [
-        ("cuda", "aaaa", "ranks 1 and 2 exchange 30.00 GB/s, others of their kind 100.00", "set CUDA_VISIBLE_DEVICES"),
-        ("cpu", "aaaa", "ranks 1 and 2 exchange 30.00 GB/s", "export GLOO_SOCKET_IFNAME=lo"),
-        ("cuda", "aabb", "ranks 1 and 2 (a and b) exchange 30.00 GB/s", "export NCCL_SOCKET_IFNAME=<the fastest"),
-        ("cpu", "aabb", "ranks 1 and 2 (a and b) exchange 30.00 GB/s", "export GLOO_SOCKET_IFNAME=<the fastest"),
+        ("cuda", "aaaa", "ranks 1 on a and 2 on a exchange 30.00 GB/s, others of", "set CUDA_VISIBLE_DEVICES"),
+        ("cpu", "aaaa", "ranks 1 on a and 2 on a exchange 30.00 GB/s", "export GLOO_SOCKET_IFNAME=lo"),
+        ("cuda", "aabb", "ranks 1 on a and 2 on b exchange 30.00 GB/s", "export NCCL_SOCKET_IFNAME=<the fastest"),
+        ("cpu", "aabb", "ranks 1 on a and 2 on b exchange 30.00 GB/s", "export GLOO_SOCKET_IFNAME=<the fastest"),
     ],
 )
 def test_a_link_that_is_slower_than_the_others(device: str, hosts: str, says: str, cure: str) -> None:
@@ -52,13 +53,12 @@ def test_links_that_are_all_slow(device: str, inside: bool) -> None:
         assert [check.state for check in links(two)] == [state]
 
 
-def test_what_is_told_is_found() -> None:
-    told = of("cuda", "aabb", p01=3.25)
-    assert found(f"a warning\n{told.told()}\nok       links: fine\n", "") == told
+def test_what_ranks_print_is_found() -> None:
+    assert answer_of("links: ", 'a warning\nlinks: {"0-1": 3.25}\nok       links: fine\n', "") == {"0-1": 3.25}
     with pytest.raises(RuntimeError, match=r"^the ranks told nothing$"):
-        found("", "")
+        answer_of("links: ", "", "")
     with pytest.raises(RuntimeError, match="ValueError: no GPU"):
-        found("", "Traceback\n  ValueError: no GPU\nclosing")
+        answer_of("links: ", "", "Traceback\n  ValueError: no GPU\nclosing")
 
 
 @pytest.mark.matrix

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from zeroweave.report.settings import (
     ROOM,
     VARIABLES,
     _quota,
-    _within,
     libraries,
     of_this_machine,
     shared_memory,
@@ -57,7 +55,7 @@ DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "doctor.md").read_tex
 
 
 def test_every_variable_has_a_wrong_value_here_and_a_row_in_the_document() -> None:
-    assert WRONG.keys() == {each.name for each in VARIABLES}
+    assert WRONG.keys() == VARIABLES.keys()
     assert all(f"`{name}`" in DOCUMENT for name in WRONG)
 
 
@@ -66,7 +64,7 @@ def test_a_variable_that_slows_training_down(name: str) -> None:
     (check,) = of({name: WRONG[name]})
     assert (check.name, check.state, check.cure) == (name, "slow", f"unset {name}")
     assert check.detail.startswith(f"{WRONG[name]}: ")
-    needed = next(each.gpus for each in VARIABLES if each.name == name)
+    needed = VARIABLES[name][0]
     for gpus in range(3):
         assert (of({name: WRONG[name]}, gpus)[0].state == "slow") is (gpus >= needed)
 
@@ -115,9 +113,9 @@ def test_a_network_interface_that_is_not_there(name: str, value: str, absent: st
         ({"OMP_NUM_THREADS": "4"}, 8, None, 2, "", ""),
         ({"OMP_NUM_THREADS": "1"}, 8, 2.0, 2, "", ""),
         ({"OMP_NUM_THREADS": "8"}, 8, None, 4, "32 threads of 4 ranks on 8 cores", "export OMP_NUM_THREADS=2"),
-        ({"OMP_NUM_THREADS": "2"}, 8, 1.5, 1, "2 threads of 1 ranks on 1 core", "export OMP_NUM_THREADS=1"),
+        ({"OMP_NUM_THREADS": "2"}, 8, 1.5, 1, "2 threads of 1 ranks on 1 cores", "export OMP_NUM_THREADS=1"),
         ({"OMP_NUM_THREADS": "all"}, 8, None, 4, "'all', which is no number", "export OMP_NUM_THREADS=2"),
-        ({}, 64, 4.0, 1, "a rank starts 64 threads, and 4 cores may be used", "export OMP_NUM_THREADS=4"),
+        ({}, 64, 4.0, 1, "64 threads of 1 ranks on 4 cores", "export OMP_NUM_THREADS=4"),
         ({}, 4, None, 8, "4 cores for 8 ranks", "give the job 8 cores"),
     ],
 )
@@ -130,15 +128,11 @@ def test_cpu_threads(
 
 
 def test_a_containers_share_of_the_cores(tmp_path: Path) -> None:
-    assert _quota(tmp_path) is None
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    for share, quota in (("-1", None), ("50000", 0.5)):
-        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(f"{share}\n")
-        assert _quota(tmp_path) == quota
+    limits = tmp_path / "cpu.max"
+    assert _quota(limits) is None
     for text, quota in (("max 100000\n", None), ("150000 100000\n", 1.5)):
-        (tmp_path / "cpu.max").write_text(text)
-        assert _quota(tmp_path) == quota
+        limits.write_text(text)
+        assert _quota(limits) == quota
 
 
 def test_shared_memory() -> None:
@@ -146,7 +140,7 @@ def test_shared_memory() -> None:
     for total, free, cure in (
         (64 << 20, 64 << 20, "docker run --shm-size=16g"),
         (16 * ROOM, 1 << 20, "ls -l /dev/shm"),
-        (None, None, "mount -t tmpfs"),
+        (0, 0, "docker run --shm-size=16g"),
     ):
         check = shared_memory(total, free)
         assert check.state == "slow" and check.cure.startswith(cure)
@@ -178,29 +172,6 @@ def test_libraries_outside_of_it() -> None:
     assert old.detail == "2.7.9 is not the tested >=2.8"
     assert (absent.name, absent.state, absent.cure) == ("rich", "failed", "pip install 'rich'")
     assert (optional.state, optional.cure) == ("limited", "pip install 'transformers==4.57.1'")
-
-
-@pytest.mark.parametrize(
-    ("version", "wanted", "within"),
-    [
-        ("2.8", ">=2.8", True),
-        ("2.8.0", "==2.8", True),
-        ("2.10.1", ">=2.9,<2.11", True),
-        ("2.11.0a0+git", ">=2.9,<2.11", False),
-        ("10.0", ">=9.5", True),
-        ("2.7.9", ">=2.8", False),
-        ("3", "<=3,>2", True),
-        ("2", "<=3,>2", False),
-    ],
-)
-def test_versions_are_compared_as_numbers(version: str, wanted: str, within: bool) -> None:
-    assert _within(version, wanted) is within
-
-
-def test_zeroweaves_own_requirements_are_understood() -> None:
-    for requirement in metadata.requires("zeroweave") or []:
-        wanted = requirement.partition(";")[0]
-        assert not any(sign in wanted for sign in ("!=", "~=", "===", "@")), requirement
 
 
 def test_this_machine_is_looked_at() -> None:

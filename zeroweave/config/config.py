@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from zeroweave.config import sections
 from zeroweave.config.deepspeed import translate
-from zeroweave.config.deepspeed_keys import SECTIONS
+from zeroweave.config.deepspeed_keys import OUTERMOST
 from zeroweave.config.files import naming, read
 from zeroweave.config.messages import explain
 from zeroweave.errors import ConfigError, UnsupportedStage
@@ -156,7 +156,7 @@ class Config(_Explained):
         for key in values:
             if not isinstance(key, str):
                 raise ConfigError(f"keys of the config must be strings, not {key!r}")
-        if foreign := [key for key in values if key in SECTIONS and key not in cls.model_fields]:
+        if foreign := [key for key in values if key in OUTERMOST and key not in cls.model_fields]:
             raise ConfigError(
                 f"{', '.join(map(repr, foreign))} of a DeepSpeed config: read it with "
                 "zeroweave.Config.from_deepspeed(path_or_dict), and pass what that returns"

@@ -1,4 +1,4 @@
-"""The files that configs are read from."""
+"""Reads the files of configs: JSON and TOML."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeroweave.errors import ConfigError
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """ConfigErrors inside name the file."""
+    """Put the file's name in front of a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -40,7 +40,7 @@ def read(path: Path) -> Mapping[str, Any]:
 
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A table of JSON. Of two equal keys Python's parser would take the last one, and tell nobody; TOML has none."""
+    """A table of JSON. Python's parser takes the last of two equal keys silently; TOML's refuses them."""
     table = dict(pairs)
     if len(table) != len(pairs):
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a config, in sentences that name the key and say what is allowed."""
+"""pydantic's findings about a config, as sentences that name the key and say what is allowed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 _GONE: Final = {"transport.reductions": "gradients are always reduced as with 'kernel'"}
-"""Keys that there were once, and what holds instead."""
+"""Keys of earlier versions, and what holds instead."""
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """One line where one thing is wrong, else a list of all."""
+    """The only problem in one line, or a list of all problems."""
     lines = findings(error, model)
     if len(lines) == 1:
         return lines[0]
@@ -22,7 +22,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def findings(error: ValidationError, model: type[BaseModel], table: str = "") -> list[str]:
-    """One line for each thing that is wrong. `table`: the dotted name of the table that `model` is; "": all of it."""
+    """One line for each problem. `table`: the dotted name of the table that `model` describes; "": the whole config."""
     known = _known_keys(model, table and f"{table}.")
     found: dict[str, list[ErrorDetails]] = {}
     for details in error.errors():
@@ -30,8 +30,13 @@ def findings(error: ValidationError, model: type[BaseModel], table: str = "") ->
     return [_explain_one(key, details, known) for key, details in found.items()]
 
 
+def wrong(key: str, error: ValidationError) -> str:
+    """What is wrong with the one value of a key."""
+    return _explain_one(key, error.errors(), ())
+
+
 def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) -> str:
-    """A value that fits no branch of a union has one error for each branch; the first has the whole value."""
+    """pydantic has one error for each branch of a union; the first has the whole value."""
     first = details[0]
     if key in _GONE:
         return f"{key} is gone from the config: {_GONE[key]}; leave it out"
@@ -41,6 +46,8 @@ def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) 
         return f"{key} is missing"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
+    if not first["msg"].startswith("Input should be "):
+        return f"{key} is {first['input']!r}: {first['msg']}"
     allowed = dict.fromkeys(each["msg"].removeprefix("Input should be ") for each in details)
     return f"{key} must be {' or '.join(allowed)}, not {first['input']!r}"
 
@@ -56,7 +63,7 @@ def _key_of(location: tuple[int | str, ...], known: tuple[str, ...]) -> str:
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
-    """The dotted key that was meant: one of that name elsewhere, the nearest beside it, the nearest anywhere."""
+    """The known key that was probably meant: of that last part, the nearest of its table, or of all."""
     table, _, leaf = key.rpartition(".")
     anywhere: dict[str, str] = {}
     for name in known:
@@ -69,7 +76,7 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def _suggestion(key: str, known: tuple[str, ...]) -> str:
-    """The key that was probably meant, or those beside the unknown one."""
+    """The key that was probably meant, or all keys of the table."""
     if (near := nearest(key, known)) is not None:
         return f"did you mean {near!r}?"
     table = key.rpartition(".")[0]

@@ -175,7 +175,7 @@ class TransportConfig(Section):
     """How data crosses ranks."""
 
     gathers: Literal["auto", "copy_engine", "kernel"] = "auto"
-    """Parameters are gathered by NCCL's kernels, or by copy engines, inside one node; "auto": measured at the start."""
+    """What gathers parameters inside one node: kernels or copy engines; "auto": copy engines from 1 MiB on."""
 
 
 class ShardingConfig(Section):

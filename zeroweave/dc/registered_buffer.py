@@ -1,4 +1,4 @@
-"""Gathers through a registered buffer, without a kernel: what `symmetric_memory` of the runtime by name asks for."""
+"""Gathers through a registered buffer, by copy engine: the key `symmetric_memory` of `zeroweave.dc` asks for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from zeroweave.comm.around import Around
-from zeroweave.comm.choose import SIZES, no_room, refused
+from zeroweave.comm.choose import LEAST, no_room, refused
 from zeroweave.comm.copy_engine import CopyEngines
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.pending import Beside, beside, side_of
@@ -23,8 +23,8 @@ from zeroweave.ranks.start import at_end, backstop
 class BufferedGathers(Around):
     """A transport whose gathers run in one registered buffer, one after the other, and are copied to their flats.
 
-    `inner` gathers by copy engine what lies in memory that `places` made. A flat that is larger than the buffer is
-    gathered by kernel, where it lies. All ranks have a buffer of one size, so each gather takes one way on all ranks.
+    `inner` gathers by copy engine into memory that `places` made. A flat that is larger than the buffer is gathered
+    in its own memory, by kernel. The buffer has one size on all ranks, so a gather runs in the same way on all ranks.
     """
 
     def __init__(self, inner: Transport, places: Places, control: Control, device: torch.device) -> None:
@@ -34,7 +34,7 @@ class BufferedGathers(Around):
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, nbytes: int) -> None:
-        """Makes the buffer as large as the largest `nbytes` of a rank, unless it is so already. Collective."""
+        """Make the buffer at least as large as the largest `nbytes` of any rank. Collective."""
         nbytes = max(self._control.all_gather_object(nbytes, "the size of the registered buffer"))
         if nbytes <= self._buffer.nbytes:
             return
@@ -53,7 +53,7 @@ class BufferedGathers(Around):
         return Beside() if self._side is None else self._side.pending(flat, shard)
 
     def close(self) -> None:
-        """Gives the memory back. Collective."""
+        """Free the memory. Collective."""
         self._buffer = self._buffer.new_empty(0)
         self._places.close()
 
@@ -66,11 +66,11 @@ def buffered(
     ends: ExitStack,
     failed: Callable[[], bool],
 ) -> BufferedGathers | None:
-    """`transport` with gathers through a registered buffer, of no size yet. Collective; see `at_end` for its end.
+    """`transport` with gathers through a registered buffer, which is empty at first. Collective; `at_end` ends it.
 
-    None where the machine cannot do that; a warning says why.
+    None where the machine cannot do that. A warning says why.
     """
-    if why := refused("auto", control, device, largest=SIZES[0]):
+    if why := refused("auto", control, device, largest=LEAST):
         warn(f"symmetric_memory: {why}. Parameters are gathered as without it", control.rank)
         return None
     engines = CopyEngines(control, device)

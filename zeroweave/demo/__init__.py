@@ -1,4 +1,4 @@
-"""The demo: a small language model, a text for it, and the program that trains it and checks the run."""
+"""The demo: a small language model, a text for it, and the program that compares the stages with DDP and trains it."""
 
 from __future__ import annotations
 

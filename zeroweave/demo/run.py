@@ -1,4 +1,4 @@
-"""The program of each rank of `zeroweave demo`: train, check the run against independent figures, and show it.
+"""The program of each rank of `zeroweave demo`: compare the stages with DDP, train, and show the schedule.
 
 All ranks do the same; rank 0 prints.
 """
@@ -9,37 +9,45 @@ import gc
 import json
 import sys
 import time
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import fmean, median
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zeroweave as zw
-from zeroweave.comm.ledger import Traffic
 from zeroweave.comm.process_group import device_of
-from zeroweave.demo import measure
 from zeroweave.demo.model import Llama
-from zeroweave.demo.show import Profile, Result, report
 from zeroweave.demo.text import Text
 from zeroweave.ranks.start import start_process_group
+from zeroweave.report.tables import chart, size, table
 
 LEARNING_RATE = 2e-3
-CHECKED_STEPS = 3
-SAVED_EVERY = 20
-DEADLINE_SECONDS = 600.0
+DIFFERENCE: Final = 1e-5
+"""The most by which a gradient may differ from DDP's, as a share of its norm."""
+_COMPARED_STEPS: Final = 3
+_TIMED_STEPS: Final = 5
+_SAVED_EVERY: Final = 20
+_DEADLINE_SECONDS: Final = 600.0
+_LAST: Final = 10
+"""The final loss is the mean of so many steps, because one batch is noisy."""
+_SHOWN: Final = "layers.1"
+"""The block whose schedule is printed: one with neighbours on both sides."""
+
+Tensors = Mapping[str, Tensor | None]
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for; see `zeroweave.cli.demo`. `json`: the path of a file for the figures.
-
-    `save`: a folder of checkpoints.
-    """
+    """The command's options; see `zeroweave.cli.demo`. `json`: a file for the figures. `save`: a checkpoint folder."""
 
     stage: int
     steps: int
@@ -49,14 +57,18 @@ class Settings:
     json: str | None
     save: str | None
 
-    @property
-    def way(self) -> str:
-        """How modules are run, in one word."""
-        return "eager" if self.eager else self.lower
 
-    def config(self, stage: int) -> dict[str, Any]:
-        """The engine's config."""
-        return {"stage": stage, "compile": {"enabled": not self.eager, "lower": self.lower}}
+@dataclass(frozen=True)
+class StageRun:
+    """A few steps of one stage: gradients of each step and the parameters after them, and the schedule's collectives.
+
+    `state`, `flats`: bytes of shards, optimizer state and gradients, and of gathered parameters, at most.
+    """
+
+    tensors: tuple[Tensors, ...]
+    collectives: Mapping[str, int]
+    state: int
+    flats: int
 
 
 class Demo:
@@ -73,46 +85,77 @@ class Demo:
         return Llama().to(self.device)
 
     def engine(self, stage: int) -> zw.Engine:
-        model = self.model()
+        """A new engine, with a new model."""
+        model, settings = self.model(), self.settings
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        return zw.initialize(model, optimizer, config=self.settings.config(stage))
+        config = {"stage": stage, "compile": {"enabled": not settings.eager, "lower": settings.lower}}
+        return zw.initialize(model, optimizer, config=config)
 
-    def step(self, engine: zw.Engine, k: int) -> Tensor:
-        """One training step; the loss of this rank's part of the batch, detached."""
-        return engine.train_step(self.text.step(k))
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
 
-    def short_run(self, stage: int) -> list[dict[str, Tensor | None]]:
-        """The gradients of each of the first steps, and last the parameters after them."""
-        seen: list[dict[str, Tensor | None]] = []
+    def gather(self, item: Any) -> list[Any]:
+        """The item of every rank."""
+        items: list[Any] = [None] * self.world
+        dist.all_gather_object(items, item)
+        return items
+
+    def short_run(self, stage: int) -> StageRun:
+        """The first steps of a stage."""
+        seen: list[Tensors] = []
         with self.engine(stage) as engine:
-            for k in range(CHECKED_STEPS):
+            for k in range(_COMPARED_STEPS):
                 engine.backward(engine(**self.text.step(k)).loss)
                 seen.append(dict(engine.gradients()))
                 engine.step()
+            memory, schedule = engine.stats.memory, engine.schedule  # before all parameters are gathered
             with engine.full_parameters() as parameters:
                 seen.append({name: p.detach().float().cpu().clone() for name, p in parameters.items()})
-        return seen
+        assert schedule is not None  # recorded and agreed in the first step
+        collectives = Counter(kind for kind, _ in schedule.collectives())
+        return StageRun(tuple(seen), collectives, memory.device + memory.gradients, memory.flats_peak)
+
+    def ddp_gradients(self) -> dict[str, Tensor]:
+        """The gradients of the first batch, by DistributedDataParallel."""
+        model = self.model()
+        wrapped = DistributedDataParallel(model)  # it reduces while it lives
+        wrapped(**self.text.step(0)).loss.backward()
+        return {name: p.grad.float().cpu() for name, p in model.named_parameters() if p.grad is not None}
+
+    def compare(self) -> dict[str, Any]:
+        """Print the stages beside each other and beside DDP. The figures of that comparison."""
+        self.say(f"{_COMPARED_STEPS} steps of stages 1, 2 and 3, and DDP's gradients, from the same seed")
+        runs = {stage: self.short_run(stage) for stage in (1, 2, 3)}
+        reference = self.ddp_gradients()
+        rows, equal, worst = [], True, 0.0
+        for stage, run in runs.items():
+            same = all(self.gather(bit_equal(run.tensors, runs[1].tensors)))
+            difference = max(self.gather(relative_difference(run.tensors[0], reference)))
+            equal, worst = equal and same, max(worst, difference)
+            calls = (run.collectives[kind] for kind in ("all_gather", "reduce_scatter"))
+            against = "every bit equal" if same else "NOT EQUAL"
+            rows.append((f"stage {stage}", f"{difference:.1e}", against, *calls, size(run.state), size(run.flats)))
+        head = ("", "off DDP by", "against stage 1", "gathers", "reductions", "state of a rank", "gathered at most")
+        self.say("\n".join(["", *table(head, rows), ""]))
+        return {"stages_bit_equal": equal, "grad_rel_diff_vs_ddp": worst}
 
     def train(self, engine: zw.Engine, before: list[float]) -> list[float]:
-        """The steps that are left, with a progress bar; the loss of each step, averaged over the ranks.
-
-        `before`: those of the steps that a run has made which was stopped.
-        """
+        """The losses of all steps, averaged over the ranks. `before`: those of an earlier run of this folder."""
         steps, folder = self.settings.steps, self.settings.save
         losses: list[Tensor] = []
         columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         console = Console(stderr=True)
-        told = None if console.is_terminal else max(1, steps // 10)  # a bar elsewhere is one line, at the end
-        with Progress(
-            *columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=self.rank > 0 or told is not None
-        ) as bar:
+        every = None if console.is_terminal else max(1, steps // 10)  # without a terminal a bar is one line, at the end
+        hidden = self.rank > 0 or every is not None
+        with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console, disable=hidden) as bar:
             task = bar.add_task("training", total=steps, completed=len(before), loss="")
             for k in range(len(before), steps):
-                losses.append(self.step(engine, k))
+                losses.append(engine.train_step(self.text.step(k)))
                 bar.update(task, advance=1, loss=f"{float(losses[-1]):.3f}")
-                if told and (k + 1) % told == 0:
+                if every and (k + 1) % every == 0:
                     self.say(f"- step {k + 1} of {steps}, loss {float(losses[-1]):.3f}")
-                if folder and (k + 1) % SAVED_EVERY == 0 and k + 1 < steps:  # what is shown needs a step
+                if folder and (k + 1) % _SAVED_EVERY == 0 and k + 1 < steps:  # the report needs one more step
                     engine.save(folder, client_state={"losses": before + self.means(losses)})
         return before + self.means(losses)
 
@@ -123,7 +166,7 @@ class Demo:
         return [float(loss) for loss in mean / self.world]
 
     def resume(self, engine: zw.Engine) -> list[float]:
-        """Goes on from the latest checkpoint, where there is one; the losses up to it."""
+        """The losses up to the latest checkpoint, which is loaded; none without one."""
         folder = self.settings.save
         losses: list[float] = engine.load(folder, missing_ok=True).get("losses", []) if folder else []
         if losses:
@@ -132,112 +175,133 @@ class Demo:
             raise SystemExit(f"{folder} has {len(losses)} steps already: ask for more with --steps")
         return losses
 
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
+    def step_seconds(self, engine: zw.Engine) -> float:
+        """The median time of some steps, after one that is not timed, on the slowest rank."""
+        times = []
+        for k in range(1 + _TIMED_STEPS):
+            begin = time.perf_counter()
+            engine.train_step(self.text.step(k))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times.append(time.perf_counter() - begin)
+        return max(self.gather(median(times[1:])))
 
-    def run(self) -> Result:
+    def profile(self, engine: zw.Engine) -> dict[str, float]:
+        """Print the times of a step with communication and without. The same as figures."""
+        ordinary = self.step_seconds(engine)
+        with engine.profiling():
+            alone = self.step_seconds(engine)
+        share = f"{alone / ordinary:.0%}"
+        self.say(f"a step takes {1e3 * ordinary:.1f} ms, without communication {1e3 * alone:.1f} ms ({share})\n")
+        return {"seconds_step": round(ordinary, 5), "seconds_step_without_communication": round(alone, 5)}
+
+    def run(self) -> dict[str, Any]:
+        """The figures, once everything is printed."""
         began, settings = time.perf_counter(), self.settings
-        self.say(f"ZeRO-{settings.stage}, {settings.way}, {self.world} ranks, {self.device.type}")
-        self.say(f"comparing stages 1, 2 and 3 with each other and with DDP: {CHECKED_STEPS} steps each")
-        runs = {}
-        for stage in (1, 2, 3):
-            self.say(f"- stage {stage}")
-            runs[stage] = self.short_run(stage)
-        equal = all(measure.bit_equal(runs[1], runs[stage]) for stage in (2, 3))
-        self.say("- DDP")
-        reference = measure.ddp_gradients(self.model(), self.text.step(0))
-        difference = measure.relative_difference(runs[settings.stage][0], reference)
-
+        way = "eager" if settings.eager else settings.lower
+        self.say(f"ZeRO-{settings.stage}, {way}, {self.world} ranks, {self.device.type}")
+        compared = self.compare()
         with self.engine(settings.stage) as engine:
             start = time.perf_counter()
             before = self.resume(engine)
             self.say(f"training: {settings.steps - len(before)} steps")
             losses = self.train(engine, before)
             training = time.perf_counter() - start
-            self.say("counting the collectives of one step")
-            engine.reschedule()  # figures are those of one step: no peak of an earlier schedule, no change at its end
-            counted = measure.profiled(lambda: self.step(engine, settings.steps))
+            engine.reschedule()  # the next step follows its schedule to the end
+            engine.train_step(self.text.step(settings.steps))
             stats, schedule, executed = engine.stats, engine.schedule, engine.executed
             assert schedule is not None  # recorded and agreed in the first step
-            config = engine.config
-            bound = measure.state_bound(engine.buckets, self.rank, settings.stage, _ahead(engine), config.reduce.depth)
-            formula = measure.state_scheduled(bound, schedule, engine.buckets)
-            mine = {
-                "measured": {kind: measure.Count(t.calls, t.payload) for kind, t in stats.last_step.items()},
-                "schedule": measure.scheduled(schedule, engine.buckets),
-                "independent": counted,
+            first, last, steps = losses[0], fmean(losses[-_LAST:]), len(losses)
+            parameters = sum(slot.numel for bucket in engine.buckets for slot in bucket.slots)
+            milliseconds = 1e3 * training / (steps - len(before))
+            took = f"{training:.1f} s ({milliseconds:.0f} ms a step)"
+            block = [f"  {line}" for line in schedule.of(_SHOWN)]
+            lines = [
+                "",
+                f"loss {first:.2f} -> {last:.2f} in {steps} steps, {took}, {parameters:,} parameters",
+                *chart(losses),
+                "",
+                f"schedule of {_SHOWN} ({len(block)} lines of a step's {len(schedule.instructions)} instructions)",
+                *block,
+                "",
+                f"calls: {stats.compiled_calls} compiled, {stats.eager_calls} eager; "
+                f"gathers on demand: {stats.on_demand_unshards}",
+                "",
+            ]
+            self.say("\n".join(lines))
+            figures: dict[str, Any] = {
+                "loss_first": round(first, 4),
+                "loss_last": round(last, 4),
+                **compared,
+                "steps": steps,
+                "seconds_training": round(training, 2),
+                "stage": settings.stage,
+                "ranks": self.world,
+                "lower": way,
+                "parameters": parameters,
+                "replayed": all(self.gather(executed == schedule.instructions)),
+                "collectives": {kind: traffic.calls for kind, traffic in stats.last_step.items()},
+                "compiled_calls": stats.compiled_calls,
+                "eager_calls": stats.eager_calls,
+                "on_demand_unshards": stats.on_demand_unshards,
+                "profile": self.profile(engine) if settings.profile else None,
             }
-            profiled = self.profile(engine) if settings.profile else None
-            return Result(
-                stage=settings.stage,
-                way=settings.way,
-                world=self.world,
-                losses=losses,
-                seconds_training=training,
-                steps_before=len(before),
-                seconds=time.perf_counter() - began,
-                stages_bit_equal=all(self.gather(equal)),
-                difference=max(self.gather(difference)),
-                counts=self.gather(mine),
-                replayed=all(self.gather(executed == schedule.instructions)),
-                memory=self.gather((stats.memory, formula, bound)),
-                schedule=schedule,
-                stats=stats,
-                profile=profiled,
-                parameters=sum(slot.numel for bucket in engine.buckets for slot in bucket.slots),
-            )
+        return {**figures, "seconds": round(time.perf_counter() - began, 2), "ok": not problems(figures)}
 
-    def profile(self, engine: zw.Engine) -> Profile:
-        """The time of a step with communication and without, on the slowest rank, and what it would have sent."""
-        self.say("timing steps with communication and without")
-        first = self.settings.steps + 1
-        ordinary, _ = measure.step_seconds(lambda k: self.step(engine, first + k), self.device)
-        with engine.profiling() as planned:
-            alone, steps = measure.step_seconds(lambda k: self.step(engine, first + k), self.device)
-        sent = {
-            kind: Traffic(t.calls // steps, t.payload // steps, t.wire // steps) for kind, t in planned.totals().items()
-        }
-        assert engine.schedule is not None
-        planned_by = measure.scheduled(engine.schedule, engine.buckets)
-        return Profile(max(self.gather(ordinary)), max(self.gather(alone)), sent, planned_by)
 
-    def gather(self, item: Any) -> list[Any]:
-        """Every rank's item."""
-        items: list[Any] = [None] * self.world
-        dist.all_gather_object(items, item)
-        return items
+def problems(figures: Mapping[str, Any]) -> list[str]:
+    """Every check that failed, in words; none for a good run. The loss is reported, not checked."""
+    failed = {
+        "stages 1, 2 and 3 did not give bit-equal gradients and parameters": not figures["stages_bit_equal"],
+        f"a gradient differs from DDP's by {figures['grad_rel_diff_vs_ddp']:.1e} of its norm, more than "
+        f"{DIFFERENCE:.0e}": not figures["grad_rel_diff_vs_ddp"] <= DIFFERENCE,
+        "the executed instructions are not the schedule's": not figures["replayed"],
+    }
+    return [problem for problem, holds in failed.items() if holds]
+
+
+def relative_difference(ours: Tensors, reference: Mapping[str, Tensor]) -> float:
+    """The largest of ‖ours − reference‖ / ‖reference‖ over the parameters; infinite where one side has no gradient."""
+    found = {name: gradient for name, gradient in ours.items() if gradient is not None}
+    if found.keys() != reference.keys():
+        return float("inf")
+    return max(float((found[k] - each).norm() / each.norm().clamp_min(1e-30)) for k, each in reference.items())
+
+
+def bit_equal(one: tuple[Tensors, ...], other: tuple[Tensors, ...]) -> bool:
+    """True if two runs' tensors are equal in every bit: a NaN equals itself, and 0 does not equal -0."""
+
+    def same(mine: Tensor | None, theirs: Tensor | None) -> bool:
+        if mine is None or theirs is None:
+            return mine is theirs
+        return torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
+
+    return all(
+        a.keys() == b.keys() and all(same(a[name], b[name]) for name in a) for a, b in zip(one, other, strict=True)
+    )
 
 
 def main() -> None:
-    """Run the demo on this rank, with the settings that are the only argument, as JSON.
+    """Run the demo on this rank, in torchrun's environment. The only argument is the settings, as JSON.
 
-    Rank 0 prints the report and, last, one JSON object. The process exits with 1 where a check failed.
-    Expects the environment that torchrun sets.
+    Rank 0 prints the report and, last, the figures as one JSON object. The process exits with 1 where a check failed.
     """
     settings = Settings(**json.loads(sys.argv[1]))
-    start_process_group(DEADLINE_SECONDS)
+    start_process_group(_DEADLINE_SECONDS)
     rank = dist.get_rank()
-    result = Demo(settings, device_of(dist.group.WORLD)).run()
+    figures = Demo(settings, device_of(dist.group.WORLD)).run()
     gc.collect()  # DDP holds the group in a cycle, and a group that outlives its end aborts
     dist.destroy_process_group()
-    problems = list(result.problems())
+    failed = problems(figures)
     if rank == 0:
-        print("\n".join(report(result)))
-        line = json.dumps(result.figures())
+        line = json.dumps(figures)
         if settings.json:
             Path(settings.json).write_text(line + "\n")
-        for problem in problems:
+        for problem in failed:
             print(f"FAILED: {problem}", flush=True)
         print(line, flush=True)
-    if problems:
+    if failed:
         raise SystemExit(1)
-
-
-def _ahead(engine: zw.Engine) -> int:
-    """Most buckets that are gathered ahead of the one in use: "auto" limits all memory of a step, not their number."""
-    ahead = engine.config.compile.prefetch
-    return len(engine.buckets) - 1 if ahead == "auto" else ahead
 
 
 if __name__ == "__main__":

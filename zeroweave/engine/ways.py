@@ -73,9 +73,7 @@ def gather_by(
         timeout = backstop(control.deadline_seconds)
         joined = {WORLD: engines.join(timeout)}
         joined |= {name: engines.join(timeout, count) for name, count in links.groups.items()}
-        plain = links.group or dist.group.WORLD
-        assert plain is not None  # there are several ranks
-        choice = choose(asked, control, device, engines, plain, joined[WORLD], largest)
+        choice = choose(asked, engines)
         if choice.least is None:
             return Places(), choice
         at_end(links.ends, started.pop_all(), lambda: control.broken is not None)

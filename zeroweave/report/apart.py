@@ -1,4 +1,4 @@
-"""Measurements that take ranks of their own: a module of the package run by torchrun, and what it prints."""
+"""Measurements on several ranks: torchrun runs a module, whose output has the result as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def run(module: str, ranks: int, seconds: float) -> tuple[str, str]:
-    """What so many ranks of this machine print, on both streams. RuntimeError where they take longer than that."""
+    """What so many ranks of this machine print, on both streams. RuntimeError where they take more than `seconds`."""
     script = ["--standalone", "--nproc-per-node", str(ranks), "-m", module]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     try:
@@ -27,7 +27,7 @@ def run(module: str, ranks: int, seconds: float) -> tuple[str, str]:
 
 
 def answer_of(mark: str, output: str, errors: str) -> Any:
-    """The JSON behind `mark` in the output. RuntimeError with the last error where there is none."""
+    """The JSON after `mark` in the output. RuntimeError with the ranks' last error where there is none."""
     for line in output.splitlines():
         if line.startswith(mark):
             return json.loads(line.removeprefix(mark))

@@ -1,4 +1,4 @@
-"""What a check of the doctor finds."""
+"""A finding of the doctor."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 State = Literal["ok", "slow", "limited", "failed"]
-"""`slow`: training works, and would be faster otherwise; `limited`: works in some other way; `failed`: does not."""
+"""`slow`: training works, and could be faster; `limited`: training works in another way; `failed`: it does not work."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One finding in one line; `cure`, in one line, is the command or the setting that mends a state other than ok."""
+    """One finding in one line. `cure`: the command or the setting that mends it, where the state is not ok."""
 
     name: str
     state: State
@@ -20,7 +20,7 @@ class Check:
     cure: str = ""
 
     def lines(self) -> Iterator[str]:
-        """As the doctor prints it."""
+        """The lines that the doctor prints."""
         yield f"{self.state:8} {self.name}: {self.detail}"
         if self.state != "ok":
             yield f"{'':8} -> {self.cure}"

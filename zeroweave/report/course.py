@@ -1,4 +1,4 @@
-"""How a step of a schedule goes, measured or predicted, in one form."""
+"""The course of a schedule's step, measured or predicted, in one form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zeroweave.schedule import Costs, Measured, Operation, Prediction, Schedule,
 
 @dataclass(frozen=True)
 class Course(Prediction):
-    """A prediction, or what was measured in its terms; without memory where nobody counts."""
+    """A prediction, or a measured step in the same form. It has no memory where the device does not count it."""
 
     name: str
 
@@ -24,7 +24,7 @@ class Course(Prediction):
 
     @cached_property
     def takes(self) -> dict[int, float]:
-        """How long each instruction occupies its lane: a gather or a reduction the collectives', others compute."""
+        """How long each instruction occupies its lane: of collectives or of computation."""
         compute: dict[int, float] = {}
         collectives: dict[int, float] = {}
         for span in self.spans:
@@ -34,12 +34,12 @@ class Course(Prediction):
 
 
 def predicted(schedule: Schedule, costs: Costs) -> Course:
-    """What the simulator expects."""
+    """The simulator's prediction."""
     return Course(**vars(simulate(schedule, costs)), name="predicted")
 
 
 def measured(step: Step, costs: Costs, name: str = "measured") -> Course:
-    """What one rank did. Memory is counted from the start of the step, as in the prediction."""
+    """The step of one rank. Memory is counted from the start of the step, as in the prediction."""
     starts = tuple(moment.start for moment in step.moments)
     allocated = [moment.allocated for moment in step.moments]
     memory: tuple[int, ...] = ()
@@ -52,7 +52,7 @@ def measured(step: Step, costs: Costs, name: str = "measured") -> Course:
 def farthest(one: Course, other: Course) -> tuple[int, int] | None:
     """Where the memory of two courses of a schedule differs most: the instruction's index, and by how many bytes.
 
-    None where nobody counts. Less than nothing: the first has less.
+    Negative where the first course has less. None where memory is not counted.
     """
     apart = [mine - theirs for mine, theirs in zip(one.memory, other.memory, strict=False)]
     return max(enumerate(apart), key=lambda each: abs(each[1])) if apart else None
@@ -60,12 +60,12 @@ def farthest(one: Course, other: Course) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Courses:
-    """A schedule and how its step goes, as far as that is known: measured first.
+    """A schedule and the known courses of its step, the measured one first.
 
-    longest: seconds of the critical path. seconds: of making templates and the schedule, by phase. agreed: was the
-    prediction made from costs that the ranks agreed on before, or else from the measured steps themselves?
+    longest: seconds of the critical path. seconds: of making templates and the schedule, by phase. agreed: True if the
+    prediction was made from costs that the ranks had agreed on before, and not from the measured steps themselves.
     others: the fastest and the slowest measured step, where they are not the first of the courses. operations: the
-    collectives of the measured step. about: what the engine told about itself.
+    collectives of the measured step. about: what the engine reports about itself.
     """
 
     schedule: Schedule

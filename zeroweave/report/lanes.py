@@ -1,4 +1,4 @@
-"""A step as lanes over time, in shares of a time axis: what a drawing needs, and nothing of how it is drawn."""
+"""A step as lanes over time. The page draws them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NAMES: Final = {
     "update": "updates",
     "copy": "copies",
 }
-"""The lanes from top to bottom, and what people call them."""
+"""The lanes from top to bottom, with the names that the page shows."""
 
 
 @dataclass(frozen=True)
 class Slice:
     """What happened between two moments on a lane.
 
-    kind: forward, backward, other (computation of the program's own), update, gather, reduce, copy, or wait, where
-    computation stands still. start, seconds: in seconds. index: the instruction's. what: in words.
+    kind: forward, backward, other (the program's own computation), update, gather, reduce, copy, or wait, where the
+    computation waits. start, seconds: in seconds. index: the instruction's. what: the text that is shown.
     """
 
     kind: str
@@ -37,14 +37,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Lane:
-    """Slices in the order of time, which do not overlap."""
+    """Slices in the order of time. They do not overlap."""
 
     name: str
     slices: tuple[Slice, ...]
 
 
 def lanes(schedule: Schedule, course: Course) -> tuple[Lane, ...]:
-    """The lanes of a course on which anything happens; waits are on that of computation."""
+    """The lanes of a course that have slices. Waits are on the lane of the computation."""
     found: dict[str, list[Slice]] = {name: [] for name in NAMES}
     for span in course.spans:
         if span.stop <= span.start:
@@ -64,7 +64,7 @@ def lanes(schedule: Schedule, course: Course) -> tuple[Lane, ...]:
 
 
 def _named(schedule: Schedule, span: Span) -> tuple[str, str]:
-    """The kind of a slice, and what it is in words."""
+    """The kind of a slice, and its text."""
     instruction = schedule.instructions[span.index]
     what = schedule.describe(instruction)
     if span.lane == "all_gather":
@@ -81,9 +81,9 @@ def _named(schedule: Schedule, span: Span) -> tuple[str, str]:
 
 
 def shares(schedule: Schedule, course: Course) -> dict[str, float]:
-    """Seconds of the step by what the compute stream does: the kinds of its slices, waits by what they wait for.
+    """Seconds of the step by the kinds of what the compute stream does. Waits count by what they wait for.
 
-    "rest": what is left of the step's duration.
+    "rest": the rest of the step's duration.
     """
     found = dict.fromkeys(("forward", "backward", "other", "update", "gather", "reduce", "copy"), 0.0)
     for span in course.spans:
@@ -95,7 +95,7 @@ def shares(schedule: Schedule, course: Course) -> dict[str, float]:
 
 
 def waited_for(schedule: Schedule, index: int) -> str:
-    """What computation waits for at an instruction: "gather", "reduce" or "copy"."""
+    """What the computation waits for at an instruction: "gather", "reduce" or "copy"."""
     instruction = schedule.instructions[index]
     if isinstance(instruction, Settle):
         return "reduce"
@@ -104,7 +104,7 @@ def waited_for(schedule: Schedule, index: int) -> str:
 
 
 def ticks(seconds: float, most: int) -> list[float]:
-    """Round moments of a time axis from 0 to `seconds`, at equal distances, `most` and the 0 or fewer."""
+    """Round moments of a time axis from 0 to `seconds`, at equal distances: 0 and at most `most` others."""
     if seconds <= 0.0:
         return [0.0]
     rough = seconds / most

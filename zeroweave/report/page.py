@@ -1,4 +1,4 @@
-"""`zeroweave report`: what is known of a run, as one page of HTML that needs nothing else."""
+"""`zeroweave report`: a run as one page of HTML that needs no other file."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ SHARES: Final = {
     "rest": "the rest",
 }
 LEVELS: Final = 8, 40, 200
-"""How many round moments the time axis names: more where it is magnified."""
+"""The most round moments that the time axis names, by how far it is magnified."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """The lanes of one course. memory: the path of its curve, "" where nobody counts."""
+    """The lanes of one course. memory: the path of its curve; "" where memory is not counted."""
 
     course: Course
     lanes: tuple[Lane, ...]
@@ -50,7 +50,7 @@ class Picture:
 
 
 def page(shown: Courses, title: str, made: datetime) -> str:
-    """The page as text, in UTF-8 when it is written. What is not known is left out, and said to be missing."""
+    """The page as text. It is to be written in UTF-8. It names the parts that are missing."""
     environment = Environment(
         loader=PackageLoader("zeroweave.report"),
         autoescape=True,
@@ -67,7 +67,7 @@ def page(shown: Courses, title: str, made: datetime) -> str:
         "about": about,
         "kinds": KINDS,
         "buckets": sections.buckets(shown.schedule, about),
-        "compilation": sections.compilation(shown.seconds),
+        "compilation": [(name, sections.PHASES.get(name, ""), took) for name, took in shown.seconds.items()],
     }
     if shown.courses:
         values |= _of_courses(shown)
@@ -85,7 +85,7 @@ def page(shown: Courses, title: str, made: datetime) -> str:
 
 
 def _of_courses(shown: Courses) -> dict[str, Any]:
-    """What there is to draw, on one time axis for all courses."""
+    """The parts of the page that need courses, on one time axis for all."""
     schedule = shown.schedule
     first, *rest = shown.courses
     measured = (first, *shown.others) if first.name == "measured" else ()
@@ -118,7 +118,7 @@ def _of_courses(shown: Courses) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by the number of a step, drawn from 0 to `most`; `path` leaves out those that are not finite."""
+    """Values by the number of a step, drawn from 0 to `most`. `path` leaves out those that are not finite."""
 
     name: str
     points: tuple[tuple[int, float], ...]
@@ -128,7 +128,7 @@ class Curve:
 
 
 def _curves(about: About) -> list[Curve]:
-    """What there is to tell of each step; a time in ms."""
+    """The curves over the steps, times in ms."""
     times = tuple((number, 1e3 * took) for number, took in about.seconds)
     named = (("Duration of each timed step", times, "ms"), ("Loss on this rank", about.losses, ""))
     found = []

@@ -10,12 +10,15 @@ from tempfile import TemporaryDirectory
 from zeroweave.engine.samples import FOLDER, STEPS
 from zeroweave.report.course import Courses, farthest
 from zeroweave.report.launch import launch
+from zeroweave.report.sections import instructions, ms
 from zeroweave.report.tables import size, table
 
 
 def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, steps: int) -> Courses | int:
-    """Runs a script on `ranks` processes for `steps` optimizer steps; what `rank` measured, or the script's exit code
-    where it failed. FileNotFoundError where no step of it followed a schedule.
+    """Run a script on `ranks` processes for `steps` optimizer steps.
+
+    Returns what `rank` measured, or the exit code of a script that failed. FileNotFoundError where none of its steps
+    followed a schedule.
     """
     with TemporaryDirectory() as folder:
         os.environ[FOLDER], os.environ[STEPS] = folder, str(steps)
@@ -25,21 +28,13 @@ def of_script(script: Path, arguments: Sequence[str], ranks: int, rank: int, ste
 
 
 def report(shown: Courses) -> Iterator[str]:
-    """The lines of the report; times in milliseconds."""
+    """The lines of the report, with times in milliseconds."""
     schedule, courses = shown.schedule, shown.courses
     yield f"{len(schedule.instructions)} instructions, {len(schedule.collectives())} collectives"
-    head = ["instruction"]
-    for course in courses:
-        head += [f"{course.name}: start", "takes", "exposed"] + ["memory"] * bool(course.memory)
-    width = len(str(len(schedule.instructions)))
-    rows = []
-    for index, instruction in enumerate(schedule.instructions):
-        rows.append([f"{index:{width}}  {schedule.describe(instruction)}"])
-        for course in courses:
-            times = course.starts[index], course.takes.get(index), course.waits.get(index)
-            rows[-1] += map(_ms, times)
-            rows[-1] += [size(course.memory[index])] if course.memory else []
-    yield from table(head, rows)
+    shown_all, width = instructions(shown, courses), len(str(len(schedule.instructions)))
+    kept = [i for i, name in enumerate(shown_all.head) if name != "memory" or any(row[i] for row in shown_all.rows)]
+    rows = [[f"{row[0]:>{width}}  {row[1]}", *(row[i] for i in kept[2:])] for row in shown_all.rows]
+    yield from table([shown_all.head[i] for i in kept[1:]], rows)
     yield ""
     if not courses:
         yield "no times: nothing was measured when this schedule was made"
@@ -59,12 +54,8 @@ def report(shown: Courses) -> Iterator[str]:
 
 
 def _totals(shown: Courses) -> Iterator[tuple[str, ...]]:
-    yield "step", *(_ms(course.seconds) for course in shown.courses)
-    yield "exposed communication", *(_ms(course.exposed) for course in shown.courses)
-    yield "critical path", *("" if course.name == "measured" else _ms(shown.longest) for course in shown.courses)
+    yield "step", *(ms(course.seconds) for course in shown.courses)
+    yield "exposed communication", *(ms(course.exposed) for course in shown.courses)
+    yield "critical path", *("" if course.name == "measured" else ms(shown.longest) for course in shown.courses)
     peaks = [size(course.peak) if course.memory else "not known" for course in shown.courses]
     yield "peak of flats, gradients in flight, activations", *peaks
-
-
-def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.3f}"

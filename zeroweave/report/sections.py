@@ -1,4 +1,4 @@
-"""What a report says in tables: of a schedule, of its courses, and of what an engine told about its run."""
+"""The tables of a report: of a schedule, of its courses, and of what an engine told about its run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MOST_EXPOSED: Final = 12
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head; the first column is text, and so are those of `text`."""
+    """Rows under a head. The first column is text, and so are those whose numbers are in `text`."""
 
     caption: str
     head: tuple[str, ...]
@@ -60,9 +60,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket and who is in it; what only the engine knows is "" for a schedule alone.
+    """A bucket and its parameters. What only the engine knows is "" for a schedule alone.
 
-    share: of the bytes of the largest one. members: names and shapes of its parameters.
+    share: of the bytes of the largest bucket. members: names and shapes of its parameters.
     """
 
     name: str
@@ -75,37 +75,28 @@ class Bucket:
     members: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class Remark:
-    """Something that did not go the ordinary way: what, and why, or what to do."""
-
-    what: str
-    why: str
-
-
 def ms(seconds: float | None) -> str:
-    """Milliseconds; "" for nothing."""
+    """Milliseconds; "" for None."""
     return "" if seconds is None else f"{1e3 * seconds:.3f}"
 
 
 def instructions(shown: Courses, courses: tuple[Course, ...]) -> Table:
-    """Every instruction with its times and the memory: a number, its words, and four columns for each course."""
-    schedule = shown.schedule
-    head = ["", "instruction"]
+    """Every instruction: its number, its text, and for each course its start, its times and the memory behind it."""
+    head, rows = ["", "instruction"], []
     for course in courses:
         head += [f"{course.name}: start", "takes", "exposed", "memory"]
-    rows = []
-    for index, instruction in enumerate(schedule.instructions):
-        row = [str(index), schedule.describe(instruction)]
+    for index, instruction in enumerate(shown.schedule.instructions):
+        row = [str(index), shown.schedule.describe(instruction)]
         for course in courses:
             row += map(ms, (course.starts[index], course.takes.get(index), course.waits.get(index)))
             row.append(size(course.memory[index]) if course.memory else "")
         rows.append(tuple(row))
-    return Table("Every instruction: times in ms, and the memory behind it", tuple(head), tuple(rows), frozenset({1}))
+    caption = "Every instruction: times in ms, and the memory behind it"
+    return Table(caption, tuple(head), tuple(rows), frozenset({1}))
 
 
 def exposed(shown: Courses) -> tuple[Table, str]:
-    """Where the computation waits longest, and what is left out, in words."""
+    """Where the computation waits longest, and a sentence about the rest."""
     schedule, first = shown.schedule, shown.courses[0]
     issued, after = _issuers(schedule), {each.index: f" behind {each.after}" for each in shown.operations}
 
@@ -156,33 +147,33 @@ def _issuers(schedule: Schedule) -> dict[int, int]:
 def collectives(shown: Courses) -> Table:
     """The collectives of a step, by kind, and how long the computation waits for them."""
     schedule, sizes = shown.schedule, shown.schedule.facts.sizes
-    kinds = {"all_gather": ("gathers", Wait), "reduce_scatter": ("reductions", Settle)}
-    head = ["", "calls", "launches", "bytes of flats"]
+    kinds: list[tuple[str, Lane, type, type]] = [
+        ("gathers", "all_gather", Unshard, Wait),
+        ("reductions", "reduce_scatter", Reduce, Settle),
+    ]
+    head, rows = ["", "calls", "launches", "bytes of flats"], []
     for course in shown.courses:
         head += [f"{course.name}: takes, ms", "exposed, ms"]
-    rows = []
-    for kind, (name, waits) in kinds.items():
+    for name, kind, issuer, waiter in kinds:
         buckets = [bucket for each, bucket in schedule.collectives() if each == kind]
-        issuer = Unshard if kind == "all_gather" else Reduce
         launches = len(buckets) - sum(len(each) - 1 for each in schedule.launches if isinstance(each[0], issuer))
         row = [name, str(len(buckets)), str(launches), size(sum(sizes[bucket] for bucket in buckets))]
         for course in shown.courses:
-            lane: Lane = "all_gather" if kind == "all_gather" else "reduce_scatter"
-            stands = (s for index, s in course.waits.items() if isinstance(schedule.instructions[index], waits))
-            row += [ms(course.busy(lane)), ms(sum(stands))]
+            waits = (s for index, s in course.waits.items() if isinstance(schedule.instructions[index], waiter))
+            row += [ms(course.busy(kind)), ms(sum(waits))]
         rows.append(tuple(row))
     return Table("Gathers and reductions in one step of the schedule", tuple(head), tuple(rows))
 
 
 def traffic(stats: Stats) -> Table:
-    """What the engine has counted."""
-    rows = []
-    for kind, total in stats.total.items():
-        last = stats.last_step.get(kind, Traffic())
-        moved = (last.payload, total.payload, last.wire, total.wire)
-        rows.append((kind, str(last.calls), str(total.calls), *map(size, moved)))
-    head = ("", "calls: last step", "since the start", "flats: last step", "since the start")
-    return Table("What this rank has counted", (*head, "sent: last step", "since the start"), tuple(rows))
+    """The collectives that the engine has counted."""
+    start = "since the start"
+    head = ("", "calls: last step", start, "flats: last step", start, "sent: last step", start)
+    pairs = [(kind, stats.last_step.get(kind, Traffic()), total) for kind, total in stats.total.items()]
+    rows = tuple(
+        (kind, str(a.calls), str(b.calls), *map(size, (a.payload, b.payload, a.wire, b.wire))) for kind, a, b in pairs
+    )
+    return Table("What this rank has counted", head, rows)
 
 
 def buckets(schedule: Schedule, about: About | None) -> list[Bucket]:
@@ -226,13 +217,8 @@ def _shape(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape)) or "one value"
 
 
-def compilation(seconds: Mapping[str, float]) -> list[tuple[str, str, float]]:
-    """Phases with what they are, and their seconds."""
-    return [(name, PHASES.get(name, ""), took) for name, took in seconds.items()]
-
-
 def compiled(stats: Stats) -> Table:
-    """What compilation has come to."""
+    """The counts of compilation."""
     rows = (
         ("regions of the model", str(stats.regions)),
         ("graphs captured by Dynamo", str(stats.graphs)),
@@ -245,51 +231,45 @@ def compiled(stats: Stats) -> Table:
     return Table("What was compiled", ("", ""), rows)
 
 
-def remarks(about: About) -> Iterator[Remark]:
-    """What runs eagerly, uncaptured or besides the schedule, and why."""
+def remarks(about: About) -> Iterator[tuple[str, str]]:
+    """What runs eagerly, uncaptured or off the schedule, and why or what to do."""
     stats, compile_ = about.stats, about.config["compile"]
     if not compile_["enabled"]:
-        yield Remark(f"All {stats.regions} regions run eagerly", "compile.enabled is false.")
+        yield f"All {stats.regions} regions run eagerly", "compile.enabled is false."
     reasons: dict[str, list[str]] = {}
     for region, reason in stats.eager_regions.items():
         reasons.setdefault(reason, []).append(region)
     for reason, names in reasons.items():
-        yield Remark(f"{_regions(len(names))} eagerly: {pattern(names)}", reason)
+        run = "1 region runs" if len(names) == 1 else f"{len(names)} regions run"
+        yield f"{run} eagerly: {pattern(names)}", reason
     if stats.eager_modules:
         outside = ", ".join(repr(name) if name else "the model itself" for name in stats.eager_modules)
-        yield Remark(
-            f"Modules outside of all regions run eagerly: {outside}",
-            "They have parameters of their own and belong to no region that is compiled as one; compile.regions can "
-            "name them.",
-        )
+        why = "They have parameters of their own and belong to no compiled region; compile.regions can name them."
+        yield f"Modules outside of all regions run eagerly: {outside}", why
     if not compile_["cuda_graphs"]:
-        yield Remark("No call is launched as a CUDA graph", "compile.cuda_graphs is false.")
+        yield "No call is launched as a CUDA graph", "compile.cuda_graphs is false."
     for reason, count in stats.ungraphed_calls.items():
-        yield Remark(f"Not launched as a graph: {count} calls", reason)
+        yield f"Not launched as a graph: {count} calls", reason
     if stats.departures:
         why = "A step that computes something else than the schedule says goes on on demand, and is recorded anew."
-        yield Remark(f"Steps that departed from their schedule: {stats.departures}", why)
+        yield f"Steps that departed from their schedule: {stats.departures}", why
     if stats.on_demand_unshards:
         why = "The schedule should have ordered them; values that are read between calls are gathered so."
-        yield Remark(f"Gathers on demand: {stats.on_demand_unshards}", why)
+        yield f"Gathers on demand: {stats.on_demand_unshards}", why
     if stats.on_demand_reloads:
         why = "A backward asked for activations before its schedule had brought them back."
-        yield Remark(f"Activations brought back on demand: {stats.on_demand_reloads}", why)
-
-
-def _regions(count: int) -> str:
-    return "1 region runs" if count == 1 else f"{count} regions run"
+        yield f"Activations brought back on demand: {stats.on_demand_reloads}", why
 
 
 def memory(stats: Stats) -> Table:
-    """Bytes of this rank's model state, and of everything; what is not there is left out."""
+    """Bytes of this rank's model state and of everything on its device, without the rows that are 0."""
     found = (*asdict(stats.memory).items(), *asdict(stats.device).items())
     rows = tuple((MEMORY[name], size(count)) for name, count in found if count)
     return Table("Model state of this rank, and everything on its device", ("", "bytes"), rows)
 
 
 def settings(config: Mapping[str, Any]) -> Table:
-    """Each key of the config; those that are not as by default come first."""
+    """Each key of the config. Those with another value than the default come first."""
     defaults = dict(_flat(Config().model_dump(mode="json")))
     rows = [(key, _value(value), _value(defaults.get(key))) for key, value in _flat(config)]
     changed = [(*row[:2], f"default: {row[2]}") for row in rows if row[1] != row[2]]

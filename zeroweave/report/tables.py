@@ -32,7 +32,7 @@ def chart(values: Sequence[float], width: int = 64, height: int = 10) -> list[st
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """Rows under a head, in columns: the first flush left, the others, figures as a rule, flush right."""
+    """Rows under a head, in columns. The first column is flush left, and the others are flush right."""
     cells = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []

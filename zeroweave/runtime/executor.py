@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager
 from itertools import groupby, islice
 from typing import cast
 
-import torch
-
 from zeroweave._torch.modes import unseen
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.bucket import Bucket, Lingering
@@ -165,12 +163,6 @@ class Executor:
         for bucket in buckets:
             self.staging.arrive(bucket)
         update(buckets)
-
-    def take_up(self, gathered: Mapping[int, torch.Tensor]) -> None:
-        """Holds these buckets until the end of the window, with values [numel] that a graph has gathered in it."""
-        for bucket, values in gathered.items():
-            self._buckets[bucket].take_up(values)
-            self.holds[bucket] += 1
 
     def drop_holds(self) -> None:
         """Drops every hold."""

@@ -122,18 +122,6 @@ class Flat:
                 raise
         self.holds += 1
 
-    def take_up(self, values: torch.Tensor) -> None:
-        """As `unshard`, of what was gathered elsewhere: `values` [numel], which are copied. Nothing is sent."""
-        if not self.holds and not self.good:
-            try:
-                self._move_in()
-                with torch.no_grad():
-                    self._target.copy_(values)
-            except BaseException:
-                self.free()
-                raise
-        self.holds += 1
-
     def gather(self) -> None:
         """Starts the all-gather, for those who hold it again, unless the flat is standing. Not without a `wait` before.
 
