@@ -2,8 +2,8 @@
 
     python -m benchmarks.families --workers 6 --variants plain lengths+mask checkpointing gas2 train_step
 
-Each family is a small model in float32, trained by plain PyTorch and by zeroweave on the same batches. Printed for each:
-how far its parameters are from plain PyTorch's without graphs and with them (largest relative norm), and how many calls
+Each family is a small model in float32, trained by plain PyTorch and by zeroweave on the same batches. A row has how
+far its parameters are from plain PyTorch's without graphs and with them (largest relative norm), and how many calls
 were graphs. A row fails where graphs are farther away than twice the run without them, or where nothing was a graph.
 """
 

@@ -67,7 +67,7 @@ def test_what_a_run_tells_is_on_the_page(tmp_path: Path) -> None:
     eager = section(text, "eager")
     assert "2 regions run eagerly: layers.* call of unsupported function breaks the graph." in eager
     assert "'embed', 'head'" in eager and "compile.cuda_graphs is false" in eager
-    assert "Not replayed as a graph: 2 calls windows like it are rare so far" in eager
+    assert "Not launched as a graph: 2 calls the calls are others" in eager
     config = section(text, "config")
     assert "key value gradient_clipping 1.5 default: none" in config, "what is not as by default comes first"
     assert "PyTorch 2.13.0" in config and "reduce.depth 2" in config

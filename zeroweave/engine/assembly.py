@@ -19,7 +19,7 @@ from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
-from zeroweave.comm.places import Places
+from zeroweave.comm.places import Places, fixed_places
 from zeroweave.comm.process_group import take_device
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.regions import matching
@@ -193,6 +193,8 @@ def _assemble(
     if capture is not None:
         call_graphs = CallGraphs(device, capture, lambda why: journal.tell("fallback", f"compile.cuda_graphs: {why}"))
         ends.callback(call_graphs.close)
+        if choice.least is None and control.world > 1:
+            gathered_in = fixed_places(device, ledger.gauge("places"))
     runtime = Runtime(
         layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in, graphs=call_graphs
     )
@@ -240,7 +242,7 @@ def _assemble(
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
-    facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least)
+    facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least, fixed=call_graphs is not None)
     return _compose(parts, facts, asked.scheduler, Signals(notes), faults, sinks)
 
 

@@ -168,6 +168,6 @@ class Stats:
 
 def _gathers(parts: EngineParts) -> str:
     refused = parts.runtime.places.refused
-    if refused is None:
+    if refused is None or parts.gathers.least is None:
         return str(parts.gathers)
     return f"{parts.gathers}; by kernel from {refused / (1 << 20):g} MiB on, as there was no memory left"

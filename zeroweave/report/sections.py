@@ -190,8 +190,8 @@ def buckets(schedule: Schedule, about: About | None) -> list[Bucket]:
         elif facts.id in schedule.facts.kept_by_stage:
             traits.append("stays gathered until the optimizer step")
         if facts.id in schedule.places:
-            place = schedule.places[facts.id]
-            traits.append(f"gathered by copy engine, in {f'place {place}' if place >= 0 else 'a place of its own'}")
+            way = "by copy engine, " if schedule.by_copy_engine("all_gather", facts.id) else ""
+            traits.append(f"gathered {way}in place {schedule.places[facts.id]}")
         issued = calls["all_gather", facts.id], calls["reduce_scatter", facts.id]
         found.append(
             Bucket(

@@ -108,7 +108,7 @@ class Schedule:
 
     def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
         """Does a collective run beside those by kernel, in a queue of its own?"""
-        return kind == "all_gather" and bucket in self.places
+        return kind == "all_gather" and bucket in self.facts.copied and bucket in self.places
 
     @cached_property
     def _first_and_last_holds(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -127,7 +127,7 @@ class Schedule:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Of the buckets that copy engines gather: in which place each lies. See ``places.assign``."""
+        """Of the buckets that are gathered at fixed addresses: in which place each lies. See ``places.assign``."""
         return assign(self.instructions, self.gathers, self.drops, self.facts)
 
     @cached_property
@@ -323,6 +323,7 @@ class Schedule:
         words += ["buckets are staged for checkpoints"] * facts.stage
         words += [f"{facts.name(bucket)} stays gathered" for bucket in sorted(self.stays)]
         words += [f"{facts.name(bucket)} lies in place {place}" for bucket, place in sorted(self.places.items())]
+        words += [f"{facts.name(bucket)} is gathered by copy engine" for bucket in sorted(facts.copied)]
         return words
 
 
