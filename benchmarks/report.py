@@ -187,10 +187,10 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """What is not as an implementation's name has it, and which of its micro-steps were CUDA graphs."""
     found = []
     for r in rows:
-        replayed, uncaptured = r.details.get("replayed_steps", 0), r.details.get("uncaptured_steps", {})
-        if replayed or uncaptured:
-            reasons = "".join(f"; {count} ran uncaptured: {reason}" for reason, count in uncaptured.items())
-            found.append(f"{r.impl}: {replayed} micro-steps were replayed{reasons}")
+        graphed, ungraphed = r.details.get("graphed_calls", 0), r.details.get("ungraphed_calls", {})
+        if graphed or ungraphed:
+            reasons = "".join(f"; {count} were not: {reason}" for reason, count in ungraphed.items())
+            found.append(f"{r.impl}: {graphed} calls were launched as graphs{reasons}")
         if r.note is not None:
             found.append(f"{r.impl}: {r.note}")
     return found

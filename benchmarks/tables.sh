@@ -39,10 +39,9 @@ run() {
 bench() { run "$1" "$2" bench --cache "$CACHE" "${@:3}"; }
 rows="--in-a-row 10 --steps 34 --warm 14"
 host="--case qwen3-8b-1024 --steps 36 --warm 20 --timeout 150"
-# Heads are gathered under the last updates. At stage 2 the default budget, as graphs have it, has no room for that.
-regather="--variant regather compile.memory_budget=auto compile.regather=true"
-windows="--engines zeroweave,deepspeed --backwards 4 --modes coalesce --graphs --warm 16 --set compile.regather=true"
-in_96_gib="--variant regather compile.memory_budget=$((96 << 30)) compile.regather=true"
+auto="--variant auto compile.memory_budget=auto"
+windows="--engines zeroweave,deepspeed --backwards 4 --modes coalesce --graphs --warm 16"
+in_96_gib="--variant auto compile.memory_budget=$((96 << 30))"
 
 # All but what needs a quiet GPU, and plans.
 mapfile -t rest < <(ls tests/gpu/test_*.py | grep -vE "memory|budget|plan")
@@ -57,9 +56,9 @@ case $part in
     (
         export CUDA_VISIBLE_DEVICES=0,1
         bench z2 300 --case qwen3-8b-4096-z2 $rows --timeout 200 $in_96_gib \
-            --impl zeroweave-graphs-regather-z2,compute-graphs,fsdp2-ce-z2
-        bench z3 560 --case qwen3-8b-4096-z3 $rows --timeout 200 $regather \
-            --impl zeroweave-graphs-regather-z3,compute-graphs,fsdp2-ce-z3
+            --impl zeroweave-graphs-auto-z2,compute-graphs,fsdp2-ce-z2
+        bench z3 560 --case qwen3-8b-4096-z3 $rows --timeout 200 $auto \
+            --impl zeroweave-graphs-auto-z3,compute-graphs,fsdp2-ce-z3
     )
     wait
     ;;
@@ -98,13 +97,13 @@ case $part in
         --impl zeroweave-graphs-kept-z3,zeroweave-graphs-z3
     ;;
 5)
-    less="--variant less compile.memory_budget=$((53 << 30)) compile.regather=true"
-    bench z2 300 --case qwen3-8b-4096-z2 $rows --timeout 150 $in_96_gib --impl zeroweave-graphs-regather-z2,fsdp2-ce-z2
+    less="--variant less compile.memory_budget=$((53 << 30))"
+    bench z2 300 --case qwen3-8b-4096-z2 $rows --timeout 150 $in_96_gib --impl zeroweave-graphs-auto-z2,fsdp2-ce-z2
     bench z3 200 --case qwen3-8b-4096-z3 $rows --timeout 130 $less --impl zeroweave-graphs-less-z3,fsdp2-ce-z3
     ;;
 6)
-    bench regather-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 $in_96_gib \
-        --impl zeroweave-graphs-regather-z2,compute-graphs,fsdp2-ce-z2
+    bench auto-z2 320 --case qwen3-8b-4096-z2 $rows --timeout 200 $in_96_gib \
+        --impl zeroweave-graphs-auto-z2,compute-graphs,fsdp2-ce-z2
     small="--steps 10 --warm 6 --timeout 60 --variant compact precision.optimizer=compact"
     bench small-z3 130 --case qwen3-8b-4096-z3 $small --impl zeroweave-z3,zeroweave-compact-z3
     bench small-z2 70 --case qwen3-8b-4096-z2 $small --impl zeroweave-compact-z2

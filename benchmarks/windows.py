@@ -225,7 +225,7 @@ class Measured:
             stats = self._engine.stats
             row.details = {"departures": stats.departures, "on_demand": stats.on_demand_unshards}
             row.details |= {"graphs": stats.graphs, "eager_regions": stats.eager_regions}
-            row.details |= {"replayed": stats.replayed_steps, "uncaptured": stats.uncaptured_steps}
+            row.details |= {"graphed": stats.graphed_calls, "ungraphed": stats.ungraphed_calls}
             if self._spec.graphs:
                 row.pool, row.places = stats.memory.graphs / MIB, stats.memory.symmetric / MIB
         return row

@@ -38,8 +38,8 @@ def run(spec: Spec, world: int, timeout: float, log: TextIO, cache: Path) -> lis
 def line(spec: Spec, records: Sequence[Record], seconds: float) -> str:
     """What came of a run: of memory the worst rank's figures, of graphs rank 0's, which are those of all."""
     first = records[0]
-    words = [f"{spec.steps} steps of lengths {', '.join(map(str, spec.lengths))}", f"{first.replayed} replayed"]
-    words += [f"{count} uncaptured: {reason}" for reason, count in first.uncaptured.items()]
+    words = [f"{spec.steps} steps of lengths {', '.join(map(str, spec.lengths))}", f"{first.graphed} calls as graphs"]
+    words += [f"{count} not: {reason}" for reason, count in first.ungraphed.items()]
     if first.reserved is None:
         words.append("memory not measured")
     else:
@@ -55,8 +55,8 @@ def problems(spec: Spec, records: Sequence[Record]) -> list[str]:
         found.append(f"reserved memory grows after step {spec.watch}")
     first = records[0]
     if spec.graphs and first.late:
-        why = "; ".join(first.uncaptured)
-        found.append(f"{first.late} of {spec.steps - spec.watch} steps after step {spec.watch} were no graphs: {why}")
+        why = "; ".join(first.ungraphed) or "the device has none"
+        found.append(f"{first.late} calls after step {spec.watch} were no graphs: {why}")
     return [f"{name_of(spec)}: {each}" for each in found]
 
 

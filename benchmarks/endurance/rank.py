@@ -46,14 +46,15 @@ class Spec:
 class Record:
     """What came of it on one rank.
 
-    `replayed` steps were graphs, `late` of those after step `watch` were none, and why, `uncaptured` has. `reserved`:
-    bytes after step `watch`; `growth`: how many more there were after a later step. Both are None without a GPU.
+    `graphed`: calls that were launched as graphs. `late`: compiled calls after step `watch` that were not. `ungraphed`:
+    the reasons. `reserved`: bytes after step `watch`. `growth`: how many more there were after a later step. Both are
+    None without a GPU.
     """
 
     losses: list[float]
-    replayed: int
+    graphed: int
     late: int
-    uncaptured: dict[str, int]
+    ungraphed: dict[str, int]
     reserved: int | None
     growth: int | None
 
@@ -66,18 +67,23 @@ def tokens_of(spec: Spec, rank: int, device: torch.device) -> Iterator[Tensor]:
         yield torch.randint(0, vocabulary, shape, device=device, generator=generator)
 
 
+def plain_calls(engine: zw.Engine) -> int:
+    """Compiled forwards and backwards that were not launched as graphs."""
+    stats = engine.stats
+    return 2 * stats.compiled_calls - stats.graphed_calls
+
+
 def train(spec: Spec, device: torch.device) -> Record:
     """The host may run ahead of the device: losses are read at the end."""
     cuda, rank = device.type == "cuda", dist.get_rank()
     model = build(SHAPES[spec.model], device, torch.bfloat16)
-    # A rate that is a tensor is read alike by graphs and by steps as ever.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(RATE, device=device), fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     options = Options(lower=spec.lower, zeroweave=spec.more)
     config = configuration(spec.stage, ("graphs",) if spec.graphs else (), options)
     losses = torch.zeros(spec.steps, device=device)
     reserved: list[int] = []
     """from step `watch` on"""
-    early = 0
+    late = 0
     with zw.initialize(model, optimizer, config) as engine:
         for index, tokens in enumerate(tokens_of(spec, rank, device)):
             if spec.loop == "train_step":
@@ -88,7 +94,7 @@ def train(spec: Spec, device: torch.device) -> Record:
                 engine.step()
             losses[index].copy_(loss.detach())
             if index + 1 == spec.watch:
-                early = engine.stats.replayed_steps
+                late = plain_calls(engine)
             if cuda and index + 1 >= spec.watch:
                 reserved.append(torch.cuda.memory_reserved(device))
             if rank == 0 and (index + 1) % TOLD == 0:
@@ -96,9 +102,9 @@ def train(spec: Spec, device: torch.device) -> Record:
         stats = engine.stats
         return Record(
             losses=losses.tolist(),
-            replayed=stats.replayed_steps,
-            late=spec.steps - spec.watch - (stats.replayed_steps - early),
-            uncaptured=stats.uncaptured_steps,
+            graphed=stats.graphed_calls,
+            late=plain_calls(engine) - late,
+            ungraphed=stats.ungraphed_calls,
             reserved=reserved[0] if cuda else None,
             growth=max(reserved) - reserved[0] if cuda else None,
         )

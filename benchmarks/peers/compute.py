@@ -13,7 +13,6 @@ from benchmarks.models import Shape
 from benchmarks.peers.common import LEARNING_RATE, Options, Trainer, compile_in_place, mean
 from benchmarks.peers.subject import Subject
 from zeroweave._torch.graphs import unused_bytes
-from zeroweave.engine.graphs.fills import Fills
 
 BETA1, BETA2, EPSILON, DECAY = 0.9, 0.999, 1e-8, 1e-2
 WARM = 3
@@ -114,8 +113,6 @@ def adamw(
 class Captured:
     """A step as one CUDA graph, once it has run a few times. What it returns is overwritten by the next step.
 
-    With kernels in the place of small memset nodes, as zeroweave's graphs have: it is a floor for these.
-
     Steps before the capture run on the stream that captures, so that autograd's nodes belong to it.
     """
 
@@ -123,8 +120,7 @@ class Captured:
         self._step = step
         self._stream = torch.cuda.Stream(device)
         self._ran = 0
-        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
-        self._fills = Fills.if_possible(device)
+        self._graph = torch.cuda.CUDAGraph()
         self._inputs: list[Tensor] = []
         self._loss: Tensor | None = None
 
@@ -151,9 +147,6 @@ class Captured:
             # NCCL's watchdog asks for events in a thread of its own: only this thread's calls are captured.
             with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                 self._loss = self._step(self._inputs)
-            if self._fills is not None:
-                self._fills.replace(self._graph.raw_cuda_graph())
-            self._graph.instantiate()
         for static, tokens in zip(self._inputs, batches, strict=True):
             static.copy_(tokens)
         self._graph.replay()

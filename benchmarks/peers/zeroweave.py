@@ -90,9 +90,8 @@ def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.devic
             "graphs": stats.graphs,
             "compile_seconds": stats.compile_seconds,
             "eager_regions": dict(stats.eager_regions),
-            "captured_windows": stats.captured_windows,
-            "replayed_steps": stats.replayed_steps,
-            "uncaptured_steps": dict(stats.uncaptured_steps),
+            "graphed_calls": stats.graphed_calls,
+            "ungraphed_calls": dict(stats.ungraphed_calls),
             "traffic": {
                 kind: {"calls": traffic.calls, "payload": traffic.payload, "wire": traffic.wire}
                 for kind, traffic in stats.last_step.items()
@@ -104,6 +103,6 @@ def build(stage: int, variants: Sequence[str], shape: Shape, device: torch.devic
 
     def held() -> int:
         memory = engine.stats.memory
-        return memory.graphs + memory.symmetric if engine.stats.replayed_steps else 0
+        return memory.graphs + memory.symmetric if engine.stats.graphed_calls else 0
 
     return Trainer(step, details, lambda: engine.destroy(optimizer_state=False), held)

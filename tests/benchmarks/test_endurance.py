@@ -13,7 +13,7 @@ from benchmarks.endurance.rank import Record, Spec
 
 SMALL = "--steps 16 --rounds 1 --stages 3 --gpus 2 --stream"
 SPEC = Spec("tiny", 3, True, (16, 24), 1, steps=200, watch=100, loop="train_step", lower="none")
-GOOD = Record([1.0, 0.5], replayed=190, late=0, uncaptured={"new": 10}, reserved=3 * 2**20, growth=0)
+GOOD = Record([1.0, 0.5], graphed=190, late=0, ungraphed={"new": 10}, reserved=3 * 2**20, growth=0)
 
 
 @pytest.mark.matrix
@@ -31,11 +31,11 @@ def test_without_graphs_on_the_device_losses_are_equal_and_the_verdict_says_why(
     asked = "--graphs both --model tiny --lengths 16,24 --steps 12 --watch 4 --stages 3 --gpus 2 --lower aot_eager"
     assert main([*asked.split(), "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "tiny stage 3, graphs on: 12 steps of lengths 16, 24; 0 replayed" in out
-    assert "tiny stage 3, graphs off: 12 steps of lengths 16, 24; 0 replayed; memory not measured" in out
+    assert "tiny stage 3, graphs on: 12 steps of lengths 16, 24; 0 calls as graphs" in out
+    assert "tiny stage 3, graphs off: 12 steps of lengths 16, 24; 0 calls as graphs; memory not measured" in out
     assert "holds: tiny stage 3: losses with graphs and without are equal in 12 steps on 2 ranks" in out
     assert [each for each in out.splitlines() if each.startswith("FAILS")] == [
-        "FAILS: tiny stage 3, graphs on: 8 of 8 steps after step 4 were no graphs: the engine computes on cpu"
+        "FAILS: tiny stage 3, graphs on: 32 calls after step 4 were no graphs: the device has none"
     ]
 
 
@@ -45,11 +45,9 @@ def test_growth_and_steps_that_are_no_graphs_are_problems() -> None:
         "tiny stage 3, graphs on: reserved memory grows after step 100"
     ]
     late = replace(GOOD, late=3)
-    assert alike.problems(SPEC, [late]) == [
-        "tiny stage 3, graphs on: 3 of 100 steps after step 100 were no graphs: new"
-    ]
+    assert alike.problems(SPEC, [late]) == ["tiny stage 3, graphs on: 3 calls after step 100 were no graphs: new"]
     assert not alike.problems(replace(SPEC, graphs=False), [late])
-    assert "190 replayed; 10 uncaptured: new; 3 MiB reserved after step 100, then 0 more" in alike.line(
+    assert "190 calls as graphs; 10 not: new; 3 MiB reserved after step 100, then 0 more" in alike.line(
         SPEC, [GOOD], 1.0
     )
 

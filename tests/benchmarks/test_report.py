@@ -144,10 +144,10 @@ def test_the_table_has_a_cell_for_each_column() -> None:
 
 
 def test_what_was_no_graph_is_told() -> None:
-    details = {"replayed_steps": 20, "uncaptured_steps": {"a new shape": 2}}
+    details = {"graphed_calls": 20, "ungraphed_calls": {"a new shape": 2}}
     found = report.row(SPEC, [replace(record("zeroweave-graphs-z3", 0, 0.4), details=details)])
     assert report.notes([found, row("zeroweave-z3", [0.4])]) == [
-        "zeroweave-graphs-z3: 20 micro-steps were replayed; 2 ran uncaptured: a new shape"
+        "zeroweave-graphs-z3: 20 calls were launched as graphs; 2 were not: a new shape"
     ]
 
 

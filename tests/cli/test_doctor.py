@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
 
 from tests.support.commands import zeroweave
-from zeroweave.engine.graphs.fills import NoFills
 from zeroweave.report import doctor
 
 
@@ -106,17 +104,6 @@ def test_a_gpu_that_pytorch_cannot_use(
 ) -> None:
     check = doctor.no_gpu(cuda, present, visible)
     assert (check.state, check.cure) == (state, cure)
-
-
-@pytest.mark.parametrize(("missing", "state"), [("", "ok"), ("no such call", "slow")])
-def test_memset_nodes_of_graphs(missing: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def on(device: torch.device) -> None:
-        if missing:
-            raise NoFills(missing)
-
-    monkeypatch.setattr(doctor.Fills, "on", on)
-    found = doctor.graphs()
-    assert found.state == state and ("cuda-bindings" in found.cure and missing in found.detail) == (state == "slow")
 
 
 def test_gpus_that_cannot_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

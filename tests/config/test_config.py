@@ -77,7 +77,6 @@ def test_defaults() -> None:
         "keep": "auto",
         "memory_budget": "auto",
         "fuse": True,
-        "regather": False,
         "record_steps": 3,
         "passes": (),
         "dynamic": None,
@@ -130,7 +129,6 @@ EVERYTHING: dict[str, Any] = {
         "keep": ["layers.0"],
         "memory_budget": 1 << 30,
         "fuse": False,
-        "regather": True,
         "record_steps": 0,
         "passes": ["json:loads"],
         "dynamic": False,
@@ -196,7 +194,6 @@ prefetch = 0
 keep = ["layers.0"]
 memory_budget = 1073741824
 fuse = false
-regather = true
 record_steps = 0
 passes = ["json:loads"]
 dynamic = false

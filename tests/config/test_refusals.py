@@ -138,20 +138,6 @@ def test_an_unknown_key_like_no_other_lists_what_exists() -> None:
             {"compile": {"memory_budget": -1}},
             "compile.memory_budget must be 'auto' or 'none' or greater than or equal to 0, not -1",
         ),
-        (
-            {"compile": {"regather": True, "keep": "none"}},
-            "compile.regather is for compile.keep 'auto', not 'none': leave one of them out, since otherwise nothing "
-            "is gathered anew",
-        ),
-        (
-            {"compile": {"regather": True, "memory_budget": None}},
-            "compile.regather fills a memory budget, and compile.memory_budget is 'none': leave one of them out",
-        ),
-        (
-            {"compile": {"regather": True, "record_steps": 0}},
-            "compile.regather is decided by steps that were timed, and compile.record_steps is 0: leave one of them "
-            "out, or pass regather=True to engine.compile_schedule()",
-        ),
         ({"offload": {"optimizer": "some"}}, "offload.optimizer must be 'none', 'all' or 'adaptive', not 'some'"),
         ({"offload": {"params": 1}}, "offload.params must be a valid boolean, not 1"),
         (

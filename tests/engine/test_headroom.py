@@ -11,13 +11,10 @@ import torch
 
 from tests.distributed.schedule.test_memory import kept, training
 from tests.engine.test_memory_budget import MOST, SMALL
-from tests.support.graphs import on_cpu
-from tests.support.memory import CountedClock, counted
-from tests.support.replays import Case, batch_of, loss_fn, start
+from tests.support.memory import CountedClock
 from tests.support.zoo import regression, rows
 from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.headroom import Headroom
-from zeroweave.engine.window import Window
 from zeroweave.schedule import Costs, Line, fixed
 
 MUCH = 57_900
@@ -211,26 +208,3 @@ def test_where_nothing_can_be_spared_nobody_is_asked_again() -> None:
         twice, kept_twice = asked(16, **settings)
         assert 0 < once == twice <= 4
         assert kept_twice == kept_once + [kept_once[0]] * 6
-
-
-@pytest.mark.matrix
-def test_windows_that_are_tried_for_graphs_tell_nothing() -> None:
-    """Whatever they change has copies meanwhile."""
-    with counted(36_000) as clock, on_cpu() as device:
-        engine = start(Case(), graphs=True)
-        clock.attach(engine)
-        device.serve(engine)
-        trials, began, tried = engine._graphs._engaged[0], Window.backward_began, []
-
-        def backward_began(self: Window) -> None:
-            if trials.on and not engine._parts.transport.tries:
-                tried.append(engine.schedule)
-                clock.refused += 1
-            began(self)
-
-        with patch.object(Window, "backward_began", backward_began):
-            for index in range(20):
-                engine.train_step(batch_of(Case(), index, 0), loss_fn)
-        assert tried and {id(each) for each in tried} == {id(engine.schedule)}
-        assert engine.schedule.facts.memory is not None and engine.stats.replayed_steps
-        engine.destroy()

@@ -243,7 +243,7 @@ def automatic() -> tuple[str, int | None, float, list[float]]:
 
 # ---------------------------------------------------------------------- captured
 def between(graphs: bool, stage: int, accumulated: int) -> tuple[list[float], str, int]:
-    """Losses, parameters, and micro-steps that were replayed, with evaluation between each forward and its backward."""
+    """Losses, parameters, and calls launched as graphs, with evaluation between each forward and its backward."""
     case = Case(stage, accumulated, more={"transport": {"gathers": "copy_engine"}})
     losses = []
     with started(case, graphs) as engine:
@@ -256,11 +256,11 @@ def between(graphs: bool, stage: int, accumulated: int) -> tuple[list[float], st
             engine.backward(loss)
             engine.step()
             losses.append(float(loss))
-        return losses, state(engine), engine.stats.replayed_steps
+        return losses, state(engine), engine.stats.graphed_calls
 
 
 def both_between(stage: int, accumulated: int) -> tuple[bool, int]:
-    """Is all the same with graphs and without? And how many micro-steps were replayed."""
+    """Is all the same with graphs and without? And how many calls were launched as graphs."""
     (*plain, _), (*graphed, replayed) = (between(graphs, stage, accumulated) for graphs in (False, True))
     return plain == graphed, replayed
 

@@ -1,4 +1,4 @@
-"""What the ranks do in the GPU tests of steps as CUDA graphs."""
+"""What the ranks do in the GPU tests that train with graphs of calls and without."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.gpu.jobs import join
-from tests.support.replays import HEADS, early
 
 VOCABULARY, WIDTH = 512, 256
 
@@ -56,61 +55,6 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1)) * factor
 
 
-class Reading(Net):
-    """Reads a number on the host."""
-
-    def forward(self, tokens: Tensor, factor: Tensor) -> Tensor:
-        loss = super().forward(tokens, factor)
-        return loss * (1.0 if float(loss) < 1e9 else 2.0)
-
-
-class Early(Net):
-    """Reads a number on the host while the next block is gathered, as long as `reads`."""
-
-    reads = True
-
-    def forward(self, tokens: Tensor, factor: Tensor) -> Tensor:
-        first = self.blocks[0].register_forward_hook(lambda _, __, x: self.look(x))
-        try:
-            return super().forward(tokens, factor)
-        finally:
-            first.remove()
-
-    def look(self, x: Tensor) -> Tensor:
-        return x * (1.0 if not self.reads or float(x.detach().sum()) < math.inf else 2.0)
-
-
-class Coined(Net):
-    """Tosses a coin on the host."""
-
-    def forward(self, tokens: Tensor, factor: Tensor) -> Tensor:
-        return super().forward(tokens, factor) * (1.0 + 0.0 * random.random())
-
-
-class Counting(Net):
-    """Computes something else each time, by a number that the host counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, tokens: Tensor, factor: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(tokens, factor) * (1.0 + self.calls / 1000)
-
-
-class Rich(Net):
-    """Gives the loss in a dictionary, beside something that most losses do not use."""
-
-    def forward(self, tokens: Tensor, factor: Tensor) -> Any:
-        return {"loss": super().forward(tokens, factor), "mean": self.head.bias.mean() * 2, "name": "rich"}
-
-
-MODELS: dict[str, Callable[..., Net]] = {
-    model.__name__: model for model in (Net, Reading, Early, Coined, Counting, Rich)
-}
-
-
 @dataclass(frozen=True)
 class Case:
     """What is trained, and how."""
@@ -129,13 +73,10 @@ class Case:
     delays: bool = False
     """ranks wait for up to 20 ms before each micro-step"""
     steps: int = 50
-    model: str = "Net"
     optimizer: str = "adamw"
     loop: str = "train_step"
     """or "plain", or "clipped", by hand; "coalesced" or "no_sync", whose backwards defer; "busy": with other things in
-    between; "cast", "cast around": under autocast; "relieved": by a model that cannot be captured at first"""
-    heads: bool = False
-    """are buckets gathered anew at the end of a step?"""
+    between; "cast", "cast around": under autocast"""
     more: dict[str, Any] = field(default_factory=dict)
     """config"""
 
@@ -150,9 +91,8 @@ class Run:
     skipped: int
     scale: float
     seen: float
-    replayed: int
-    captured: int
-    uncaptured: dict[str, int]
+    graphed: int
+    ungraphed: dict[str, int]
     collectives: list[tuple[int, int]]
     """of each step, all-gathers and reduce-scatters"""
     told: list[str]
@@ -160,8 +100,6 @@ class Run:
     departures: int
     held: int
     """bytes, by the graphs"""
-    early: int
-    """updates of the last step beside its backward"""
 
 
 def config(case: Case, graphs: bool) -> dict[str, Any]:
@@ -170,7 +108,7 @@ def config(case: Case, graphs: bool) -> dict[str, Any]:
         "stage": case.stage,
         "gradient_accumulation_steps": case.gas,
         "precision": {"params": case.dtype},
-        "compile": {**lowering, "cuda_graphs": graphs, **(HEADS if case.heads else {})},
+        "compile": {**lowering, "cuda_graphs": graphs},
         "deadline_seconds": 120.0,
     }
     if case.clipping is not None:
@@ -183,8 +121,8 @@ def config(case: Case, graphs: bool) -> dict[str, Any]:
 
 
 def optimizer_of(case: Case, parameters: Any, device: torch.device) -> torch.optim.Optimizer:
-    """With the learning rate as a tensor, which all steps read alike, in a graph or not."""
-    rate = torch.tensor(1e-3, device=device)
+    """`capturable`: with the learning rate as a tensor."""
+    rate = torch.tensor(1e-3, device=device) if case.optimizer == "capturable" else 1e-3
     if case.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=rate, momentum=0.9, fused=True)
     if case.optimizer == "lion":
@@ -207,7 +145,7 @@ def batch_of(case: Case, index: int, factor: float, device: torch.device) -> tup
 def started(case: Case, graphs: bool) -> Iterator[Any]:
     device = join()
     torch.manual_seed(0)
-    model = MODELS[case.model](case.dropout) if case.dropout else MODELS[case.model]()
+    model = Net(case.dropout)
     optimizer = optimizer_of(case, model.to(device).parameters(), device)
     schedule = None
     if case.schedule:
@@ -237,13 +175,9 @@ def micro_step(engine: Any, case: Case, batch: tuple[Tensor, Tensor]) -> Tensor:
     if case.loop == "cast around":
         with torch.autocast("cuda", torch.bfloat16):
             return engine.train_step(batch)
-    if case.loop == "relieved":  # it can be captured from some step on, with batches of other shapes
-        engine.module.reads = engine.global_steps < 20
-        return engine.train_step(batch)
     defers = case.loop == "no_sync" and not engine.is_gradient_accumulation_boundary()
     with engine.no_sync() if defers else nullcontext():
-        output = engine(*batch)
-        loss = output["loss"] if isinstance(output, dict) else output
+        loss = engine(*batch)
         engine.backward(loss * 1.5)
     if case.loop == "coalesced":
         return loss.detach()
@@ -345,34 +279,14 @@ def train(case: Case, graphs: bool) -> Run:
             engine.skipped_steps,
             engine.loss_scale,
             float(engine.module.seen),
-            stats.replayed_steps,
-            stats.captured_windows,
-            stats.uncaptured_steps,
+            stats.graphed_calls,
+            stats.ungraphed_calls,
             collectives,
             [str(each.message) for each in caught if "cuda_graphs" in str(each.message)],
             reserved,
             stats.departures,
             stats.memory.graphs,
-            early(engine.executed),
         )
-
-
-def pool_read_often(case: Case, pools: int = 300, reads: int = 500) -> list[int]:
-    """Bytes of the graphs, as each of many `engine.stats` has them, in a process that has had many pools.
-
-    The numbers of pools go up. Of those above 256 Python has no copy of its own.
-    """
-    for _ in range(pools):
-        torch.cuda.graph_pool_handle()
-    with started(case, graphs=True) as engine:
-        for step in range(case.steps):
-            micro_step(engine, case, batch_of(case, step, 1.0, engine.device))
-        read = []
-        for number in range(reads):
-            read.append(engine.stats.memory.graphs)
-            _ = [10**6 + number + each for each in range(100)]  # they lie where a number lay that was lost
-        assert engine.stats.captured_windows == 1
-        return read
 
 
 def equal(one: Run, other: Run) -> str:
@@ -391,7 +305,6 @@ def equal(one: Run, other: Run) -> str:
 
 
 def compared(case: Case) -> tuple[str, Run]:
-    """With graphs and without, where nothing is gathered anew either: what differs, and the run with graphs."""
+    """With graphs and without: what differs, and the run with graphs."""
     graphed = train(case, graphs=True)
-    plain = train(replace(case, heads=False), graphs=False)
-    return equal(graphed, plain), graphed
+    return equal(graphed, train(case, graphs=False)), graphed

@@ -11,7 +11,6 @@ from torch import nn
 
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.layout import BucketLayout, ParameterSpec, build_layout
-from zeroweave.optim.rates import Rates
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaled
 from zeroweave.optim.states import describe, take
@@ -78,7 +77,6 @@ class Rank:
         dtype: torch.dtype,
         offload: str = "",
         kernels: Kernels | None = None,
-        graphs: bool = False,
         compact: bool = False,
     ) -> None:
         self.model = copy.deepcopy(model)
@@ -100,7 +98,6 @@ class Rank:
         states = take(
             self.optimizer.state, views, named, [describe(self.optimizer, named)], transport, device, lambda _: device
         )
-        self.rates = Rates(self.optimizer, device) if graphs else None
         self.sharded = ShardedOptimizer(
             self.optimizer,
             views,
@@ -108,7 +105,6 @@ class Rank:
             transfers,
             states,
             bool(offload),
-            self.rates,
             kernels=kernels,
             compact=compact,
         )
@@ -125,14 +121,13 @@ class World:
         dtype: torch.dtype = torch.float32,
         offload: str = "",
         kernels: Kernels | None = None,
-        graphs: bool = False,
         compact: bool = False,
     ) -> None:
         """`offload`: "" for none, "optimizer", or "params", which is both. `kernels`: masters are split with them.
 
-        `graphs`: learning rates are where graphs would read them. `compact`: states have few bits.
+        `compact`: states have few bits.
         """
-        self.ranks = [Rank(model, make, rank, world, dtype, offload, kernels, graphs, compact) for rank in range(world)]
+        self.ranks = [Rank(model, make, rank, world, dtype, offload, kernels, compact) for rank in range(world)]
         self.layouts = layouts_of(model, world, dtype)
 
     def shards(self, gradients: Mapping[str, torch.Tensor], rank: int) -> dict[int, torch.Tensor]:

@@ -15,7 +15,6 @@ import torch
 
 import zeroweave as zw
 from tests.report.runs import about, measured, schedule_of
-from tests.schedule.headed import made
 from tests.schedule.measured import as_predicted, with_costs
 from tests.support.marks import daily
 from tests.support.schedules import random_case, with_needs
@@ -23,7 +22,7 @@ from zeroweave import ScheduleError
 from zeroweave.engine.samples import FOLDER, About
 from zeroweave.report.course import Courses
 from zeroweave.report.page import page
-from zeroweave.schedule import Measured, Regather, Step, Wait, compile_schedule
+from zeroweave.schedule import Measured, compile_schedule
 
 MADE = datetime(2030, 1, 2, 3, 4, tzinfo=UTC)
 
@@ -68,7 +67,7 @@ def test_what_a_run_tells_is_on_the_page(tmp_path: Path) -> None:
     eager = section(text, "eager")
     assert "2 regions run eagerly: layers.* call of unsupported function breaks the graph." in eager
     assert "'embed', 'head'" in eager and "compile.cuda_graphs is false" in eager
-    assert "Not replayed as a graph: 2 calls windows like it are rare so far" in eager
+    assert "Not launched as a graph: 2 calls the calls are others" in eager
     config = section(text, "config")
     assert "key value gradient_clipping 1.5 default: none" in config, "what is not as by default comes first"
     assert "PyTorch 2.13.0" in config and "reduce.depth 2" in config
@@ -93,23 +92,6 @@ def test_the_computation_waits_for_what_is_named(tmp_path: Path) -> None:
     said = section(written(found, tmp_path), "time")
     assert f"{index} {schedule.describe(schedule.instructions[index])} {1e3 * waits[index]:.3f}" in said
     assert f"96.00 MiB behind {cause.after}" in said
-
-
-def test_a_wait_for_what_the_step_before_has_gathered_says_so(tmp_path: Path) -> None:
-    schedule = made(sizes={0: 3 << 20}, memory=1 << 30)
-    assert 0 in schedule.regathers
-    index = schedule.instructions.index(Wait(0))
-    predicted = as_predicted(schedule)
-    moments = list(predicted.step.moments)
-    moments[index] = replace(moments[index], stop=moments[index].start + 0.25)  # the others cannot have waited less
-    sent = [(each.kind, each.bucket, each.issued, each.over) for each in predicted.step.operations]
-    step = Step.of(schedule, moments, sent)
-    assert step.waits[index] == 0.25
-    again = schedule.instructions.index(Regather(0))
-    (cause,) = (each for each in step.operations if each.index == again)
-    said = section(written(replace(predicted, step=step), tmp_path), "time")
-    assert f"3.00 MiB, gathered at the end of the step before, behind {cause.after}" in said
-    assert "a copy of activations" not in said
 
 
 def test_names_cannot_leave_their_place(tmp_path: Path) -> None:

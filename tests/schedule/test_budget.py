@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-import pytest
-
 from tests.schedule.test_overlap import SIZE, blocks_of
 from tests.support.marks import daily
 from zeroweave.engine.settings import ScheduleSettings
@@ -29,26 +27,24 @@ def measured(room: int) -> tuple[Costs, Schedule]:
     return replace(costs, beside=REST, filled=simulate(schedule, costs).peak), schedule
 
 
-def follow(costs: Costs, of: Schedule, graphs: bool = False) -> Schedule:
+def follow(costs: Costs, of: Schedule) -> Schedule:
     """What is followed by these costs, with what is free."""
-    fuse, depth, regather = of.facts.fuse, of.facts.depth, of.facts.regather
-    settings = ScheduleSettings("auto", "auto", "auto", fuse=fuse, depth=depth, graphs=graphs, regather=regather)
+    settings = ScheduleSettings("auto", "auto", "auto", fuse=of.facts.fuse, depth=of.facts.depth)
     return settings.schedule(of.record, of.facts, costs, of)
 
 
 def test_it_is_the_room_less_margin_reserve_and_what_is_beside() -> None:
     costs, of = measured(20_000)
     assert margin(costs) == 1000 and reserve(costs) == max(1000, *costs.activations)
-    assert budget(costs, of, graphs=False) == 20_000 - 1000 - reserve(costs) - REST
-    assert budget(costs, of, graphs=True) == 20_000 - 1000 - reserve(costs) - REST - costs.filled
+    assert budget(costs, of) == 20_000 - 1000 - reserve(costs) - REST
     assert reserve(replace(costs, activations=(3_000,))) == 3_000, "activations may double"
 
 
 def test_there_is_none_where_nobody_counts_or_a_bucket_more_has_no_room() -> None:
     costs, of = measured(0)
-    assert budget(costs, of, graphs=False) is None
+    assert budget(costs, of) is None
     costs, of = measured(20_000)
-    budgets = [budget(replace(costs, room=room), of, graphs=False) for room in range(12_000, 13_500)]
+    budgets = [budget(replace(costs, room=room), of) for room in range(12_000, 13_500)]
     first = next(index for index, each in enumerate(budgets) if each is not None)
     assert None not in budgets[first:], "more room never means less"
     assert budgets[first] == costs.peak - REST + SIZE
@@ -59,37 +55,35 @@ def in_places(schedule: Schedule, buckets: int = BLOCKS) -> Schedule:
     return replace(schedule, facts=replace(schedule.facts, placed=frozenset(sorted(schedule.facts.by_id)[:buckets])))
 
 
-@daily("graphs", [True], [False])
 @daily("placed", [0, BLOCKS - 1], [BLOCKS])
-def test_all_is_kept_where_it_has_room_once_in_places_and_twice_elsewhere(placed: int, graphs: bool) -> None:
+def test_all_is_kept_where_it_has_room(placed: int) -> None:
     kept = set()
     for room in range(12_000, 16_000, 200):
         costs, of = measured(room)
-        schedule = follow(costs, in_places(of, placed), graphs)
+        schedule = follow(costs, in_places(of, placed))
         rest = costs.filled - 2 * SIZE  # two blocks are gathered at once where nothing is kept
         elsewhere = rest + (BLOCKS - placed) * SIZE
-        wanted = placed * SIZE + max(elsewhere, costs.filled) + elsewhere * graphs
+        wanted = placed * SIZE + max(elsewhere, costs.filled)
         if wanted <= room - margin(costs) - reserve(costs) - REST - 2 * SIZE:
             assert len(schedule.gathers) == BLOCKS, f"there is room for all in {room}"
         kept.add(len(schedule.gathers))
     assert len(kept) > 3, "more is kept where there is more room"
 
 
-def odd(rng: random.Random, regather: bool) -> tuple[Costs, Schedule]:
+def odd(rng: random.Random) -> tuple[Costs, Schedule]:
     """Costs of blocks of several sizes, and of activations and reductions that need most at any moment."""
     plain = blocks_of(BLOCKS, rng.choice([1, 1, 2]), prefetch=1)
     sizes = [SIZE * rng.choice([1, 1, 1, 2, 3]) for _ in range(BLOCKS)]
     placed = frozenset(bucket for bucket in range(BLOCKS) if rng.random() < 0.9)
     buckets = tuple(replace(bucket, nbytes=nbytes) for bucket, nbytes in zip(plain.facts.buckets, sizes, strict=True))
     depth = rng.choice([1, 2, 4])
-    facts = replace(plain.facts, buckets=buckets, placed=placed, depth=depth, regather=regather)
+    facts = replace(plain.facts, buckets=buckets, placed=placed, depth=depth)
     costs = facts.costs
     assert costs is not None
     slow, held = rng.choice([0.0, 0.5, 2.0]), rng.choice([0, 1])
     events = [each for each in plain.instructions if is_event(each)]
     costs = replace(
         costs,
-        update=dict.fromkeys(range(BLOCKS), 1.0) if regather else costs.update,
         activations=tuple(rng.choice([0, 0, SIZE // 4, SIZE, 4 * SIZE]) for _ in events),
         reductions={bucket: slow * nbytes / SIZE for bucket, nbytes in enumerate(sizes)},
         held=tuple(held * sizes[each.bucket] if isinstance(each, Reduce) else 0 for each in events),
@@ -100,27 +94,25 @@ def odd(rng: random.Random, regather: bool) -> tuple[Costs, Schedule]:
     return replace(costs, filled=filled, beside=REST, room=room), of
 
 
-@daily(("graphs", "regather"), [(True, False)], [(False, False), (True, True), (False, True)])
-def test_the_device_has_room_for_whatever_it_fills(graphs: bool, regather: bool) -> None:
-    """For places at any time and twice what graphs have of their own; and for steps that gather in no place."""
+def test_the_device_has_room_for_whatever_it_fills() -> None:
+    """For places at any time, and for steps that gather in no place."""
     rng = random.Random(5)
-    filled = smaller = anew = 0
+    filled = smaller = 0
     for _ in range(100):
-        costs, of = odd(rng, regather)
-        schedule = follow(costs, of, graphs)
+        costs, of = odd(rng)
+        schedule = follow(costs, of)
         if (memory := schedule.facts.memory) is None:
             assert schedule.facts.keep == frozenset()
             continue
         filled += 1
-        smaller += memory != budget(costs, of, graphs)
-        anew += len(schedule.regathers)
+        smaller += memory != budget(costs, of)
         rest = most_beside_places(schedule, costs)
         stands = schedule.stays - schedule.places.keys()
         rest -= sum(schedule.facts.sizes[bucket] for bucket in stands)
         takes = sum(schedule.place_sizes.values()) + sum(schedule.facts.sizes[b] for b in stands)
-        takes += rest * graphs + max(rest, costs.filled)
+        takes += max(rest, costs.filled)
         assert takes + REST + reserve(costs) + margin(costs) <= costs.room
-    assert filled > 30 and smaller > 3 and (anew > 10 or not regather), (filled, smaller, anew)
+    assert filled > 30 and smaller > 3, (filled, smaller)
 
 
 def most_beside_places(schedule: Schedule, costs: Costs) -> int:
@@ -154,28 +146,27 @@ def test_what_is_beside_is_that_of_a_rank_and_not_of_two() -> None:
         ranks.append(replace(own, filled=simulate(of, own).peak))
     merged = Costs.merge(ranks)
     assert (merged.beside, fixed(merged)) == (state, state + 8_000)
-    memory = budget(merged, of, graphs=False)
+    memory = budget(merged, of)
     assert memory == 40_000 - 2_000 - 8_000 - state
     schedule = follow(merged, of)
     assert foreseen(merged, schedule) >= max(foreseen(rank, schedule) for rank in ranks)
     assert foreseen(merged, schedule) <= 40_000 - margin(merged) - reserve(merged)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_steps_that_grow_shrink_it_by_the_reserve_at_least_until_there_is_none(graphs: bool) -> None:
+def test_steps_that_grow_shrink_it_by_the_reserve_at_least_until_there_is_none() -> None:
     rng = random.Random(3)
     for _ in range(20):
         costs, of = measured(rng.randrange(12_000, 16_000))
-        schedule, steps, before = follow(costs, of, graphs), 0, budget(costs, of, graphs)
+        schedule, steps, before = follow(costs, of), 0, budget(costs, of)
         while before is not None:
             assert foreseen(costs, schedule) + margin(costs) + reserve(costs) <= costs.room
             peak = costs.room - margin(costs) + rng.randrange(1, 300)  # less than the margin is left
             later = grown(costs, schedule, peak, costs.room - rng.randrange(2) * 10)
             assert foreseen(later, schedule) >= peak and later.room <= costs.room
-            after = budget(later, of, graphs)
-            assert after is None or after <= before - reserve(costs) // (1 + graphs)
+            after = budget(later, of)
+            assert after is None or after <= before - reserve(costs)
             costs, before, steps = later, after, steps + 1
-            smaller = follow(costs, of, graphs)
+            smaller = follow(costs, of)
             assert foreseen(costs, smaller) <= max(costs.room - margin(costs), foreseen(costs, of) + SIZE)
             schedule = smaller
         assert steps <= 20

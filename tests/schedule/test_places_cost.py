@@ -25,7 +25,7 @@ def priced(schedule: Schedule, reduce: float = REDUCE) -> Costs:
 def scheduled(placed: bool, **settings: object) -> Schedule:
     plain = blocks_of(BLOCKS)
     places = frozenset(range(BLOCKS)) if placed else frozenset()
-    facts = replace(plain.facts, placed=places, costs=priced(plain), **settings)  # type: ignore[arg-type]
+    facts = replace(plain.facts, placed=places, copied=places, costs=priced(plain), **settings)  # type: ignore[arg-type]
     return compile_schedule(stack(BLOCKS, 1, calls=1), facts)
 
 

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import pytest
 
-from tests.schedule.headed import made as headed
 from tests.schedule.measured import as_predicted, with_costs
 from tests.support.schedules import random_case, stack, stack_facts, with_needs
 from zeroweave import Schedule, ScheduleError
@@ -32,7 +31,7 @@ def cases() -> list[Schedule]:
             record, facts = with_needs(record, random.Random(seed)), replace(facts, offload=True)
         schedule = compile_schedule(record, facts)
         made.append(with_costs(schedule, seed) if seed % 5 else schedule)
-    return [*made, headed()]
+    return made
 
 
 def test_a_loaded_schedule_is_the_saved_one(tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ class GraphDouble:
     def make_room(self) -> None:
         pass
 
+    @property
+    def nbytes(self) -> int:
+        return sum(end - begin for begin, end in self.pool.free())
+
 
 def _at(value: Any) -> Callable[[], Any]:
     """Makes a tensor again where the value lies now; what is no tensor is a constant."""

@@ -1,4 +1,4 @@
-"""Training programs that graphs must not change, each for an engine of `tests.support.replays.Net`."""
+"""Training programs that graphs must not change, each for an engine of `tests.support.loops.Net`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.graphs import on_cpu
-from tests.support.replays import SAME, Case, Net, batch_of, loss_fn, start
+from tests.support.loops import Case, Net, Told, batch_of, left_by, loss_fn, started
 
 STEPS = 20
-
-
-@dataclass
-class Told:
-    """What graphs did."""
-
-    replayed: int
-    captured: int
-    uncaptured: dict[str, int]
-    told: list[str]
 
 
 def batches(steps: int = STEPS, sizes: tuple[int, ...] = (4,)) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
@@ -246,21 +235,11 @@ def seeded(engine: Any) -> Iterator[Any]:
 
 def run(program: Callable[[Any], Iterator[Any]], case: Case, graphs: bool) -> tuple[dict[str, Any], Told]:
     """What the program yields, and all that it leaves; and what graphs did."""
-    with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine = start(case, graphs)
-        device.serve(engine)
+    with warnings.catch_warnings(), started(case, graphs) as (engine, double):
+        warnings.simplefilter("ignore")
         torch.manual_seed(7 + engine.rank)
-        left: dict[str, Any] = {"losses": [float(each) for each in program(engine)]}
-        left["values"] = {name: value.tolist() for name, value in engine.state_dict().items()}
-        left["steps"] = engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.loss_scale
-        left["random"] = torch.rand(3).tolist()
-        stats = engine.stats
-        told = [str(each.message) for each in caught if "cuda_graphs" in str(each.message)]
-        done = Told(stats.replayed_steps, stats.captured_windows, stats.uncaptured_steps, told)
-        engine.destroy()
-    assert set(left) <= set(SAME)
-    return left, done
+        left = {"losses": [float(each) for each in program(engine)], **left_by(engine)}
+        return left, Told(engine.stats.graphed_calls, double.captures, engine.stats.ungraphed_calls)
 
 
 def compared(program: Callable[[Any], Iterator[Any]], case: Case) -> tuple[list[str], Told]:

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from zeroweave._torch.modes import attention_order, unseen
+from zeroweave._torch.modes import unseen
 
 pytestmark = pytest.mark.oldest
 
@@ -59,10 +58,3 @@ def test_where_nobody_watches_nothing_changes() -> None:
     with Watch(seen, "outer"), unseen():
         torch.ones(2).mul(2)
     assert "outer aten.mul.Tensor" in seen
-
-
-def test_the_order_of_attention_is_what_is_asked_for() -> None:
-    before, wanted = attention_order(), [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
-    with sdpa_kernel(wanted, set_priority=True):
-        assert attention_order()[:2] == tuple(int(each) for each in wanted)
-    assert attention_order() == before and int(SDPBackend.MATH) != before[0]

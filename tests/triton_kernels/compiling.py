@@ -14,21 +14,21 @@ from zeroweave._triton import masters, rules
 
 ADAM = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "average": "*fp32", "square": "*fp32",
-    "largest": "*fp32", "factor": "*fp32", "found": "*fp32", "scalars": "*fp32", "numel": "i32",
+    "largest": "*fp32", "factor": "*fp32", "scalars": "*fp32", "numel": "i32",
     **dict.fromkeys(("keep", "size", "root", "decay", "rest1", "beta2", "rest2", "eps"), "fp32"),
 }  # fmt: skip
 SGD = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "buffer": "*fp32", "factor": "fp32",
-    "found": "*fp32", "scalars": "*fp32", "numel": "i32",
+    "scalars": "*fp32", "numel": "i32",
     **dict.fromkeys(("rate", "decay", "momentum", "undamped"), "fp32"),
 }  # fmt: skip
 ADAGRAD = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "total": "*fp32", "factor": "*fp32",
-    "found": "*fp32", "scalars": "*fp32", "numel": "i32", **dict.fromkeys(("rate", "decay", "eps"), "fp32"),
+    "scalars": "*fp32", "numel": "i32", **dict.fromkeys(("rate", "decay", "eps"), "fp32"),
 }  # fmt: skip
 LION = {
     "master": "*bf16", "remainder": "*i16", "gradient": "*bf16", "average": "*fp32", "factor": "*fp32",
-    "found": "*fp32", "scalars": "*fp32", "numel": "i32",
+    "scalars": "*fp32", "numel": "i32",
     **dict.fromkeys(("keep", "rate", "beta1", "rest1", "beta2", "rest2"), "fp32"),
 }  # fmt: skip
 COMPACT = {
@@ -39,31 +39,31 @@ SPLIT = {"masters": "*fp32", "shard": "*bf16", "remainder": "*i16", "random": "*
 CASES: dict[str, tuple[str, str, dict[str, str], dict[str, Any]]] = {
     "adam, split, in a graph": (
         "rules", "adam", ADAM,
-        {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True, "COUPLED": False, "AMSGRAD": True},
+        {"SPLIT": True, "FACTOR": 2, "DEVICE": True, "COUPLED": False, "AMSGRAD": True},
     ),
     "adam, whole": (
         "rules", "adam", {**ADAM, "master": "*fp32", "gradient": "*fp32", "numel": "i64", "factor": "fp32"},
-        {"SPLIT": False, "FACTOR": 1, "FOUND": False, "DEVICE": False, "COUPLED": True, "AMSGRAD": False},
+        {"SPLIT": False, "FACTOR": 1, "DEVICE": False, "COUPLED": True, "AMSGRAD": False},
     ),
     "compact adam, in a graph": (
         "rules", "compact_adam", COMPACT,
-        {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True, "COUPLED": False},
+        {"SPLIT": True, "FACTOR": 2, "DEVICE": True, "COUPLED": False},
     ),
     "compact adam": (
         "rules", "compact_adam", {**COMPACT, "factor": "fp32", "position": "i64"},
-        {"SPLIT": True, "FACTOR": 1, "FOUND": False, "DEVICE": False, "COUPLED": True},
+        {"SPLIT": True, "FACTOR": 1, "DEVICE": False, "COUPLED": True},
     ),
     "sgd": (
         "rules", "sgd", SGD,
-        {"SPLIT": True, "FACTOR": 0, "FOUND": False, "DEVICE": False, "DECAY": True, "MOMENTUM": True,
+        {"SPLIT": True, "FACTOR": 0, "DEVICE": False, "DECAY": True, "MOMENTUM": True,
          "FIRST": False, "NESTEROV": True},
     ),
     "adagrad": (
         "rules", "adagrad", ADAGRAD,
-        {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True, "DECAY": True},
+        {"SPLIT": True, "FACTOR": 2, "DEVICE": True, "DECAY": True},
     ),
     "lion": (
-        "rules", "lion", LION, {"SPLIT": True, "FACTOR": 2, "FOUND": True, "DEVICE": True},
+        "rules", "lion", LION, {"SPLIT": True, "FACTOR": 2, "DEVICE": True},
     ),
     "cast": ("masters", "_cast", {"target": "*bf16", "values": "*fp32", "numel": "i32"}, {}),
     "copy": ("masters", "_copy", {"target": "*i32", "values": "*i32", "numel": "i32"}, {"SIZE": 4096}),

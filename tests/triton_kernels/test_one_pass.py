@@ -219,30 +219,3 @@ def everything(world: World) -> list[torch.Tensor]:
     held = [state for rank in world.ranks for state in states(rank)]
     tensors = [torch.as_tensor(value) for state in held for value in state.values()]
     return [t.clone() for t in (*world.parameters().values(), *tensors)]
-
-
-@pytest.mark.parametrize("kind", ["adamw", "momentum", "lion"])
-def test_numbers_on_the_device_are_those_of_the_host(kind: str) -> None:
-    here, there = (World(build_net(), KINDS[kind], 2, torch.bfloat16, "", rules, graphs) for graphs in (True, False))
-    for step in range(STEPS):
-        for world in (here, there):
-            world.step(random_gradients(world.ranks[0].model, step))
-    assert all(close(one, other) for one, other in zip(everything(here), everything(there), strict=True))
-    assert all(len(ranges) <= 2 for _, ranges in passes(here))
-
-
-def test_a_step_that_the_device_skips_changes_nothing() -> None:
-    world = World(build_net(), KINDS["adamw"], 1, torch.bfloat16, "", rules, graphs=True)
-    gradients = [random_gradients(world.ranks[0].model, step) for step in range(4)]
-    world.step(gradients[0])
-    before, rates = everything(world), world.ranks[0].rates
-    assert rates is not None
-    for found, same in ((1.0, True), (0.0, False)):
-        with rates.holding(torch.tensor(found)):
-            world.step(gradients[1])
-        assert all(torch.equal(one, other) for one, other in zip(before, everything(world), strict=True)) == same
-    plain = World(build_net(), KINDS["adamw"], 1, torch.bfloat16, "", rules)
-    for gradient in (gradients[0], gradients[1], gradients[2]):
-        plain.step(gradient)
-    world.step(gradients[2])
-    assert all(close(one, other) for one, other in zip(everything(world), everything(plain), strict=True))

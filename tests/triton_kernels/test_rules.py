@@ -36,9 +36,9 @@ def adam(coupled: bool, amsgrad: bool, device: bool) -> Kernel:
         largest = state.get("max_exp_avg_sq", master)
         moments = (state["exp_avg"], state["exp_avg_sq"], largest)
         rules.adam[masters.programs(NUMEL)](
-            master, rest, gradient, *moments, factor(), factor(), scalars, NUMEL,
+            master, rest, gradient, *moments, factor(), scalars, NUMEL,
             *((math.nan,) * 3 if device else at_hand), DECAY, 1 - 0.9, 0.999, 1 - 0.999, 1e-8,
-            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=device, COUPLED=coupled,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DEVICE=device, COUPLED=coupled,
             AMSGRAD=amsgrad, MAXIMIZE=False, SIZE=masters.BLOCK, **ROUNDED,
         )  # fmt: skip
 
@@ -48,9 +48,9 @@ def adam(coupled: bool, amsgrad: bool, device: bool) -> Kernel:
 def sgd(momentum: float, nesterov: bool, dampening: float) -> Kernel:
     def update(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
         rules.sgd[masters.programs(NUMEL)](
-            master, rest, gradient, state.get("momentum_buffer", master), factor(), factor(), factor(), NUMEL,
+            master, rest, gradient, state.get("momentum_buffer", master), factor(), factor(), NUMEL,
             RATE, DECAY, momentum, 1 - dampening,
-            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=False, DECAY=True,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DEVICE=False, DECAY=True,
             MOMENTUM=momentum != 0, FIRST=step == 1, NESTEROV=nesterov, MAXIMIZE=False, SIZE=masters.BLOCK, **ROUNDED,
         )  # fmt: skip
 
@@ -59,9 +59,9 @@ def sgd(momentum: float, nesterov: bool, dampening: float) -> Kernel:
 
 def adagrad(master: Tensor, rest: Tensor, gradient: Tensor, state: Mapping[str, Tensor], step: int) -> None:
     rules.adagrad[masters.programs(NUMEL)](
-        master, rest, gradient, state["sum"], factor(), factor(), factor(), NUMEL,
+        master, rest, gradient, state["sum"], factor(), factor(), NUMEL,
         RATE / (1 + (step - 1) * 0.1), DECAY, 1e-10,
-        SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=False, DECAY=True, MAXIMIZE=False,
+        SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DEVICE=False, DECAY=True, MAXIMIZE=False,
         SIZE=masters.BLOCK, **ROUNDED,
     )  # fmt: skip
 
@@ -71,9 +71,9 @@ def lion(maximize: bool, device: bool) -> Kernel:
         at_hand = (1 - RATE * DECAY, RATE)
         scalars = torch.tensor(at_hand if device else [math.nan] * 2, device=HERE)
         rules.lion[masters.programs(NUMEL)](
-            master, rest, gradient, state["exp_avg"], factor(), factor(), scalars, NUMEL,
+            master, rest, gradient, state["exp_avg"], factor(), scalars, NUMEL,
             *((math.nan,) * 2 if device else at_hand), 0.9, 1 - 0.9, 0.99, 1 - 0.99,
-            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, FOUND=False, DEVICE=device, MAXIMIZE=maximize,
+            SPLIT=master.dtype == torch.bfloat16, FACTOR=2, DEVICE=device, MAXIMIZE=maximize,
             SIZE=masters.BLOCK, **ROUNDED,
         )  # fmt: skip
 
@@ -161,27 +161,13 @@ def test_lion_has_the_bits_of_its_steps_on_the_host() -> None:
         parameter.grad = gradient.clone()
         optimizer.step()
         rules.lion[masters.programs(NUMEL)](
-            master, master, gradient.to(HERE), momentum, factor(), factor(), factor(), NUMEL,
+            master, master, gradient.to(HERE), momentum, factor(), factor(), NUMEL,
             1 - RATE * DECAY, RATE, 0.9, 1 - 0.9, 0.99, 1 - 0.99,
-            SPLIT=False, FACTOR=0, FOUND=False, DEVICE=False, MAXIMIZE=False, SIZE=masters.BLOCK, **ROUNDED,
+            SPLIT=False, FACTOR=0, DEVICE=False, MAXIMIZE=False, SIZE=masters.BLOCK, **ROUNDED,
         )  # fmt: skip
         for found, wanted in ((master, parameter.detach()), (momentum, optimizer.state[parameter]["exp_avg"])):
             assert differing(found.cpu(), wanted) == []
         assert not parameter[4].isfinite() and parameter[2:4].isfinite().all()
-
-
-@pytest.mark.parametrize("found", [0.0, 1.0])
-def test_a_skipped_step_writes_nothing(found: float) -> None:
-    master, gradient = random(0), random(1)
-    before, state = master.clone(), [torch.zeros_like(master) for _ in range(3)]
-    rules.adam[masters.programs(NUMEL)](
-        master, master, gradient, *state, factor(), torch.tensor(found, device=HERE), factor(), NUMEL,
-        1.0, 1e-2, 1.0, 0.0, 0.1, 0.999, 1e-3, 1e-8,
-        SPLIT=False, FACTOR=0, FOUND=True, DEVICE=False, COUPLED=False, AMSGRAD=False, MAXIMIZE=True,
-        SIZE=masters.BLOCK, **ROUNDED,
-    )  # fmt: skip
-    assert torch.equal(master, before) == bool(found)
-    assert bool(state[0].any()) == (not found)
 
 
 @pytest.mark.parametrize("kind", [torch.int16, torch.int8])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,14 +16,6 @@ def current_graph_task() -> int:
     Why: nested backwards are told apart.
     """
     return int(torch._C._current_graph_task_id())
-
-
-def keeps_graph() -> bool:
-    """Does the backward that this thread runs keep its graph (`retain_graph`)? False outside of one.
-
-    Why: a backward inside of it must keep its own as well.
-    """
-    return current_graph_task() >= 0 and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -100,21 +92,3 @@ def refuses_hooks(error: BaseException) -> bool:
     Why: the error has no class of its own.
     """
     return "support saved tensor hooks" in str(error)
-
-
-def leaves_behind(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that a backward of these tensors would add gradients to.
-
-    Why: the nodes of a graph are public, and the variable of its last ones is not.
-    """
-    found, seen = [], set[Any]()
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if type(node).__name__ == "AccumulateGrad":
-            found.append(node.variable)
-        waiting += [following for following, _ in node.next_functions]
-    return found

@@ -17,12 +17,9 @@ def foreach_add_(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor])
     torch._foreach_add_(list(targets), list(terms))
 
 
-def foreach_increase_(targets: Sequence[torch.Tensor], by: torch.Tensor | float) -> None:
-    """Adds a number, or a 0-dim tensor on their device, to each. Why: as `foreach_copy_`.
-
-    A list of tensors is added without waiting for the device, a single one is not.
-    """
-    torch._foreach_add_(list(targets), [by] * len(targets) if isinstance(by, torch.Tensor) else by)
+def foreach_increase_(targets: Sequence[torch.Tensor], by: float) -> None:
+    """Adds a number to each. Why: as `foreach_copy_`."""
+    torch._foreach_add_(list(targets), by)
 
 
 def foreach_norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

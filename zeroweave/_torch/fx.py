@@ -43,17 +43,10 @@ def is_kernel(target: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested containers, and what `unflatten` needs. Why: as `map_tensors`."""
+    """The leaves of nested containers, and how they are nested. Why: as `map_tensors`."""
     from torch.utils._pytree import tree_flatten
 
     return tree_flatten(tree)
-
-
-def unflatten(leaves: list[Any], structure: Any) -> Any:
-    """Containers nested as `flatten` found them, with other leaves. Why: as `map_tensors`."""
-    from torch.utils._pytree import tree_unflatten
-
-    return tree_unflatten(leaves, structure)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:

@@ -46,11 +46,3 @@ def _without_selective() -> Iterator[None]:
     finally:
         for mode in modes:
             dispatch._push_mode(mode)
-
-
-def attention_order() -> tuple[int, ...]:
-    """The kernels of attention, in the order in which they are asked whether they can.
-
-    Why: `sdpa_kernel(…, set_priority=True)` changes it, and nothing public reads it.
-    """
-    return tuple(torch._C._get_sdp_priority_order())

@@ -19,14 +19,6 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def at_address(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The contiguous tensor that lies at an address, which it does not own. Why: a graph's memory has no owner that
-    could be asked for it."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    return torch.empty(0, dtype=dtype, device=device).set_(cast(Any, storage)).view(shape)
-
-
 def lent(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor, 1-D, under a storage object of its own, which does not own it.
 
@@ -53,7 +45,10 @@ def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
 
 
 def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The memory of `storage` under an identity of its own, which does not own it. Why: as `at_address`."""
+    """The memory of `storage` under an identity of its own, which does not own it.
+
+    Why: the pool of a graph owns it, and no tensor must.
+    """
     made = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
     return cast(torch.UntypedStorage, made)
 

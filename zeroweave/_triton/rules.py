@@ -48,11 +48,9 @@ def _gradient(gradient, factor, at, there, FACTOR: tl.constexpr, MAXIMIZE: tl.co
 
 
 @triton.jit
-def _there(numel, found, FOUND: tl.constexpr, SIZE: tl.constexpr):
-    """The elements of this program, and which of them are to be updated: none where `found` is not 0."""
+def _there(numel, SIZE: tl.constexpr):
+    """The indices of the elements of this program, and which of them exist."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    if FOUND:
-        numel = tl.where(tl.load(found) == 0, numel, 0)
     return at, at < numel
 
 
@@ -65,7 +63,6 @@ def adam(
     square,
     largest,
     factor,
-    found,
     scalars,
     numel,
     keep,
@@ -78,7 +75,6 @@ def adam(
     eps,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    FOUND: tl.constexpr,
     DEVICE: tl.constexpr,
     COUPLED: tl.constexpr,
     AMSGRAD: tl.constexpr,
@@ -89,7 +85,7 @@ def adam(
 
     DEVICE: `keep`, `size` and `root` are the first of `scalars`, float32.
     """
-    at, there = _there(numel, found, FOUND, SIZE)
+    at, there = _there(numel, SIZE)
     if DEVICE:
         keep, size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     values = _master(master, remainder, at, there, SPLIT)
@@ -120,7 +116,6 @@ def compact_adam(
     averages,
     squares,
     factor,
-    found,
     scalars,
     numel,
     keep,
@@ -135,7 +130,6 @@ def compact_adam(
     step,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    FOUND: tl.constexpr,
     DEVICE: tl.constexpr,
     COUPLED: tl.constexpr,
     MAXIMIZE: tl.constexpr,
@@ -146,8 +140,6 @@ def compact_adam(
     The range begins with a block, at `position` of the flat. DEVICE: `step` is the fourth of `scalars`.
     """
     tl.static_assert(SPLIT)
-    if FOUND:
-        numel = tl.where(tl.load(found) == 0, numel, 0)
     if DEVICE:
         keep, size, root = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
         step = tl.load(scalars + 3).to(tl.int32)
@@ -184,7 +176,6 @@ def sgd(
     gradient,
     buffer,
     factor,
-    found,
     scalars,
     numel,
     rate,
@@ -193,7 +184,6 @@ def sgd(
     undamped,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    FOUND: tl.constexpr,
     DEVICE: tl.constexpr,
     DECAY: tl.constexpr,
     MOMENTUM: tl.constexpr,
@@ -203,7 +193,7 @@ def sgd(
     SIZE: tl.constexpr,
 ):
     """SGD; `undamped`: 1 - dampening. FIRST: there is no momentum yet. DEVICE: `rate` is the first of `scalars`."""
-    at, there = _there(numel, found, FOUND, SIZE)
+    at, there = _there(numel, SIZE)
     if DEVICE:
         rate = tl.load(scalars)
     values = _master(master, remainder, at, there, SPLIT)
@@ -224,7 +214,6 @@ def adagrad(
     gradient,
     total,
     factor,
-    found,
     scalars,
     numel,
     rate,
@@ -232,14 +221,13 @@ def adagrad(
     eps,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    FOUND: tl.constexpr,
     DEVICE: tl.constexpr,
     DECAY: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Adagrad; `rate`: as it has fallen. DEVICE: it is the first of `scalars`."""
-    at, there = _there(numel, found, FOUND, SIZE)
+    at, there = _there(numel, SIZE)
     if DEVICE:
         rate = tl.load(scalars)
     values = _master(master, remainder, at, there, SPLIT)
@@ -258,7 +246,6 @@ def lion(
     gradient,
     average,
     factor,
-    found,
     scalars,
     numel,
     keep,
@@ -269,13 +256,12 @@ def lion(
     rest2,
     SPLIT: tl.constexpr,
     FACTOR: tl.constexpr,
-    FOUND: tl.constexpr,
     DEVICE: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Lion; `keep`: 1 - rate * decay, `rest…`: 1 - beta. DEVICE: `keep` and `rate` are the first of `scalars`."""
-    at, there = _there(numel, found, FOUND, SIZE)
+    at, there = _there(numel, SIZE)
     if DEVICE:
         keep, rate = tl.load(scalars), tl.load(scalars + 1)
     values = _master(master, remainder, at, there, SPLIT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -18,48 +18,22 @@ from zeroweave._torch.distributed import copying_communicator
 from zeroweave.comm.around import Apart
 from zeroweave.comm.everywhere import done_by_all
 from zeroweave.comm.ledger import Ledger
+from zeroweave.comm.places import FixedMemory
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
 
-_GRAIN: Final = 2 << 20
-_LEAST: Final = 20 << 20
-"""PyTorch takes memory in multiples of the one, and at least the other for all but small tensors."""
 
-
-class Registered:
-    """A piece of device memory that communicators know: one block of a pool that nobody else allocates from.
-
-    A storage gets it by being resized inside the pool. PyTorch hands a free block out to the stream that allocated it
-    first, and inside a capture it takes the capture's own pool for whatever the capturing stream allocates. So the
-    block is always asked for on one stream, which runs nothing. The order of its users is that of ordinary flats: a
-    gather follows whatever the stream that issues it was given before, and a storage is given up when the current
-    stream has waited for its gather and was given the last work that reads it.
-    """
+class Registered(FixedMemory):
+    """Fixed memory that communicators know."""
 
     def __init__(self, nbytes: int, device: torch.device, allocator: Any, closed: Callable[[int], object]) -> None:
         """`allocator`: the backend's, whose memory can be registered. `closed(address)` hears of the end."""
-        self.nbytes = max(_LEAST, -(-nbytes // _GRAIN) * _GRAIN)
-        self._device, self._closed = device, closed
-        self._stream = torch.Stream(device=device)
-        with torch.cuda.device(device):
-            self._pool = torch.cuda.MemPool(allocator)
+        super().__init__(nbytes, device, allocator)
+        self._closed = closed
         self._known_to: list[Any] = []
-        self.address = self.tensor().data_ptr()
-
-    def tensor(self) -> torch.Tensor:
-        """All of it as a uint8 tensor; free again when that goes."""
-        with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
-            return torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
-
-    def give(self, storage: torch.UntypedStorage) -> None:
-        with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
-            storage.resize_(self.nbytes)
-        if storage.data_ptr() != self.address:
-            storage.resize_(0)
-            raise RuntimeError("a flat does not lie in its place: its values would be gathered elsewhere")
 
     def register(self, backends: list[Any]) -> None:
         """Makes it known to communicators, one after the other. Collective over the ranks of each."""

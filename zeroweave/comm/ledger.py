@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -104,7 +103,6 @@ class Ledger:
         """of each kind calls, payload and wire, see `Traffic`"""
         self._at_begin: dict[str, Traffic] = {}
         self._gauges: dict[str, Gauge] = {}
-        self._aside: list[Collective] | None = None
         self._count = 0
         self._hash = 0
         """of all collectives so far: that of the last one, seeded with the hash of those before it"""
@@ -134,32 +132,14 @@ class Ledger:
         hash.
         """
         each = Collective(kind, bucket, dtype, payload, group, self.world if world is None else world)
-        if self._aside is not None:
-            self._aside.append(each)
-        else:
-            self.again((each,))
-
-    @contextmanager
-    def aside(self) -> Iterator[list[Collective]]:
-        """Collectives inside are put into the list that this yields, and do not count."""
-        self._aside = []
-        try:
-            yield self._aside
-        finally:
-            self._aside = None
-
-    def again(self, collectives: Iterable[Collective]) -> None:
-        """These are issued, at once, by a graph."""
-        for each in collectives:
-            kind, bucket, dtype, payload, _, _ = each
-            words, wire = _hashed(each)
-            moved = self._moved.get(kind) or self._moved.setdefault(kind, [0, 0, 0])
-            moved[0] += 1
-            moved[1] += payload
-            moved[2] += wire
-            self._count += 1
-            self._hash = xxhash.xxh3_64_intdigest(words, self._hash)
-            self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))
+        words, wire = _hashed(each)
+        moved = self._moved.get(kind) or self._moved.setdefault(kind, [0, 0, 0])
+        moved[0] += 1
+        moved[1] += payload
+        moved[2] += wire
+        self._count += 1
+        self._hash = xxhash.xxh3_64_intdigest(words, self._hash)
+        self._marks.append(_Mark(self._count, self._hash, kind, bucket, dtype, payload, self.call, self.module))
 
     def entering(self, module: str, back: bool = False) -> None:
         """The module of this name is entered; what is issued from now on may be for it.

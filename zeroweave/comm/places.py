@@ -1,13 +1,19 @@
-"""Places: pieces of memory in which flats take turns, because whoever gathers them has to know where they lie."""
+"""Places: pieces of memory in which flats take turns. Copy engines and CUDA graphs know flats by their addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from zeroweave.comm.gauge import Gauge
+
+_GRAIN: Final = 2 << 20
+_LEAST: Final = 20 << 20
+"""PyTorch takes memory in multiples of the one, and at least the other for all but small tensors."""
+_SMALL: Final = 1 << 20
+"""Tensors up to this size are small."""
 
 
 class Memory(Protocol):
@@ -24,6 +30,54 @@ class Memory(Protocol):
 
     def close(self) -> None:
         """Nothing is gathered there any more. A storage that still lies there keeps it. Collective."""
+
+
+class FixedMemory:
+    """One block of a pool of device memory that nobody else allocates from.
+
+    A storage gets it by being resized inside the pool. PyTorch hands a free block out to the stream that allocated it
+    first, and inside a capture it takes the capture's own pool for whatever the capturing stream allocates. So the
+    block is always asked for on one stream, which runs nothing. The order of its users is that of ordinary flats: a
+    gather follows whatever the stream that issues it was given before, and a storage is given up when the current
+    stream has waited for its gather and was given the last work that reads it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, allocator: Any = None) -> None:
+        """`allocator`: that of the pool; None: PyTorch's own."""
+        small = nbytes <= _SMALL and allocator is None
+        self.nbytes = _SMALL if small else max(_LEAST, -(-nbytes // _GRAIN) * _GRAIN)
+        self._device, self._stream = device, torch.Stream(device=device)
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool(allocator)
+        self.address = self.tensor().data_ptr()
+
+    def tensor(self) -> torch.Tensor:
+        """All of it as a uint8 tensor; free again when that goes."""
+        with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
+            return torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, storage: torch.UntypedStorage) -> None:
+        with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
+            storage.resize_(self.nbytes)
+        if storage.data_ptr() != self.address:
+            storage.resize_(0)
+            raise RuntimeError("a flat does not lie in its place: its values would be gathered elsewhere")
+
+    def close(self) -> None:
+        pass
+
+
+def fixed_places(device: torch.device, gauge: Gauge) -> Places:
+    """Places at fixed addresses of a CUDA device. A rank without memory for one gathers anywhere."""
+
+    def make(nbytes: int) -> FixedMemory | None:
+        torch.cuda.empty_cache()  # what flats have had so far would stay cached beside it
+        try:
+            return FixedMemory(nbytes, device)
+        except torch.OutOfMemoryError:
+            return None
+
+    return Places(make, gauge)
 
 
 class Tenant(Protocol):
@@ -125,11 +179,6 @@ class Places:
     def nbytes(self) -> int:
         """Of all places together."""
         return self._gauge.now
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where they begin: what a graph of a step knows of them."""
-        return tuple(place.memory.address for _, place in sorted(self._places.items()))
 
     def close(self) -> None:
         """Gives all memory back, for good. Collective."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -38,8 +38,6 @@ class Wire:
         self._inner, self._device, self._paired = inner, device, paired
         self._timed: Timed | None = None
         self._skipping: Skipping | None = None
-        self.captures = False
-        """are steps run for a graph? See `capturing`"""
         self._connect()
 
     def _connect(self) -> None:
@@ -60,16 +58,7 @@ class Wire:
     @property
     def tries(self) -> bool:
         """Are steps only tried out? Then ranks agree on nothing, and nothing is decided by what they show."""
-        return self.skips or self.captures
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Inside, steps communicate as ever, and are run for a graph."""
-        self.captures = True
-        try:
-            yield
-        finally:
-            self.captures = False
+        return self.skips
 
     def skip(self, on: bool) -> None:
         """Nothing is issued from now on, with a new `planned`, or all is again.

@@ -153,18 +153,14 @@ class CompileConfig(Section):
     fuse: bool = True
     """Issue the gathers, or the reductions, of neighbouring small buckets in one launch."""
 
-    regather: bool = False
-    """With `keep` "auto": update what the next step needs first before the rest, and gather it under that."""
-
     record_steps: Annotated[int, Field(ge=0)] = 3
     """How many steps are timed before "auto" decides; 0: it never does."""
 
     passes: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Passes of your own behind the built-in ones, each as "module:function"."""
 
-    cuda_graphs: bool | Literal["calls"] = False
-    """true: steps run as CUDA graphs, once they have settled. "calls": executions of compiled templates do, and the
-    program's own code runs in every step."""
+    cuda_graphs: bool = False
+    """Compiled calls are launched as CUDA graphs, once steps have settled; the program's own code runs in each step."""
 
     dynamic: bool | None = None
     """As in torch.compile: None: dynamic shapes after the first recompile; true: at once; false: never."""
@@ -173,26 +169,6 @@ class CompileConfig(Section):
     @classmethod
     def _no_budget(cls, budget: object) -> object:
         return "none" if budget is None else budget
-
-    @model_validator(mode="after")
-    def _values_fit_together(self) -> Self:
-        if not self.regather or self.passes:  # a pass of one's own may do it as well
-            return self
-        if self.keep != "auto":
-            raise ValueError(
-                f"compile.regather is for compile.keep 'auto', not {self.keep!r}: leave one of them out, since "
-                "otherwise nothing is gathered anew"
-            )
-        if self.memory_budget == "none":
-            raise ValueError(
-                "compile.regather fills a memory budget, and compile.memory_budget is 'none': leave one of them out"
-            )
-        if not self.record_steps:
-            raise ValueError(
-                "compile.regather is decided by steps that were timed, and compile.record_steps is 0: leave one of "
-                "them out, or pass regather=True to engine.compile_schedule()"
-            )
-        return self
 
 
 class TransportConfig(Section):

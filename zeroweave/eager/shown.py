@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import cast
 
@@ -37,15 +37,10 @@ class Shown:
         """the trained parameters whose real ones do not require gradients, by name"""
         self._lends = False
         """does this rank show full values of its own?"""
-        self._comes: Callable[[], None] = lambda: None
         for bucket in access.buckets:
             bucket.attach(self._retire, places.status.hooks)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
         self.hide()
-
-    def attach(self, comes: Callable[[], None]) -> None:
-        """`comes()` is called before real parameters, or views, are shown. Once: what it consists of needs these."""
-        self._comes = comes
 
     # ------------------------------------------------------------------ to the user
     @property
@@ -67,7 +62,6 @@ class Shown:
         """
         if self.is_open:
             return
-        self._comes()
         self._toggle()
         for bucket in self._access.buckets:
             bucket.unshard()
@@ -153,8 +147,6 @@ class Shown:
         runtime = self._runtime
         if self._lends:
             return None
-        if values:
-            self._comes()
         if not (runtime.awaits_backward or runtime.in_session or runtime.in_backward):
             return None
         if not (runtime.in_session or runtime.in_backward):
@@ -172,7 +164,6 @@ class Shown:
                 "a forward inside `with engine.full_on_rank_0():`, where one rank may be alone: leave it first"
             )
         if self._count == 0:
-            self._comes()
             self._toggle()
             self._places.show_real()
             self._access.watch()

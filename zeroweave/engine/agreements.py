@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from functools import reduce
-from operator import or_
 from typing import Any, Final
-from zlib import crc32
 
 import xxhash
 
@@ -26,21 +21,6 @@ from zeroweave.schedule import Costs, Schedule
 
 SCHEDULE_SECONDS: Final = 30.0
 """How long a rank waits for the others to make the same schedule, where `deadline_seconds` is not less."""
-
-
-_COURSE: Final = struct.Struct("<BIQQQQ")
-"""Course, checksum of the call, hashes of schedule and options, count and hash of what was issued; notes follow."""
-
-
-class Course(IntEnum):
-    """How a micro-step runs. The least of what the ranks wish for is what all can."""
-
-    PLAIN = 0
-    """as ever"""
-    TRIAL = 1
-    """as ever, and then its window is captured and compared with it"""
-    REPLAY = 2
-    """as a graph"""
 
 
 @dataclass(frozen=True)
@@ -107,27 +87,6 @@ class Agreements:
         if not self._transport.tries:
             self.notes.agree(flags[third:])
         return Found(decision, flags[:first], flags[first:second], flags[second:third])
-
-    def course(self, wish: Course, schedule: Schedule | None, ends: bool, call: str, options: Options) -> Course:
-        """How all ranks run the call that begins: PLAIN unless it is one `call` of one schedule on all. Collective.
-
-        PLAIN, too, where their options differ; `options`: none unless the call updates. `ends`: its micro-step ends the
-        window; if it is replayed, this is the only agreement of its step.
-        """
-        step, count = self._progress()
-        fingerprint = 0 if schedule is None else schedule.fingerprint
-        issued = count, self._progress.ledger.hash
-        mine = _COURSE.pack(wish, crc32(call.encode()), fingerprint, _hash(options), *issued)
-        ranks = self._control.all_gather_bytes(mine + self.notes.flags, f"the graph of step {step}")
-        told = [_COURSE.unpack_from(theirs) for theirs in ranks]
-        if len({each[1:] for each in told}) > 1:
-            return Course.PLAIN  # the agreement of the step says what differs
-        agreed = Course(min(each[0] for each in told))
-        if ends and agreed is Course.REPLAY:
-            noted = zip(*(theirs[_COURSE.size :] for theirs in ranks), strict=True)
-            self.notes.agree(bytes(reduce(or_, each) for each in noted))
-            self._agreed = count
-        return agreed
 
     def union(self, what: str, flags: bytes) -> bytes:
         """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""

@@ -19,7 +19,7 @@ from zeroweave.comm.fence import fenced
 from zeroweave.comm.grouped import Grouped
 from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.paired import Paired
-from zeroweave.comm.places import Places
+from zeroweave.comm.places import Places, fixed_places
 from zeroweave.comm.process_group import take_device
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.regions import matching
@@ -33,10 +33,6 @@ from zeroweave.engine.asked import Asked, OptimizerLike, asked_for
 from zeroweave.engine.calls import Calls
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints
 from zeroweave.engine.followers import Followers
-from zeroweave.engine.graphs.capturer import Capturer
-from zeroweave.engine.graphs.graphs import Graphs
-from zeroweave.engine.graphs.limits import captures_on, never_captured
-from zeroweave.engine.graphs.loop import Loop
 from zeroweave.engine.guard import Guard, Progress
 from zeroweave.engine.headroom import SHORT, Headroom, ranks_beside
 from zeroweave.engine.logs.asked import is_asked_for, sinks_of
@@ -61,7 +57,6 @@ from zeroweave.optim.check import in_no_group
 from zeroweave.optim.compact import refuse_compact
 from zeroweave.optim.matrices import Whole
 from zeroweave.optim.modes import serve
-from zeroweave.optim.rates import Rates, why_not_captured
 from zeroweave.optim.rules import Kernels
 from zeroweave.optim.scaler import Scaler, checks, loss_scale_of
 from zeroweave.optim.state_dict import StateDicts, weak
@@ -193,11 +188,13 @@ def _assemble(
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)
     trains = optimizer is not None
-    capture = capture_for(device) if settings.compile.cuda_graphs == "calls" else None
+    capture = capture_for(device) if settings.compile.cuda_graphs else None
     call_graphs = None
     if capture is not None:
         call_graphs = CallGraphs(device, capture, lambda why: journal.tell("fallback", f"compile.cuda_graphs: {why}"))
         ends.callback(call_graphs.close)
+        if choice.least is None and control.world > 1:
+            gathered_in = fixed_places(device, ledger.gauge("places"))
     runtime = Runtime(
         layouts, transport, policy, ledger.entering, transport.issuing, trains, gathered_in, graphs=call_graphs
     )
@@ -220,13 +217,10 @@ def _assemble(
     places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
-        looks = checks(settings, layouts)
-        graphed = settings.compile.cuda_graphs is True and captures_on(device) and not asked.whole
-        rates = Rates(optimizer, device) if graphed and why_not_captured(optimizer, looks) is None else None
         whole = Whole(asked.whole, transport, control) if asked.whole else None
         fast = cast(Kernels | None, kernels("rules", device.type))
         sharded = ShardedOptimizer(
-            optimizer, buckets, slot_of, runtime.transfers, states, moments_off, rates, whole, fast, compact
+            optimizer, buckets, slot_of, runtime.transfers, states, moments_off, whole, fast, compact
         )
         states.clear()
     parts = EngineParts(
@@ -248,7 +242,7 @@ def _assemble(
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
-    facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least)
+    facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least, fixed=call_graphs is not None)
     return _compose(parts, facts, asked.scheduler, Signals(notes), faults, sinks)
 
 
@@ -285,19 +279,15 @@ def _compose(
         lambda: parts.progress.step == 0,
     )
     layouts = [b.layout for b in runtime.buckets.values()]
-    looks = checks(settings, layouts)
-    scale, apart = loss_scale_of(settings, layouts), settings.compile.cuda_graphs is True
-    scaler = Scaler(runtime.gradients, scale, looks, parts.transport, parts.device, apart)
+    scaler = Scaler(
+        runtime.gradients, loss_scale_of(settings, layouts), checks(settings, layouts), parts.transport, parts.device
+    )
     window = Window(parts, scaler, scheduler, shown)
     runtime.attach(faults.before(window, "backward_began", "backward"))
     if settings.gather_after_step:
         shown.open()
     updating = faults.before(scaler, "take", "update")
     step = OptimizerStep(parts, window, updating, scheduler, shown, _adaptive(parts), lr_scheduler)
-    loop = Loop(parts, faults.before(calls, "run", "forward"), window, step)
-    never = never_captured(parts, looks) if settings.compile.cuda_graphs is True else None
-    capturer = Capturer(parts.device) if settings.compile.cuda_graphs is True and never is None else None
-    graphs = Graphs(parts, shown, loop, window, step, scaler, scheduler, capturer, never)
     values = Values(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)
     if parts.optimizer is not None:
@@ -309,12 +299,13 @@ def _compose(
         parts.ends.callback(signals.close)
 
     def stats() -> Stats:
-        return Stats.read(parts, calls, graphs, step.traffic, scheduler)
+        return Stats.read(parts, calls, step.traffic, scheduler)
 
     samples = Samples.asked_for(parts, scheduler, step, stats)
     log = Log(parts, scheduler, step, sinks) if is_asked_for(settings) and parts.optimizer is not None else None
     followers = Followers(parts.transport, checkpoints, log, samples)
-    return Engine(parts, calls, scheduler, window, step, graphs, values, checkpoints, followers, stats)
+    running = faults.before(calls, "run", "forward")
+    return Engine(parts, running, scheduler, window, step, values, checkpoints, followers, stats)
 
 
 def _adaptive(parts: EngineParts) -> Adaptive | None:

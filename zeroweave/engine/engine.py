@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from zeroweave.comm.ledger import Ledger
-from zeroweave.engine.calls import Calls
+from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.followers import Followers
-from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.recording import Recording
 from zeroweave.engine.scheduler import Plan, Scheduler
@@ -46,7 +45,6 @@ class Engine:
         scheduler: Scheduler,
         window: Window,
         step: OptimizerStep,
-        graphs: Graphs,
         values: Values,
         checkpoints: Checkpoints,
         followers: Followers,
@@ -57,7 +55,6 @@ class Engine:
         self._parts, self._runtime, self._guard = parts, parts.runtime, parts.guard
         self._calls = calls  # forwards
         self._window, self._step = window, step  # backwards up to an optimizer step, and that
-        self._graphs = graphs  # the calls of a training loop, as graphs where they can be
         self._values = values  # what users read and write
         self._checkpoints = checkpoints  # and what survives the run
         self._scheduler = scheduler  # which schedule the next window follows
@@ -103,7 +100,11 @@ class Engine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's module; floating inputs are cast to `precision.params` where that is set."""
         self._followers.batch(self.module.training and torch.is_grad_enabled(), args, kwargs)
-        return self._graphs.forward(args, kwargs)
+        return self._forward(args, kwargs)
+
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with self._guard("forward"):
+            return self._calls.run(self.module, args, self._calls.without_cache(dict(kwargs)))
 
     @untraced
     def train_step(self, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None) -> torch.Tensor:
@@ -111,20 +112,25 @@ class Engine:
 
         `batch` is a mapping (keyword arguments), a tuple or list (arguments) or one argument. The loss is
         `loss_fn(output, batch)`, else the output itself if it is a tensor, else its `.loss`.
-
-        With `compile.cuda_graphs` it is one launch, once it has settled: see docs/performance.md.
         """
         self._followers.batch(True, batch)
-        loss, boundary = self._graphs.train_step(batch, loss_fn)
+        output = self._forward(*arguments_of(batch))
+        with self._guard("loss_fn"):
+            loss = loss_of(output, batch, loss_fn)
+        self._backward(loss)
         self._followers.loss(loss, self._window.divisor)
-        self._followers.step_ended(boundary)
-        return loss
+        self._followers.step_ended(self._micro_step())
+        return loss.detach()
 
     @untraced
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """The backward of `loss` times the loss scale, divided by the accumulation count unless told not to."""
-        self._graphs.backward(loss, retain_graph, scale_wrt_gas)
+        self._backward(loss, retain_graph, scale_wrt_gas)
         self._followers.loss(loss, self._window.divisor if scale_wrt_gas else 1)
+
+    def _backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
+        with self._guard("backward"):
+            self._window.backward(self._window.scale(loss, by_steps=scale_wrt_gas), retain_graph)
 
     @untraced
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -138,15 +144,20 @@ class Engine:
         return self._step.loss_scale
 
     # ------------------------------------------------------------------ windows
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Backwards inside add their gradients up locally; a later one outside, or `step()`, reduces.
 
         At any stage, at the price of a full local gradient. What counts is where the backward runs, not where its
         forward did. EngineError inside `coalesce_grad_reduction()`.
         """
-        return self._graphs.no_sync()
+        with self._guard("no_sync"):
+            self._window.refuse_coalescing("no_sync()")
+        with self._window.deferring("no_sync"):
+            yield
 
-    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
         """Several backwards, one reduction: the block of one optimizer step. Collective.
 
         Every backward inside adds its gradients up locally, in `precision.accumulate`; the end of the block reduces
@@ -158,7 +169,12 @@ class Engine:
         such block, in `no_sync()`, in a forward or backward, and for `step()` and all else inside that needs reduced
         gradients; NotImplementedError for pipeline modules and optimizers that hide their parameters.
         """
-        return self._graphs.coalesce()
+        with self._guard("coalesce_grad_reduction"):
+            self._window.refuse_block()
+        with self._window.deferring("coalesce_grad_reduction"), self._guard.around("coalesce_grad_reduction"):
+            yield
+        with self._guard("the end of coalesce_grad_reduction"):
+            self._window.reduce()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Does the optimizer step follow the present backward?
@@ -169,12 +185,20 @@ class Engine:
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Says whether the present micro-step ends its window, until said otherwise; None: count again."""
-        self._graphs.set_boundary(is_boundary)
+        self._window.set_boundary(is_boundary)
 
     @untraced
     def step(self) -> None:
         """Ends a micro-step; at the boundary, the optimizer step. To be called after every backward."""
-        self._followers.step_ended(self._graphs.step())
+        self._followers.step_ended(self._micro_step())
+
+    def _micro_step(self) -> bool:
+        """Ends a micro-step. Returns whether it was a boundary."""
+        with self._guard("step"):
+            boundary = self._window.ends()
+            self._step.take(boundary)
+            self._window.micro_step_ended(boundary)
+        return boundary
 
     def was_step_applied(self) -> bool:
         """Did the last `step()` run the optimizer? Not inside a window, nor where gradients were not finite."""
@@ -187,7 +211,7 @@ class Engine:
         The norm is float32, 0-dim, on the engine's device, without the loss scale; each parameter counts once. To be
         called between the boundary's backward and `step()`. Collective.
         """
-        return self._graphs.clip(max_norm)
+        return self._step.clip(max_norm)
 
     def get_global_grad_norm(self) -> float | None:
         """The global 2-norm that the last clipping found, before it; None if nothing was clipped yet."""
@@ -412,7 +436,6 @@ class Engine:
             return
         with self._guard("destroy" if optimizer_state else "destroy(optimizer_state=False)", clean=False):
             self._followers.close()
-            self._graphs.close()  # their memory is room for the optimizer's state
             values, (states, lacking) = self._values.whole(optimizer_state)
         self._calls.remove()
         self._values.give_back(values, states)

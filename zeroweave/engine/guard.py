@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -51,11 +51,6 @@ class Guard:
         self._told: BaseException | None = None
         """the last exception that the other ranks were told of inside a block of `around`"""
         self._around = False
-        self._begins: Callable[[], None] = lambda: None
-
-    def attach(self, begins: Callable[[], None]) -> None:
-        """`begins()` is called inside of each block, first. Once: what it consists of needs a guard."""
-        self._begins = begins
 
     def __call__(self, place: str, clean: bool = True) -> AbstractContextManager[None]:
         """Guards the block called `place`; blocks inside it belong to it.
@@ -74,7 +69,6 @@ class Guard:
             raise RankFailure(self.alarm.fatal)
         if clean and self.dirty:
             raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
-        self._begins()
 
     def leave(self, place: str, error: BaseException | None) -> None:
         """It ends; `error` leaves it."""

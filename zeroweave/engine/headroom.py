@@ -54,10 +54,10 @@ class Headroom:
         """The costs that schedules are made by are others from now on; what the last window has had was there."""
         self._had = max(self._had, self._peak)
 
-    def begin(self, counts: bool) -> None:
-        """A window begins with its first call. Does it count?"""
+    def begin(self) -> None:
+        """A window begins with its first call."""
         self._refusals = None
-        if counts and self._limit is not None and not self._wire.tries:
+        if self._limit is not None and not self._wire.tries:
             _, self._refusals = self._wire.clock.strain()  # up to here
 
     def abort(self) -> None:

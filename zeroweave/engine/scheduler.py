@@ -58,14 +58,8 @@ class Scheduler:
         self._kinds = WindowKinds()
         self._kind: WindowKind | None = None
         """of what the next window follows"""
-        self._aside: list[Schedule] = []
-        """what is followed again behind the plans that are executed"""
         self._as_expected = False
         """did the last window follow its schedule?"""
-        self._recorded = True
-        """is the record of the open window whole? What graphs have done of it is not in it"""
-        self._counts = True
-        """does the open window tell how much memory steps take?"""
         self.timing = Timing(parts, headroom)
         self.seconds = 0.0
         """spent on making schedules"""
@@ -74,12 +68,6 @@ class Scheduler:
     def schedule(self) -> Schedule | None:
         """What the next window follows."""
         return self._runtime.replay.schedule
-
-    @property
-    def schedules(self) -> tuple[Schedule, ...]:
-        """What windows to come may follow, as far as it is known."""
-        known = *self._aside, *self._kinds.schedules
-        return known if self.schedule is None else (self.schedule, *known)
 
     @property
     def settled(self) -> bool:
@@ -125,7 +113,7 @@ class Scheduler:
         """What this rank would follow after the step that ends now."""
         self._headroom.look()
         replay = self._runtime.replay
-        if followed or not self._recorded:
+        if followed:
             assert replay.schedule is not None
             return replay.schedule
         record = tuple(replay.record)
@@ -133,17 +121,9 @@ class Scheduler:
         costs, measured = (None, None) if known is None else (known.costs, known.measured)
         return self._compile(record, self.settings, costs, measured)
 
-    def unrecorded(self) -> None:
-        """Graphs have done a part of the open window, which tells nothing about what to follow. On all ranks."""
-        self._recorded = False
-
     def window_began(self) -> None:
         """With its first call."""
-        self._headroom.begin(self._counts)
-
-    def uncounted(self) -> None:
-        """The window that begins takes memory that others do not."""
-        self._counts = False
+        self._headroom.begin()
 
     def register_pass(self, new: Pass, after: str | None) -> None:
         """Adds a pass behind the one called `after`, or at the end; takes effect with the next schedule."""
@@ -170,7 +150,6 @@ class Scheduler:
         if self._transport.tries:  # nothing that is tried out decides anything
             self.abort()
             return self.schedule
-        self._recorded = self._counts = True
         short = self._headroom.is_short()
         step = self.timing.window_ended(applied)
         if not decision.adopt:  # what was found for windows that all ranks had in common may be the reason
@@ -196,7 +175,7 @@ class Scheduler:
             self._follow(self._kinds.upcoming)
         assert self._kind is not None
         wanted = self._automatic and _WARM_STEPS <= self._kind.followed < enough
-        self.timing.next_window(wanted, self._kind)
+        self.timing.next_window(wanted)
         return self._kind.schedule
 
     @property
@@ -208,7 +187,7 @@ class Scheduler:
         schedule = kind.schedule
         steps = [step for step in kind.steps if step.schedule is schedule]
         kind.forget_steps()
-        mine = costs_of(steps, self._headroom.room(), self.timing.holds) if steps else None
+        mine = costs_of(steps, self._headroom.room()) if steps else None
         found = self._agreements.costs(schedule, mine)
         if found is None:  # the ranks compute different things, each in its own time
             return
@@ -266,10 +245,9 @@ class Scheduler:
 
     def abort(self) -> None:
         """What was recorded and timed of the open window is no step."""
-        self._recorded = self._counts = True
         self._headroom.abort()
         if self.timing.is_on:
-            self.timing.next_window(True, self._kind)
+            self.timing.next_window(True)
 
     # ------------------------------------------------------------------ changes that are asked for
     @contextmanager
@@ -279,11 +257,7 @@ class Scheduler:
         if schedule is None:
             yield
             return
-        self._aside.append(schedule)
-        try:
-            yield
-        finally:
-            self._aside.pop()
+        yield
         with self._guard("use"):
             self.use(schedule, settings, measured)
 
@@ -313,7 +287,7 @@ class Scheduler:
         self._kinds.restart(self._kind)  # the others were made with other settings
         self._runtime.next_window(schedule)
         self._runtime.restart_peaks()
-        self.timing.next_window(False, self._kind)
+        self.timing.next_window(False)
 
     def _settle_on(self, settings: ScheduleSettings) -> None:
         self.settings = settings

@@ -73,27 +73,28 @@ def facts_of(
     policy: Policy,
     optimizer: ShardedOptimizer | None,
     least: int | None = None,
+    fixed: bool = False,
 ) -> Facts:
     """What schedules are made from, before the settings are put in.
 
-    `least`: bytes from which on a bucket has a place; None: none has.
+    `least`: bytes from which on copy engines gather a bucket; None: none. `fixed`: all buckets have fixed addresses,
+    which CUDA graphs need; those that the stage keeps have them without a place.
     """
     layouts = tuple(layouts)
     whole = config.gradient_clipping is not None or checks(config, layouts)
+    sharded = [b for b in layouts if b.world > 1]
+    copied = frozenset(b.id for b in sharded if least is not None and b.nbytes >= least)
     in_turn = optimizer is not None and optimizer.by_bucket
-    on_device = not (policy.masters_off or policy.params_off)
-    # Where `step()` gathers all of the model, nothing is left to gather under its updates.
-    regather = in_turn and on_device and not config.gather_after_step
     return Facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
         kept_by_stage=policy.kept_by_stage,
         depth=config.reduce.depth,
         prefetch=1,
         update_by_bucket=in_turn and not whole,
-        regather=regather,
         free=policy.free_threshold is not None,
         offload=policy.offload_threshold is not None,
-        placed=frozenset(b.id for b in layouts if least is not None and b.world > 1 and b.nbytes >= least),
+        placed=copied | {b.id for b in sharded if fixed and b.id not in policy.kept_by_stage},
+        copied=copied,
     )
 
 
@@ -102,8 +103,7 @@ class ScheduleSettings:
     """What of the config decides schedules; see docs/schedule.md.
 
     `keep`: "auto", "none", "all", or names of buckets. `memory_budget`: bytes of device memory, "auto" as
-    `schedule.budget` has it, "none" for no limit of its own. `graphs`: do steps run as CUDA graphs? `regather`: may
-    the pass `heads` do something? `stage`: has anybody asked for asynchronous saves?
+    `schedule.budget` has it, "none" for no limit of its own. `stage`: has anybody asked for asynchronous saves?
     """
 
     prefetch: int | Literal["auto"]
@@ -111,8 +111,6 @@ class ScheduleSettings:
     memory_budget: int | Literal["auto", "none"]
     fuse: bool
     depth: int
-    graphs: bool = False
-    regather: bool = False
     stage: bool = False
 
     def schedule(
@@ -129,7 +127,7 @@ class ScheduleSettings:
             made = compile_schedule(record, self.facts(base, costs, memory), passes)
             if self.memory_budget != "auto" or memory is None or costs is None or measured is None:
                 return made
-            before, memory = memory, lowered(memory, made, costs, measured, self.graphs)
+            before, memory = memory, lowered(memory, made, costs, measured)
             if memory == before:
                 return made
 
@@ -142,7 +140,6 @@ class ScheduleSettings:
             fuse=self.fuse,
             depth=self.depth,
             stage=self.stage,
-            regather=base.regather and self.regather,
             memory=memory,
             costs=costs,
         )
@@ -159,7 +156,7 @@ class ScheduleSettings:
             return asked if isinstance(asked, int) else None
         match asked:
             case "auto":
-                return budget(costs, measured, self.graphs)
+                return budget(costs, measured)
             case int(most):
                 return most - costs.beside
         return None
@@ -185,7 +182,6 @@ class PlanChanges(TypedDict, total=False):
     memory_budget: int | Literal["auto", "none"] | None
     fuse: bool | None
     depth: int | None
-    regather: bool | None
 
 
 def changes_of(prefetch: Prefetch | None = None, **others: Unpack[PlanChanges]) -> dict[str, Any]:
@@ -211,9 +207,7 @@ def settings_of(config: Config) -> ScheduleSettings:
     # The optimizer's states take what room there is: both would take the same.
     shared = wanted.memory_budget == "auto" and config.offload.optimizer == "adaptive"
     most = "none" if shared else wanted.memory_budget
-    return ScheduleSettings(
-        wanted.prefetch, wanted.keep, most, wanted.fuse, depth, wanted.cuda_graphs is True, wanted.regather
-    )
+    return ScheduleSettings(wanted.prefetch, wanted.keep, most, wanted.fuse, depth)
 
 
 def passes_of(config: Config) -> list[Pass]:

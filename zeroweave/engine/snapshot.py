@@ -95,7 +95,7 @@ class Snapshot:
         for bucket in self._trained:
             bucket.put(bucket.values())  # what is gathered may be another tensor
             # Without contents these are what they are, and so is what was gathered of them.
-            bucket.renew(regathered=not self._contents and bucket.id in self._gathers)
+            bucket.renew(values_stay=not self._contents and bucket.id in self._gathers)
         standing = [b for b in self._runtime.buckets.values() if b.standing and not b.layout.trainable]
         since = [bucket.id for bucket in standing if self._gathers.get(bucket.id) != bucket.gathers]
         self._runtime.replay.lingering.expire(since)  # it may not be their values that were gathered

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
-from zeroweave.engine.graphs.graphs import Graphs
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.optim.step import ShardedOptimizer
@@ -94,11 +93,9 @@ class Stats:
     `on_demand_unshards`: gathers that a schedule should have ordered and did not. `departures`: steps that
     left their schedule. `graphs`: captured by Dynamo. `templates`: lowered. `found_templates`: those of them that
     Inductor's cache had, from an earlier run or another rank. `compile_seconds`: by phase, see `compile.phases`,
-    and what making schedules and capturing steps took. `eager_regions`: regions that are not compiled, with the reason.
+    and what making schedules took. `eager_regions`: regions that are not compiled, with the reason.
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
-    With `compile.cuda_graphs`, `captured_windows`: windows of micro-steps that were captured; `replayed_steps`:
-    micro-steps that ran as graphs; `uncaptured_steps`: why windows, or calls, ran as ever, and how often.
-    With `compile.cuda_graphs` "calls", `graphed_calls`: executions of templates that were launched as graphs;
+    With `compile.cuda_graphs`, `graphed_calls`: executions of templates that were launched as graphs;
     `ungraphed_calls`: why others were not, and how often.
     `written_gradients`: those that backwards wrote, or added, where they are reduced from: nothing copied them.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
@@ -119,9 +116,6 @@ class Stats:
     compile_seconds: dict[str, float]
     eager_regions: dict[str, str]
     eager_modules: tuple[str, ...]
-    captured_windows: int
-    replayed_steps: int
-    uncaptured_steps: dict[str, int]
     written_gradients: int
     freed_activations: int
     offloaded_activations: int
@@ -131,15 +125,13 @@ class Stats:
     last_step: dict[str, Traffic]
     total: dict[str, Traffic]
     memory: Memory
+    graphed_calls: int
+    ungraphed_calls: dict[str, int]
     device: DeviceMemory = DeviceMemory()
-    graphed_calls: int = 0
-    ungraphed_calls: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def read(
-        cls, parts: EngineParts, calls: Calls, graphs: Graphs, last_step: Mapping[str, Traffic], scheduler: Scheduler
-    ) -> Stats:
-        runtime, templates, of_calls = parts.runtime, calls.templates, parts.runtime.graphs
+    def read(cls, parts: EngineParts, calls: Calls, last_step: Mapping[str, Traffic], scheduler: Scheduler) -> Stats:
+        runtime, templates, graphs = parts.runtime, calls.templates, parts.runtime.graphs
         offloading = runtime.activations.offloading
         compiled = {} if templates is None else templates.phases.seconds
         return cls(
@@ -151,14 +143,11 @@ class Stats:
             graphs=0 if templates is None else templates.graphs,
             templates=0 if templates is None else templates.templates,
             found_templates=0 if templates is None else templates.found,
-            compile_seconds={**compiled, "schedule": scheduler.seconds, "graphs": graphs.seconds},
+            compile_seconds={**compiled, "schedule": scheduler.seconds},
             eager_regions=dict(calls.eager_regions),
             eager_modules=calls.eager_modules,
-            captured_windows=graphs.known.captured,
-            replayed_steps=graphs.replayed,
-            uncaptured_steps=dict(graphs.known.uncaptured),
-            graphed_calls=0 if of_calls is None else of_calls.launched,
-            ungraphed_calls={} if of_calls is None else dict(of_calls.why),
+            graphed_calls=0 if graphs is None else graphs.launched,
+            ungraphed_calls={} if graphs is None else dict(graphs.why),
             written_gradients=runtime.gradients.written,
             freed_activations=runtime.activations.freed,
             offloaded_activations=0 if offloading is None else offloading.moved_before,
@@ -167,7 +156,7 @@ class Stats:
             gathers=_gathers(parts),
             last_step=dict(last_step),
             total=dict(parts.progress.ledger.totals()),
-            memory=Memory.read(runtime, parts.optimizer, graphs.nbytes),
+            memory=Memory.read(runtime, parts.optimizer, 0 if graphs is None else graphs.nbytes),
             device=DeviceMemory(
                 allocated=parts.transport.clock.peak(),
                 reserved=parts.transport.clock.reserved(),
@@ -179,6 +168,6 @@ class Stats:
 
 def _gathers(parts: EngineParts) -> str:
     refused = parts.runtime.places.refused
-    if refused is None:
+    if refused is None or parts.gathers.least is None:
         return str(parts.gathers)
     return f"{parts.gathers}; by kernel from {refused / (1 << 20):g} MiB on, as there was no memory left"

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from zeroweave.comm.pending import Side
 from zeroweave.eager.shown import Shown
 from zeroweave.engine.agreements import Found
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.window import Window
-from zeroweave.errors import NonFiniteError, ZeroweaveError
+from zeroweave.errors import NonFiniteError
 from zeroweave.optim.adaptive import Adaptive
-from zeroweave.optim.early import EarlyUpdates
 from zeroweave.optim.options import Options, clipping, shared_options
 from zeroweave.optim.scaler import Scaler
-from zeroweave.ranks.control import Decision
 from zeroweave.schedule import Instruction, Schedule
 
 
@@ -52,9 +47,6 @@ class OptimizerStep:
         """the instructions of the last one"""
         self.gradients_alike = False
         """had this rank, in the last one, gradients of all parameters that any rank had gradients of?"""
-        self._absent: Mapping[int, Set[int]] = {}
-        """by trained bucket, the slots that no rank had a gradient for in the last window, which `certain` follows"""
-        self._early: EarlyUpdates | None = None
         self.traffic = parts.progress.ledger.step()
         """what the last one and its window have sent; at first, what `initialize` has"""
         parts.progress.ledger.begin_step()
@@ -95,31 +87,6 @@ class OptimizerStep:
         return self._scaler.loss_scale.value
 
     # ------------------------------------------------------------------ one step
-    @contextmanager
-    def certain(self, side: Side | None) -> Iterator[None]:
-        """Inside, the window that is open is sure to come to its step, whose gradients are those of the last window.
-
-        So buckets are updated as soon as their gradients are there, on `side`. Not where the step looks at all
-        gradients before it writes anything: for their norm, whose parts are found there then, or because they may not
-        be finite.
-        """
-        optimizer, replay = self._parts.optimizer, self._runtime.replay
-        if self._config.gradient_clipping is not None:
-            with self._scaler.norms_beside(side) as norms, replay.executor.updating(norms):
-                yield
-            return
-        if self._scaler.checks or replay.schedule is None:
-            yield
-            return
-        assert optimizer is not None
-        begin = partial(optimizer.in_turn, absent=self._absent, order=replay.update_order(frozenset(self._absent)))
-        self._early = EarlyUpdates(replay.schedule, replay.executed, begin, self._scaler.take, side)
-        try:
-            with replay.executor.updating(self._early):
-                yield
-        finally:
-            self._early = None
-
     def take(self, boundary: bool) -> None:
         """The end of a micro-step; at the boundary the optimizer step, unless it is skipped."""
         self.applied = False
@@ -132,9 +99,6 @@ class OptimizerStep:
             self._parts.journal.tell("departed", departure)
         gradients = self._runtime.gradients
         absent = gradients.absent(found.had_gradient)
-        if self._early is not None and absent != self._absent:
-            raise ZeroweaveError("a window that was certain had gradients of other parameters than the last one")
-        self._absent = absent
         self.gradients_alike = absent == gradients.absent(gradients.had_gradient())
         applies = self._may_apply(found.decision.nonfinite)
         if applies:
@@ -143,24 +107,6 @@ class OptimizerStep:
             self._runtime.replay.finish(self._give_up, frozenset(absent))
         self.executed = tuple(self._runtime.replay.executed)
         self._begin_next(candidate, found, applies)
-        self.applied = applies
-
-    def none_applied(self) -> None:
-        """A graph was a micro-step in the middle of its window."""
-        self.applied = False
-
-    def replayed(self, executed: tuple[Instruction, ...], nonfinite: bool) -> None:
-        """A graph was the optimizer step of a window that followed its schedule; `nonfinite`: it wrote nothing."""
-        schedule = self._runtime.replay.schedule
-        assert schedule is not None
-        applies = self._may_apply(nonfinite)
-        if applies:
-            for bucket in self._runtime.buckets.values():
-                if bucket.layout.trainable:
-                    bucket.renew(bucket.id in schedule.regathers)
-        self.executed = executed
-        alike = Decision(b"", adopt=True, record=schedule.shape)
-        self._begin_next(schedule, Found(alike, b"", b"", bytes(len(self._runtime.buckets))), applies)
         self.applied = applies
 
     def _arrive(self) -> bool:
@@ -208,17 +154,12 @@ class OptimizerStep:
         replay, updates = self._runtime.replay, frozenset(absent)
         if self._config.gradient_clipping is not None:
             self._scaler.clip(self._config.gradient_clipping)
-        update: Callable[[Sequence[int]], object]
-        if self._early is None:
-            update = optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates))
-        else:
-            update = self._early.update
-        regathered = frozenset[int]()
+        update = optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates))
         try:
-            regathered = replay.finish(update, updates, optimizer.by_bucket)
+            replay.finish(update, updates)
         finally:
             for bucket in absent:
-                self._runtime.buckets[bucket].renew(bucket in regathered)
+                self._runtime.buckets[bucket].renew()
 
     def _give_up(self, buckets: Sequence[int]) -> None:
         """Nothing is done with the gradients of these buckets."""
@@ -238,7 +179,7 @@ class OptimizerStep:
             self._adaptive.step_ended(self._scheduler.settled)
         parts.stubs.gradients_gone()
         parts.progress.step_ended()
-        if applied and self.lr_scheduler is not None and not parts.transport.captures:
+        if applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         if self._config.gather_after_step:
             self._shown.open()

@@ -9,7 +9,7 @@ reduction and a local sum, and nothing is traced anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Literal
 
@@ -61,11 +61,6 @@ class Window(Observer):
     def steps(self) -> int:
         """Micro-steps of the open window so far."""
         return self._steps
-
-    @property
-    def backwards(self) -> int:
-        """Backwards that have trained since the last `step()`."""
-        return self._backwards
 
     @property
     def begins(self) -> bool:
@@ -125,23 +120,6 @@ class Window(Observer):
                 hook = loss.register_hook(lambda _: self._runtime.note_backward(trains=True))
                 after.callback(hook.remove)  # later backwards of this loss may be others
             loss.backward(retain_graph=retain_graph)
-
-    def backward_from(
-        self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], retain_graph: bool = False
-    ) -> None:
-        """The backward of a loss outside, of which these gradients of outputs have come."""
-        self._scaled = True
-        with ExitStack() as after:
-            for output in outputs:
-                hook = output.register_hook(lambda _: self._runtime.note_backward(trains=True))
-                after.callback(hook.remove)
-            torch.autograd.backward(outputs, gradients, retain_graph)
-
-    def backward_replayed(self) -> None:
-        """A graph was a backward that trains."""
-        self._backwards += 1
-        self._scaled = False
-        self._parts.stubs.gradients_wait()
 
     def reduces(self) -> bool:
         return self.defers is None and (self._config.stage > 1 or self.is_boundary())

@@ -7,7 +7,7 @@ if they had made the step. A range is what lies side by side in a shard of one g
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from zeroweave._torch.storages import storage_key, version
 from zeroweave.errors import ParameterError
 from zeroweave.optim.compact import CompactMoments
 from zeroweave.optim.fragments import Fragments
-from zeroweave.optim.rates import Rates
 from zeroweave.optim.rules import COMPACT_RULES, RULES, Kernels, Launch, Masters
 from zeroweave.optim.scaler import Scaled
 from zeroweave.runtime.bucket import Bucket
@@ -84,13 +83,10 @@ class OnePass:
         fragments: Mapping[int, Fragments],
         groups: Mapping[tuple[int, int], int],
         kernels: Kernels,
-        rates: Rates | None,
         compact: Mapping[int, CompactMoments],
     ) -> None:
         self._optimizer, self._buckets, self._fragments = optimizer, buckets, fragments
-        self._kernels, self._rates, self._compact = kernels, rates, compact
-        like = torch.empty((), dtype=torch.float32, device="cpu") if rates is None else rates.of(0)
-        self._one, self._zero = torch.ones_like(like), torch.zeros_like(like)
+        self._kernels, self._compact = kernels, compact
         self._rule = (COMPACT_RULES if compact else RULES).get(type(optimizer))
         self._slots = {
             bucket: [
@@ -104,54 +100,21 @@ class OnePass:
         """by bucket: what its ranges were cut by, and they"""
         self._behind: dict[int, dict[int, tuple[torch.Tensor, int, int]]] = {}
         """of those that were released: bucket id -> slot -> its step counter, its version, and the number there"""
-        self._at_hand: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """in a step: by the id of a range's first step counter, that and its scalars"""
-        self._more: torch.Tensor | float = 1.0
-        """by which step counters increase in it"""
-        self.uneven: set[int] = set()
-        """where a graph may hold updates, and slots of the bucket may be at different steps"""
 
-    def takes(self, bucket: int, gradient: Scaled, absent: Set[int]) -> bool:
+    def takes(self, bucket: int) -> bool:
         """Whether the bucket can be updated here, as its options are now. Else the optimizer steps itself."""
         if self._rule is None or self._buckets[bucket].shard.dtype != torch.float32:
             return False
-        if self._rates is not None and any(slot.slot in absent and slot.group >= 0 for slot in self._slots[bucket]):
-            self.uneven.add(bucket)
-        groups = self._optimizer.param_groups
-        fits = all(self._rule.fits(group) for group in groups)
-        return fits and bucket not in self.uneven
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """A step begins. What its updates have one value of each is computed for all together, if a graph may hold it.
-
-        That would be a dozen kernels for each range otherwise, which take longer than small buckets' updates.
-        """
-        self._at_hand, self._more = {}, 1.0
-        if self._rates is None or self._rule is None or not self._rule.counts:
-            return
-        self._more = 1.0 - (self._zero if self._rates.found is None else self._rates.found)
-        groups: dict[int, list[torch.Tensor]] = {}
-        for each in chain.from_iterable(ranges for _, ranges in self._known.values()):
-            if each.steps and each.steps[0].device == self._one.device:
-                groups.setdefault(each.group, []).append(each.steps[0])
-        for group, counters in groups.items():
-            options, rate = self._optimizer.param_groups[group], self._rates.of(group)
-            rows = self._rule.scalars(options, rate, torch.stack(counters) + self._more)
-            rows = nn.functional.pad(rows, (0, -rows.shape[-1] % 4))  # kernels are compiled for aligned pointers
-            self._at_hand |= {id(at): (at, row) for at, row in zip(counters, rows.unbind(), strict=True)}
+        return all(self._rule.fits(group) for group in self._optimizer.param_groups)
 
     def _scalars(self, each: Range, on: torch.device) -> torch.Tensor | None:
         """Those of a range whose counters have increased; None where the host has them."""
         assert self._rule is not None
         group = self._optimizer.param_groups[each.group]
-        rate = group["lr"] if self._rates is None else self._rates.of(each.group)
+        rate = group["lr"]
         if not isinstance(rate, torch.Tensor) or rate.device != on:
             return None
         counter = each.steps[0] if each.steps and each.steps[0].device == on else None
-        known, row = self._at_hand.get(id(counter), (None, None))
-        if row is not None and known is counter:
-            return row
         return self._rule.scalars(group, rate, each.step + 1 if counter is None else counter)
 
     @torch.no_grad()
@@ -159,34 +122,19 @@ class OnePass:
         """Updates the masters and states of a bucket but for the slots in `absent`."""
         assert self._rule is not None
         groups = self._optimizer.param_groups
-        gradient, found = self._on_device(gradient)
         ranges, view = self._ranges(bucket, frozenset(absent)), self._buckets[bucket]
         first, _ = view.layout.shard_range(view.rank)
         for index, each in enumerate(ranges):
             group = groups[each.group]
             if each.steps:
-                foreach_increase_(each.steps, self._more)
+                foreach_increase_(each.steps, 1.0)
             scalars = self._scalars(each, gradient.values.device)
             masters_of = masters.of(each.start, each.stop)
             part = Scaled(gradient.values[each.start : each.stop], gradient.factor)
             step = each.step + 1
-            launch = Launch(masters_of, part, found, each.moments, each.first, group, step, scalars, first + each.start)
+            launch = Launch(masters_of, part, each.moments, each.first, group, step, scalars, first + each.start)
             launch.issue(self._kernels, self._rule.own(self._kernels, launch))
             ranges[index] = each._replace(step=step, first=False, versions=_versions(each.steps))
-
-    def _on_device(self, gradient: Scaled) -> tuple[Scaled, torch.Tensor | None]:
-        """What the kernel reads beside gradients: factor and skip flag, on the device where a graph may hold updates.
-
-        So an update in a graph and an ordinary one are the same kernel, and none is first compiled in a capture.
-        """
-        if self._rates is None:
-            return gradient, None
-        factor, found = gradient.factor, self._rates.found
-        if factor is None:
-            factor = self._one
-        elif not isinstance(factor, torch.Tensor):
-            factor = torch.full_like(self._one, factor)
-        return gradient._replace(factor=factor), self._zero if found is None else found
 
     def release(self, bucket: int) -> None:
         """The tensors of the states go elsewhere, and none is kept here."""

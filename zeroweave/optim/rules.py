@@ -30,8 +30,6 @@ class Launch(NamedTuple):
 
     masters: tuple[torch.Tensor, torch.Tensor, bool]
     gradient: Scaled
-    found: torch.Tensor | None
-    """1 where nothing is to be written; float32 on the device, 0-dim"""
     moments: Sequence[torch.Tensor]
     first: bool
     """were they just made?"""
@@ -47,12 +45,12 @@ class Launch(NamedTuple):
     def issue(self, kernels: Kernels, own: Own) -> None:
         """Launches the kernel with what all kernels take, and its own. What is not there the gradient stands in for."""
         factor, values = self.gradient.factor, self.gradient.values
-        found, scalars = (values if each is None else each for each in (self.found, self.scalars))
+        scalars = values if self.scalars is None else self.scalars
         own.kernel[kernels.programs(values.numel())](
-            *self.masters[:2], values, *own.moments, values if factor is None else factor, found, scalars,
+            *self.masters[:2], values, *own.moments, values if factor is None else factor, scalars,
             values.numel(), *own.numbers, **own.flags,
             SPLIT=self.masters[2], FACTOR=0 if factor is None else 1 if isinstance(factor, float) else 2,
-            FOUND=self.found is not None, DEVICE=self.scalars is not None, MAXIMIZE=self.options["maximize"],
+            DEVICE=self.scalars is not None, MAXIMIZE=self.options["maximize"],
             SIZE=kernels.BLOCK, enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -7,19 +7,16 @@ is skipped has written nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
 import torch
 
 from zeroweave._torch.foreach import foreach_maxima, foreach_norms
-from zeroweave.comm.pending import Side
 from zeroweave.comm.transport import Transport
 from zeroweave.config import Config
 from zeroweave.layout import BucketLayout
 from zeroweave.optim.clip import clip_coefficient, sum_of_squares, total_norm
-from zeroweave.optim.norms import EarlyNorms
 from zeroweave.runtime.gradients import Gradients
 
 _LARGEST: Final = 2.0**127
@@ -59,14 +56,11 @@ class LossScale:
         """Is it 1, and stays so?"""
         return self.value == 1.0 and not self.dynamic
 
-    def of(self, loss: torch.Tensor, value: torch.Tensor | None = None) -> torch.Tensor:
-        """`loss` times the scale, in float32 at least; `loss` itself where the scale is 1.
-
-        `value`: the scale on the device, float32, 0-dim, which another value may be put into.
-        """
-        if self.is_one or (self.value == 1.0 and value is None):
+    def of(self, loss: torch.Tensor) -> torch.Tensor:
+        """`loss` times the scale, in float32 at least; `loss` itself where the scale is 1."""
+        if self.value == 1.0:
             return loss
-        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * (self.value if value is None else value)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
 
     def update(self, overflow: bool) -> None:
         """After each optimizer step, and each that was skipped because gradients had overflowed."""
@@ -120,21 +114,6 @@ def checks(config: Config, layouts: Iterable[BucketLayout]) -> bool:
     return config.on_nonfinite is not None or loss_scale_of(config, layouts) is not None
 
 
-class Scalars:
-    """What the host knows of a step before it, and after it, on the device: float32, 0-dim. For steps in a graph."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.scale, self.inverse = (torch.ones((), dtype=torch.float32, device=device) for _ in range(2))
-        """the loss scale, and 1 / loss scale"""
-        self.found = torch.zeros((), dtype=torch.float32, device=device)
-        """1 where the last step found gradients that are not finite, on any rank, else 0"""
-
-    def take(self, scale: float) -> None:
-        """Losses are multiplied by `scale` from now on."""
-        self.scale.fill_(scale)
-        self.inverse.fill_(1.0 / scale)
-
-
 class Scaled(NamedTuple):
     """A gradient [numel / world], which belongs to whoever has this, and what it is still to be multiplied by."""
 
@@ -152,8 +131,7 @@ class Scaled(NamedTuple):
 class Scaler:
     """What is done to a window's gradients on this rank between their reduction and the optimizer.
 
-    `loss_scale`: None for none. `checks`: see the function. `apart`: norms are taken one by one, as in graphs, whose
-    steps and others compute the same then, bit by bit.
+    `loss_scale`: None for none. `checks`: see the function.
     """
 
     def __init__(
@@ -163,9 +141,8 @@ class Scaler:
         checks: bool,
         transport: Transport,
         device: torch.device,
-        apart: bool = False,
     ) -> None:
-        self.checks, self._apart = checks, apart
+        self.checks = checks
         self._gradients, self._transport, self._device = gradients, transport, device
         self.loss_scale = loss_scale or LossScale(1.0)
         self.norm: torch.Tensor | None = None
@@ -173,37 +150,16 @@ class Scaler:
         self.limits: list[float] = []
         """the norms that the window's gradients were clipped to"""
         self._coefficient: torch.Tensor | None = None
-        self._scalars: Scalars | None = None
-        self._early: EarlyNorms | None = None
-
-    @contextmanager
-    def on_device(self, scalars: Scalars) -> Iterator[None]:
-        """Inside, the loss scale is what `scalars` hold, and nobody waits for the device: `nonfinite` tells there."""
-        self._scalars = scalars
-        try:
-            yield
-        finally:
-            self._scalars = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """`loss` times the loss scale."""
-        return self.loss_scale.of(loss, None if self._scalars is None else self._scalars.scale)
+        return self.loss_scale.of(loss)
 
     def nonfinite(self) -> bool:
-        """Is any reduced gradient of this rank infinite or NaN? Waits for the reductions, and for the device.
-
-        False inside of `on_device`, where `Scalars.found` has what holds for all ranks.
-        """
+        """Is any reduced gradient of this rank infinite or NaN? Waits for the reductions, and for the device."""
         self._gradients.reductions.settle_all()
         shards = self._gradients.shards()
-        if self._scalars is None:
-            return bool(shards) and not bool(torch.stack(foreach_maxima(shards)).isfinite().all())
-        found = self._scalars.found.zero_()
-        if shards:
-            found.copy_(torch.stack(foreach_maxima(shards)).isfinite().all().logical_not())
-        self._transport.all_reduce_sum(found)
-        found.clamp_(max=1.0)
-        return False
+        return bool(shards) and not bool(torch.stack(foreach_maxima(shards)).isfinite().all())
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """Makes the global 2-norm of the gradients at most `max_norm`; returns the norm before, fp32, 0-dim."""
@@ -220,34 +176,7 @@ class Scaler:
 
     def _norms(self) -> list[torch.Tensor]:
         accounts = sorted(self._gradients.accounts.items())
-        found = {bucket: each.shard for bucket, each in accounts if each.shard is not None and each.shard.numel()}
-        if self._early is not None:
-            return self._early.of(found)
-        if self._apart:
-            return [foreach_norms([gradient])[0] for gradient in found.values()]
-        return foreach_norms(list(found.values()))
-
-    @contextmanager
-    def norms_beside(self, side: Side | None) -> Iterator[EarlyNorms]:
-        """Inside, `clip` takes norms of reduced gradients from this, which takes them on `side`."""
-        self._early = EarlyNorms(self._gradients.shard, side)
-        try:
-            yield self._early
-        finally:
-            self._early = None
-
-    @property
-    def coefficient(self) -> torch.Tensor | None:
-        """What gradients are still to be multiplied by, because they were clipped; fp32, 0-dim."""
-        return self._coefficient
-
-    def gain(self, coefficient: torch.Tensor | None) -> None:
-        """Graphs have clipped gradients that the accounts have now."""
-        self._coefficient = coefficient
-
-    def found_norm(self, norm: torch.Tensor) -> None:
-        """A graph has clipped by this global norm, fp32, 0-dim."""
-        self.norm = norm
+        return foreach_norms([each.shard for _, each in accounts if each.shard is not None and each.shard.numel()])
 
     @property
     def _factor(self) -> torch.Tensor | float | None:
@@ -259,10 +188,6 @@ class Scaler:
     @property
     def _inverse(self) -> torch.Tensor | float | None:
         """1 / loss scale; None where that is 1."""
-        if self.loss_scale.is_one:
-            return None
-        if self._scalars is not None:
-            return self._scalars.inverse
         return None if self.loss_scale.value == 1.0 else 1.0 / self.loss_scale.value
 
     def take(self, bucket: int) -> Scaled | None:

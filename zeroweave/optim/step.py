@@ -25,7 +25,6 @@ from zeroweave.optim.fragments import Fragments
 from zeroweave.optim.groups import Groups
 from zeroweave.optim.matrices import Matrices, Whole
 from zeroweave.optim.onepass import OnePass
-from zeroweave.optim.rates import Rates
 from zeroweave.optim.resting import RestingState
 from zeroweave.optim.room import Room
 from zeroweave.optim.rules import Kernels, Masters
@@ -49,7 +48,6 @@ class ShardedOptimizer:
     to hold of this rank's fragments. What it holds of others (frozen ones, ones without elements) stays as it is.
     Trainable parameters in no group are never updated. Memory: the optimizer's own state, over the fragments; with
     `moments_off` it lives in host memory, by way of `transfers`, with `compact` in few bits, see `optim.compact`.
-    `rates`: where learning rates live on the device.
     `whole`: what is updated as wholes and not by fragments, see `optim.matrices`.
     `kernels`: those of `_triton.rules`, for updates in one pass; None: the optimizer steps itself.
     """
@@ -62,12 +60,11 @@ class ShardedOptimizer:
         transfers: Transfers,
         states: States,
         moments_off: bool = False,
-        rates: Rates | None = None,
         whole: Whole | None = None,
         kernels: Kernels | None = None,
         compact: bool = False,
     ) -> None:
-        self.optimizer, self.rates, self._device = optimizer, rates, transfers.device
+        self.optimizer, self._device = optimizer, transfers.device
         trainable = [bucket for bucket in buckets if bucket.layout.trainable]
         self._fragments = {b.layout.id: Fragments(b) for b in trainable}
         in_groups: list[list[nn.Parameter]] = [group["params"] for group in optimizer.param_groups]
@@ -118,16 +115,11 @@ class ShardedOptimizer:
         """the groups with parameters of which all ranks have a part"""
         self._one_pass = None
         if kernels is not None and whole is None:
-            self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, rates, self.offload.compact)
+            self._one_pass = OnePass(optimizer, views, self._fragments, group_of, kernels, self.offload.compact)
         self.groups = Groups(optimizer, in_groups, self._all)
         """of the optimizer; at rest they hold the user's parameters"""
         self._names = {id(user): views[bucket].layout.slots[slot].name for (bucket, slot), user in self.sharded.items()}
         self._rest(self._names)
-
-    @property
-    def uneven(self) -> Set[int]:
-        """Buckets whose parameters may have taken unequal numbers of steps, so that no kernel updates them together."""
-        return frozenset() if self._one_pass is None else frozenset(self._one_pass.uneven)
 
     @property
     def by_bucket(self) -> bool:
@@ -165,13 +157,9 @@ class ShardedOptimizer:
         by_bucket, apart = self.by_bucket, self._apart
         order = order if by_bucket else sorted(absent)
         if by_bucket and self._one_pass is not None:
-            with self.groups.holding([[] for _ in self._all]), self._on_device():
+            with self.groups.holding([[] for _ in self._all]):
                 self.optimizer.step()  # learning rate schedulers want to see one
         self.offload.expect([bucket for bucket in order if bucket in self._parts])
-        if self.rates is not None:
-            self.rates.take()
-        if by_bucket and self._one_pass is not None:
-            self._one_pass.begin()
 
         def taken(buckets: Sequence[int]) -> dict[int, Scaled]:
             return {bucket: gradient for bucket in buckets if (gradient := take(bucket)) is not None}
@@ -360,7 +348,7 @@ class ShardedOptimizer:
         self, one_pass: OnePass, bucket: int, gradients: dict[int, Scaled], absent: Mapping[int, Set[int]]
     ) -> None:
         """Updates a bucket by a kernel, if there is one for it, and uses up its gradient then."""
-        if not one_pass.takes(bucket, gradients[bucket], absent[bucket]):
+        if not one_pass.takes(bucket):
             return
         home = self._views[bucket].home
         with self.offload.on_device([bucket], whole=False) as lifted:
@@ -368,10 +356,6 @@ class ShardedOptimizer:
             one_pass.update(bucket, masters, gradients.pop(bucket), absent[bucket])
             if self.offload.comes(bucket):
                 one_pass.release(bucket)
-
-    def _on_device(self) -> AbstractContextManager[None]:
-        """Inside, the optimizer finds its learning rates on the device, if a graph may hold its steps."""
-        return nullcontext() if self.rates is None else self.rates.in_groups()
 
     def _step(
         self,
@@ -384,7 +368,7 @@ class ShardedOptimizer:
         fragments = [(self._fragments[bucket], bucket) for bucket in gradients]
         if self._one_pass is not None:
             self._one_pass.forget(moved)
-        with self.groups.holding(groups), self.offload.on_device(moved), self._on_device():
+        with self.groups.holding(groups), self.offload.on_device(moved):
             try:
                 for one, bucket in fragments:
                     one.set_gradients(gradients.pop(bucket).product(), absent[bucket])

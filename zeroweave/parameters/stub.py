@@ -45,8 +45,6 @@ class StubStatus:
     """trained parameters whose `requires_grad` the program has set to False, by name"""
     hooks: dict[str, Hooks] = field(default_factory=dict)
     """those of parameters, by name"""
-    changes: Callable[[], None] = lambda: None
-    """is called before `off` or `hooks` change"""
     read: Callable[[str, bool], torch.Tensor | None] = field(default=lambda name, values: None)
     """See `Shown.read`. Without an engine no parameter can be read."""
 
@@ -65,10 +63,6 @@ class StubStatus:
     def show(self, showing: Showing) -> None:
         """The modules show this from now on."""
         self.showing = showing
-
-    def listen(self, changes: Callable[[], None]) -> None:
-        """`changes()`, a method, is called before `off` or `hooks` change."""
-        self.changes = _weakly(changes)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -210,7 +204,6 @@ class AtRest(torch.Tensor):
                 stub.toggle(wanted)
             return stub
         if func is torch.Tensor.register_hook and stub.requires_grad:
-            status.changes()
             hooks = status.hooks.setdefault(name, OrderedDict())
             handle = RemovableHandle(hooks)
             hooks[handle.id] = args[1] if len(args) > 1 else (kwargs or {})["hook"]
@@ -231,7 +224,6 @@ class AtRest(torch.Tensor):
         status, name = self._zeroweave_status, self._zeroweave_name
         if not self._is_trained():
             self.refuse(f"requires_grad = {on}", _FROZEN)
-        status.changes()
         (status.off.discard if on else status.off.add)(name)
 
     def _is_trained(self) -> bool:

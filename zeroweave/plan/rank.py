@@ -49,7 +49,6 @@ from zeroweave.schedule import (
     Line,
     Prediction,
     Reduce,
-    Regather,
     Schedule,
     Step,
     Unshard,
@@ -137,7 +136,7 @@ class Measured:
         sent = 0.0
         for span in expected.spans:
             instruction = schedule.instructions[span.index]
-            if isinstance(instruction, Unshard | Reduce | Regather):
+            if isinstance(instruction, Unshard | Reduce):
                 longest = self._collective(schedule.facts.sizes[instruction.bucket])
                 sent += min(span.stop - span.start, longest) if span.lane != "compute" else 0.0
         return max(0.0, sent - sum(expected.waits.values()))
@@ -196,7 +195,6 @@ class PlannedRank:
                 runtime.transfers,
                 States(),
                 moments_off,
-                rates=None,
                 kernels=fast,
                 compact=compact,
             )
@@ -244,9 +242,9 @@ class PlannedRank:
                 self._scaler.clip(self._config.gradient_clipping)
             optimizer = self._optimizer
             update = optimizer.in_turn(self._scaler.take, absent, replay.update_order(updates))
-            regathered = replay.finish(update, updates, optimizer.by_bucket)
+            replay.finish(update, updates)
             for bucket in absent:
-                runtime.buckets[bucket].renew(bucket in regathered)
+                runtime.buckets[bucket].renew()
         self._scaler.next_window()
         runtime.release_kept()
         return _Ran(record, left)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from zeroweave.comm.choose import OLDEST_NCCL
-from zeroweave.engine.graphs.fills import Fills, NoFills
 from zeroweave.report.check import Check
 from zeroweave.report.links import links
 from zeroweave.report.links import measured as measured_links
@@ -48,7 +47,6 @@ def checks() -> Iterator[Check]:
     if gpus:
         yield nccl(torch.cuda.nccl.version() if dist.is_nccl_available() else None)
         yield peer_access()
-        yield graphs()
     yield from between_ranks(gpus)
     for device in ("cpu", "cuda") if gpus else ("cpu",):
         yield inductor(device)
@@ -131,16 +129,6 @@ def peer_access() -> Check:
         cure = "set CUDA_VISIBLE_DEVICES to GPUs that nvidia-smi topo -p2p r shows as OK, and switch off the IOMMU"
         return Check("peer access", "slow", detail, cure)
     return Check("peer access", "ok", "available" if count > 1 else "needs two GPUs in one machine")
-
-
-def graphs() -> Check:
-    """Whether kernels can replace small memset nodes in CUDA graphs of steps."""
-    try:
-        Fills.on(torch.device("cuda", 0))
-    except NoFills as error:
-        detail = f"small memset nodes stay, each of which delays a matmul by microseconds: {error}"
-        return Check("CUDA graphs", "slow", detail, "pip install cuda-bindings of the version of PyTorch's CUDA")
-    return Check("CUDA graphs", "ok", "kernels replace small memset nodes")
 
 
 def between_ranks(gpus: int) -> Iterator[Check]:

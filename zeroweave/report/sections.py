@@ -16,7 +16,7 @@ from zeroweave.engine.stats import Stats
 from zeroweave.layout import BucketLayout
 from zeroweave.report.course import Course, Courses
 from zeroweave.report.tables import size
-from zeroweave.schedule import Reduce, Regather, Schedule, Settle, Unshard, Wait
+from zeroweave.schedule import Reduce, Schedule, Settle, Unshard, Wait
 from zeroweave.schedule.cost import Lane
 
 PHASES: Final = {
@@ -105,9 +105,8 @@ def exposed(shown: Courses) -> tuple[Table, str]:
         if (at := issued.get(index)) is None:
             return "a copy of activations"
         collective = schedule.instructions[at]
-        assert isinstance(collective, Unshard | Reduce | Regather)
-        before = ", gathered at the end of the step before," if isinstance(collective, Regather) else ""
-        return size(schedule.facts.sizes[collective.bucket]) + before + after.get(at, "")
+        assert isinstance(collective, Unshard | Reduce)
+        return size(schedule.facts.sizes[collective.bucket]) + after.get(at, "")
 
     found = sorted(
         {index for course in shown.courses for index in course.waits},
@@ -128,11 +127,8 @@ def exposed(shown: Courses) -> tuple[Table, str]:
 
 
 def _issuers(schedule: Schedule) -> dict[int, int]:
-    """For each Wait and Settle, by index, the index of the instruction that starts what it waits for.
-
-    That is an Unshard, a Reduce, or a Regather, which the step before has executed.
-    """
-    gathers = {i.bucket: index for index, i in enumerate(schedule.instructions) if isinstance(i, Regather)}
+    """For each Wait and Settle, by index, that of the Unshard or Reduce that starts what it waits for."""
+    gathers: dict[int, int] = {}
     reductions: dict[int, deque[int]] = {}
     found: dict[int, int] = {}
     for index, instruction in enumerate(schedule.instructions):
@@ -194,8 +190,8 @@ def buckets(schedule: Schedule, about: About | None) -> list[Bucket]:
         elif facts.id in schedule.facts.kept_by_stage:
             traits.append("stays gathered until the optimizer step")
         if facts.id in schedule.places:
-            place = schedule.places[facts.id]
-            traits.append(f"gathered by copy engine, in {f'place {place}' if place >= 0 else 'a place of its own'}")
+            way = "by copy engine, " if schedule.by_copy_engine("all_gather", facts.id) else ""
+            traits.append(f"gathered {way}in place {schedule.places[facts.id]}")
         issued = calls["all_gather", facts.id], calls["reduce_scatter", facts.id]
         found.append(
             Bucket(
@@ -230,6 +226,7 @@ def compiled(stats: Stats) -> Table:
         ("of them found in Inductor's cache", str(stats.found_templates)),
         ("calls that ran compiled", str(stats.compiled_calls)),
         ("calls that ran eagerly", str(stats.eager_calls)),
+        ("launched as CUDA graphs", str(stats.graphed_calls)),
     )
     return Table("What was compiled", ("", ""), rows)
 
@@ -250,9 +247,9 @@ def remarks(about: About) -> Iterator[tuple[str, str]]:
         why = "They have parameters of their own and belong to no compiled region; compile.regions can name them."
         yield f"Modules outside of all regions run eagerly: {outside}", why
     if not compile_["cuda_graphs"]:
-        yield "No step is captured as a CUDA graph", "compile.cuda_graphs is false."
-    for reason, count in stats.uncaptured_steps.items():
-        yield f"Not replayed as a graph: {count} calls", reason
+        yield "No call is launched as a CUDA graph", "compile.cuda_graphs is false."
+    for reason, count in stats.ungraphed_calls.items():
+        yield f"Not launched as a graph: {count} calls", reason
     if stats.departures:
         why = "A step that computes something else than the schedule says goes on on demand, and is recorded anew."
         yield f"Steps that departed from their schedule: {stats.departures}", why

@@ -261,22 +261,6 @@ class Account:
             self.add_up()
 
     # ------------------------------------------------------------------ what graphs have computed
-    def gain(self, shard: torch.Tensor | None, local: torch.Tensor | None, had_gradient: Set[int]) -> None:
-        """More gradients of these slots: what was reduced, and what was not. Both belong to the account from now on."""
-        self.had_gradient |= had_gradient
-        if shard is not None:
-            self.settle(shard)
-        if local is not None and self.local is None:
-            self._sum_up(local)
-        elif local is not None:
-            assert self.local is not None
-            self.local.add_(local)
-
-    def empty(self) -> None:
-        """What has added up goes; what is still to come, or to be added, stays."""
-        self._keep(None)
-        self.local, self._sums = None, []
-
     # ------------------------------------------------------------------ the settled gradient
     def take(self) -> torch.Tensor | None:
         """Hands the settled gradient over and forgets it."""

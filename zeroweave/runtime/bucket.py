@@ -189,17 +189,17 @@ class Bucket(Flat):
         """Was a parameter written in place since the last `renew`?"""
         return versions(self.real) != [known for known, _, _ in self._marks]
 
-    def renew(self, regathered: bool = False) -> None:
-        """The shard has new values: whatever was saved for a backward before, or kept, is out of date.
+    def renew(self, values_stay: bool = False) -> None:
+        """The shard was written: whatever was saved for a backward before, or kept, is out of date.
 
-        `regathered`: what stands has them already.
+        `values_stay`: the values are what they were, and what stands has them.
         """
         for index in self.referenced():
             self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
         increment_version(self.real)
         self.generation += 1
         self.accept_writes()
-        if self.standing and not regathered:
+        if self.standing and not values_stay:
             self.expire()
 
     def forget_strays(self, holds: int) -> bool:
@@ -322,10 +322,6 @@ class Lingering:
         for bucket, each in sorted(self._buckets.items()):
             if not each.let_go():
                 self._lingering.add(bucket)
-
-    def stand(self, buckets: Iterable[int]) -> bool:
-        """Are all of these there, so that nobody has to gather them?"""
-        return all(self._buckets[bucket].good for bucket in buckets)
 
     def gather_again(self) -> None:
         """What is gathered is not what the shards have: whoever holds it sees those from now on. Collective."""

@@ -57,6 +57,10 @@ class Capture(Protocol):
     def make_room(self) -> None:
         """Gives cached memory back: a recording begins, which needs memory of the pool."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool that no tensor has."""
+
 
 class Mode(Enum):
     PLAIN = "plain"
@@ -200,6 +204,11 @@ class CallGraphs:
         """executions so far, with a graph and without"""
         self.why: Counter[str] = Counter()
         """why units departed from their recordings, and why templates have no graph; how often"""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the graphs have beside tensors."""
+        return self._capture.nbytes
 
     # ------------------------------------------------------------------ units
     def begin(self, signature: Hashable, settled: bool) -> None:

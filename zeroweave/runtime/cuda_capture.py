@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zeroweave._torch.graphs import end_failed_capture
+from zeroweave._torch.graphs import end_failed_capture, unused_bytes
 
 
 class CudaCapture:
@@ -40,6 +40,10 @@ class CudaCapture:
 
     def make_room(self) -> None:
         torch.cuda.empty_cache()
+
+    @property
+    def nbytes(self) -> int:
+        return unused_bytes(self._handle)
 
 
 def capture_for(device: torch.device) -> CudaCapture | None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby, islice
-from typing import Protocol, cast
-
-import torch
+from typing import cast
 
 from zeroweave._torch.modes import unseen
 from zeroweave.runtime.activation_offload import Offloading
@@ -22,7 +20,6 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Offload,
     Reduce,
-    Regather,
     Release,
     Reload,
     Reshard,
@@ -76,16 +73,6 @@ class Staging:
             self.arrive(bucket)
 
 
-class Early(Protocol):
-    """Who does parts of a step before its window is over; see `optim.early` and `optim.norms`."""
-
-    def settled(self, bucket: int) -> Callable[[Sequence[int]], object] | None:
-        """A reduction of the bucket has settled. What updates it now; None: it is not updated yet."""
-
-    def end(self) -> Set[int]:
-        """The end of the window begins, which updates all but these buckets."""
-
-
 class Executor:
     """Executes instructions, and knows the holds that they have taken.
 
@@ -108,29 +95,14 @@ class Executor:
         self.holds: Counter[int] = Counter()
         self.executed: list[Instruction] = []
         """of this window, in order"""
-        self._late: Exception | None = None
-        """what a gather behind an update has failed with, until `finish` raises it: it keeps the program's frames"""
         self._timeline: Timeline | None = None
-        self._early: Early | None = None
-
-    @contextmanager
-    def updating(self, early: Early) -> Iterator[None]:
-        """Inside, `early` hears of each `Settle`; what it does not update is updated at the end of the window."""
-        self._early = early
-        try:
-            yield
-        finally:
-            self._early = None
 
     def note_times(self, timeline: Timeline | None) -> None:
         """Notes the times of instructions there from now on."""
         self._timeline = timeline
 
     def execute(self, instructions: Iterator[Instruction]) -> None:
-        """Executes them in order, with updates that are due early; what a `Fuse` counts, in one launch.
-
-        Other updates are for `finish`.
-        """
+        """Executes them in order; what a `Fuse` counts, in one launch. Updates are for `finish`."""
         timeline = self._timeline
         with unseen():
             for instruction in instructions:
@@ -151,10 +123,6 @@ class Executor:
                         self._gradients.issue(bucket)
                     case Settle(bucket):
                         self._gradients.reductions.settle(bucket)
-                        if self._early is not None and (update := self._early.settled(bucket)) is not None:
-                            self._update((Update(bucket),), update)
-                    case Regather(bucket):
-                        self._regather(bucket)
                     case Stage(bucket):
                         self.staging.start(bucket)
                     case Free():
@@ -172,43 +140,18 @@ class Executor:
     def finish(self, instructions: Iterable[Instruction], update: Callable[[Sequence[int]], object]) -> None:
         """Executes the end of a window. `update(bucket ids)` is what neighbouring `Update`s do.
 
-        Where times are noted, each is done by itself. What a gather behind an update fails with comes at the end: half
-        of an optimizer step would be lost before. Nothing is gathered behind it, since other ranks gather in turn.
+        Where times are noted, each is done by itself.
         """
-        if self._early is not None:
-            done = self._early.end()
-            instructions = [i for i in instructions if not (isinstance(i, Update) and i.bucket in done)]
-        try:
-            for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
-                if not updates:
-                    self.execute(neighbours)
-                elif self._timeline is None:
-                    self._update(cast(Sequence[Update], tuple(neighbours)), update)
-                else:
-                    for each in cast(Iterable[Update], neighbours):
-                        before = self._timeline.mark()
-                        self._update((each,), update)
-                        self._timeline.add(each, before)
-        except BaseException as error:
-            if self._late is not None:  # it may be the reason, as in a capture, where all fails behind an error
-                error.add_note(f"Before that, a gather behind an update failed: {self._take_late()!r}")
-            raise
-        if self._late is not None:
-            raise self._take_late()
-
-    def _take_late(self) -> Exception:
-        late, self._late = self._late, None
-        assert late is not None
-        return late
-
-    def _regather(self, bucket: int) -> None:
-        if self._late is not None:
-            self._buckets[bucket].expire()
-            return
-        try:
-            self._buckets[bucket].regather()
-        except Exception as error:
-            self._late = error
+        for updates, neighbours in groupby(instructions, lambda instruction: isinstance(instruction, Update)):
+            if not updates:
+                self.execute(neighbours)
+            elif self._timeline is None:
+                self._update(cast(Sequence[Update], tuple(neighbours)), update)
+            else:
+                for each in cast(Iterable[Update], neighbours):
+                    before = self._timeline.mark()
+                    self._update((each,), update)
+                    self._timeline.add(each, before)
 
     def _lands(self, instruction: Instruction) -> bool:
         """Is it a `Settle` with something to do? A program that reads gradients has settled what was in flight."""
@@ -220,12 +163,6 @@ class Executor:
         for bucket in buckets:
             self.staging.arrive(bucket)
         update(buckets)
-
-    def take_up(self, gathered: Mapping[int, torch.Tensor]) -> None:
-        """Holds these buckets until the end of the window, with values [numel] that a graph has gathered in it."""
-        for bucket, values in gathered.items():
-            self._buckets[bucket].take_up(values)
-            self.holds[bucket] += 1
 
     def drop_holds(self) -> None:
         """Drops every hold."""

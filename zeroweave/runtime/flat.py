@@ -122,18 +122,6 @@ class Flat:
                 raise
         self.holds += 1
 
-    def take_up(self, values: torch.Tensor) -> None:
-        """As `unshard`, of what was gathered elsewhere: `values` [numel], which are copied. Nothing is sent."""
-        if not self.holds and not self.good:
-            try:
-                self._move_in()
-                with torch.no_grad():
-                    self._target.copy_(values)
-            except BaseException:
-                self.free()
-                raise
-        self.holds += 1
-
     def gather(self) -> None:
         """Starts the all-gather, for those who hold it again, unless the flat is standing. Not without a `wait` before.
 
@@ -149,12 +137,6 @@ class Flat:
         self._pending, self._adrift = gather, False
         self.gathers += 1
         self.standing = self.stays
-
-    def regather(self) -> None:
-        """The shard has new values, which are gathered where the old ones lie. It stands again, if it is to stay."""
-        self.wait()
-        self.standing = False
-        self.gather()
 
     def stay(self, stays: bool) -> bool:
         """Whether it is to stand behind its last hold from now on. False if it does not, and lingers.

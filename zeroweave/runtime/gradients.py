@@ -226,17 +226,6 @@ class Gradients:
         """Of the trainable buckets, by id."""
         return self._accounts
 
-    def go_on(self, unreduced: bool) -> None:
-        """The accounts have gained what backwards have left; `unreduced`: those have not been reduced."""
-        self.unreduced = self.unreduced or unreduced
-        self._look()
-
-    def go_away(self) -> None:
-        """What the accounts have gained is somewhere else."""
-        for account in self._accounts.values():
-            account.empty()
-        self.unreduced = False
-
     def shard(self, bucket_id: int) -> torch.Tensor | None:
         """The settled gradient [numel / world] of the window; None where nothing was reduced."""
         return self._accounts[bucket_id].shard

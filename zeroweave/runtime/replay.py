@@ -33,7 +33,6 @@ from zeroweave.schedule.instructions import (
     Micro,
     Ready,
     Reduce,
-    Regather,
     Reshard,
     Run,
     Settle,
@@ -246,28 +245,17 @@ class Replay:
         pending = self._gradients.reductions.in_flight
         return *sorted(updates - set(pending)), *dict.fromkeys(pending)
 
-    def finish(
-        self, update: Callable[[Sequence[int]], object], updates: frozenset[int], in_turn: bool = True
-    ) -> frozenset[int]:
-        """The optimizer step: settles, updates (`update(bucket ids)`), and drops the kept buckets.
-
-        `in_turn`: does `update` update them at once, and not all with the last one? Returns the buckets that were
-        gathered anew behind it: by a rank that has departed, too, because others have not.
-        """
-        regathers = () if self.schedule is None else self.schedule.regathers
+    def finish(self, update: Callable[[Sequence[int]], object], updates: frozenset[int]) -> None:
+        """The optimizer step: settles, updates (`update(bucket ids)`), and drops the kept buckets."""
         if self.arrive():
-            rest = list(self._cursor.rest())
-            if not in_turn:
-                rest.sort(key=lambda instruction: isinstance(instruction, Regather))
-            self.executor.finish(rest, update)
+            self.executor.finish(self._cursor.rest(), update)
         else:
             if self._frees:
                 self._execute(Free())
             order = self.update_order(updates)
             self._execute(*map(Settle, self._gradients.reductions.in_flight))  # the first update allocates
-            self.executor.finish([*map(Update, order), *map(Regather, regathers)], update)
+            self.executor.finish(map(Update, order), update)
             self.executor.drop_holds()
-        return frozenset(regathers)
 
     def clear(self) -> None:
         """Forgets what was recorded and executed; the holds of kept buckets stay."""

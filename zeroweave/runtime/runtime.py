@@ -446,16 +446,6 @@ class Runtime:
             self.replay.lingering.stay(self.policy.stays if schedule is None else schedule.stays)
             seat(self.buckets, self.places, schedule)
 
-    def unseat(self) -> None:
-        """Until the next window nothing is gathered in places: graphs may have left there what they go on with.
-
-        What stays has its place to itself. Equally on all ranks.
-        """
-        self._seated = False
-        for bucket in self.buckets.values():
-            if not bucket.stays:
-                bucket.assign(None)
-
     def restart_peaks(self) -> None:
         """The peaks of memory are measured anew: the schedule has changed."""
         self.flats.restart()

@@ -83,14 +83,10 @@ class _Copied(NamedTuple):
 
 
 class Timeline:
-    """One step's marks. `collectives` is where the transport notes its own.
+    """One step's marks. `collectives` is where the transport notes its own."""
 
-    `hold`: so many seconds the device waits in front of the instruction number `at`. The host gets ahead meanwhile, and
-    as long as it is, the times are the device's alone. The event in front of the hold has it in its time.
-    """
-
-    def __init__(self, clock: Clock, hold: float = 0.0, at: int = 0) -> None:
-        self._clock, self._hold, self.at = clock, hold, at
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._marked: list[_Marked] = []
         self._copied: list[_Copied] = []
         self._found = 0, 0
@@ -99,9 +95,6 @@ class Timeline:
 
     def mark(self, lands: bool = False) -> Mark:
         """Where the compute stream is now, when an instruction begins. `lands`: is it the end of a reduction?"""
-        if self._hold and len(self._marked) >= self.at:
-            self._clock.hold(self._hold)
-            self._hold = 0.0
         if not self._marked:
             self._clock.take_used()  # memory is counted from here on
         self._found = self._clock.take_used() if lands else (0, 0)

@@ -17,7 +17,6 @@ from zeroweave.schedule.cost import Prediction as Prediction
 from zeroweave.schedule.cost import Span as Span
 from zeroweave.schedule.cost import flats_of as flats_of
 from zeroweave.schedule.cost import simulate as simulate
-from zeroweave.schedule.early import early_updates as early_updates
 from zeroweave.schedule.facts import BucketFacts as BucketFacts
 from zeroweave.schedule.facts import Costs as Costs
 from zeroweave.schedule.facts import Facts as Facts
@@ -39,7 +38,6 @@ from zeroweave.schedule.instructions import Offload as Offload
 from zeroweave.schedule.instructions import Phase as Phase
 from zeroweave.schedule.instructions import Ready as Ready
 from zeroweave.schedule.instructions import Reduce as Reduce
-from zeroweave.schedule.instructions import Regather as Regather
 from zeroweave.schedule.instructions import Release as Release
 from zeroweave.schedule.instructions import Reload as Reload
 from zeroweave.schedule.instructions import Reshard as Reshard

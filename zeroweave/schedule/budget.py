@@ -46,37 +46,35 @@ def foreseen(costs: Costs, schedule: Schedule) -> int:
     return costs.beside + simulate(schedule, costs).peak
 
 
-def budget(costs: Costs, measured: Schedule, graphs: bool) -> int | None:
+def budget(costs: Costs, measured: Schedule) -> int | None:
     """Bytes of flats, reductions in flight and activations that "auto" may reach; None for no budget.
 
     None where nobody counts, and where there is not the room that "auto" takes without a budget: a bucket more than
-    `measured`, which the costs are of, needs. `graphs`: steps run as CUDA graphs, whose memory nobody else can use; a
-    step that runs as ever takes as much again. See `lowered` for what such a budget leaves out.
+    `measured`, which the costs are of, needs. See `lowered` for what such a budget leaves out.
     """
     if not costs.room:
         return None
-    return _no_less(_free(costs) - costs.filled * graphs, costs, measured)
+    return _no_less(_free(costs), costs, measured)
 
 
-def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule, graphs: bool) -> int | None:
+def lowered(memory: int, schedule: Schedule, costs: Costs, measured: Schedule) -> int | None:
     """What is to be filled instead of `memory`, which `schedule` was made for: as much where the device has room for
     that schedule, else less, as by `budget`.
     """
-    over = taken(schedule, costs, graphs) - _free(costs)
+    over = taken(schedule, costs) - _free(costs)
     return memory if over <= 0 else _no_less(memory - max(over, memory // 8), costs, measured)
 
 
-def taken(schedule: Schedule, costs: Costs, graphs: bool) -> int:
+def taken(schedule: Schedule, costs: Costs) -> int:
     """Bytes that the device is to have for all that schedules decide about.
 
-    Places, and flats that stay elsewhere, are there once: graphs and other steps share them. A graph has all else of
-    its own. A step without a schedule gathers in no place, and takes what steps took that were measured.
+    A step without a schedule gathers in no place, and takes what steps took that were measured.
     """
     shared = gathered_of(schedule, schedule.places.keys() | schedule.stays)
     memory = simulate(schedule, costs).memory
     rest = max((used - flats for used, flats in zip(memory, shared, strict=True)), default=0)
     stays = sum(schedule.facts.sizes[bucket] for bucket in schedule.stays - schedule.places.keys())
-    return sum(schedule.place_sizes.values()) + stays + rest * graphs + max(rest, costs.filled)
+    return sum(schedule.place_sizes.values()) + stays + max(rest, costs.filled)
 
 
 def _free(costs: Costs) -> int:

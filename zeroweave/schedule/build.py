@@ -30,7 +30,6 @@ from zeroweave.schedule.instructions import (
     Prepares,
     Ready,
     Reduce,
-    Regather,
     Release,
     Reload,
     Reshard,
@@ -107,14 +106,9 @@ class Schedule:
         held.subtract(i.bucket for i in self.instructions if isinstance(i, Reshard))
         return frozenset((+held).keys())
 
-    @cached_property
-    def regathers(self) -> tuple[int, ...]:
-        """Those of them that updates change, in the order in which they are gathered anew."""
-        return tuple(i.bucket for i in self.instructions if isinstance(i, Regather))
-
     def by_copy_engine(self, kind: Kind, bucket: int) -> bool:
         """Does a collective run beside those by kernel, in a queue of its own?"""
-        return kind == "all_gather" and bucket in self.places
+        return kind == "all_gather" and bucket in self.facts.copied and bucket in self.places
 
     @cached_property
     def _first_and_last_holds(self) -> tuple[frozenset[int], frozenset[int]]:
@@ -133,7 +127,7 @@ class Schedule:
 
     @cached_property
     def places(self) -> dict[int, int]:
-        """Of the buckets that copy engines gather: in which place each lies. See ``places.assign``."""
+        """Of the buckets that are gathered at fixed addresses: in which place each lies. See ``places.assign``."""
         return assign(self.instructions, self.gathers, self.drops, self.facts)
 
     @cached_property
@@ -187,19 +181,17 @@ class Schedule:
                 return f"Unshard {name(bucket)} (stays)"
             case Unshard(bucket) if bucket in self.places:
                 return f"Unshard {name(bucket)} at {self.places[bucket]}"
-            case Regather(bucket) if bucket in self.places:
-                return f"Regather {name(bucket)} at its own"
             case _:
                 return f"{type(instruction).__name__} {name(instruction.bucket)}"
 
     @cached_property
     def _lines(self) -> tuple[tuple[Instruction, ...], ...]:
-        """The instructions in groups, each closed by the Run, End, Reduce, Update or Regather it leads to."""
+        """The instructions in groups, each closed by the Run, End, Reduce or Update it leads to."""
         lines: list[tuple[Instruction, ...]] = []
         line: list[Instruction] = []
         for instruction in self.instructions:
             line.append(instruction)
-            if isinstance(instruction, Run | End | Reduce | Update | Regather):
+            if isinstance(instruction, Run | End | Reduce | Update):
                 lines.append(tuple(line))
                 line = []
         return (*lines, tuple(line)) if line else tuple(lines)
@@ -208,7 +200,7 @@ class Schedule:
         return " · ".join(map(self.describe, line))
 
     def text(self) -> str:
-        """The whole schedule; each line leads to one ``Run``, ``End``, ``Reduce``, ``Update`` or ``Regather``."""
+        """The whole schedule; each line leads to one ``Run``, ``End``, ``Reduce`` or ``Update``."""
         return "\n".join(map(self._spell, self._lines))
 
     def of(self, name: str) -> tuple[str, ...]:
@@ -234,7 +226,7 @@ class Schedule:
         for index, instruction in enumerate(self.instructions):
             if isinstance(instruction, Reduce):
                 out[index] = "reduce_scatter", instruction.bucket
-            elif isinstance(instruction, Regather) or (isinstance(instruction, Unshard) and index in self.gathers):
+            elif isinstance(instruction, Unshard) and index in self.gathers:
                 out[index] = "all_gather", instruction.bucket
         return out
 
@@ -331,6 +323,7 @@ class Schedule:
         words += ["buckets are staged for checkpoints"] * facts.stage
         words += [f"{facts.name(bucket)} stays gathered" for bucket in sorted(self.stays)]
         words += [f"{facts.name(bucket)} lies in place {place}" for bucket, place in sorted(self.places.items())]
+        words += [f"{facts.name(bucket)} is gathered by copy engine" for bucket in sorted(facts.copied)]
         return words
 
 

@@ -24,7 +24,6 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Offload,
     Reduce,
-    Regather,
     Release,
     Reload,
     Reshard,
@@ -171,7 +170,7 @@ def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
 
 
 def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
-    """How long the collective takes that an ``Unshard``, a ``Reduce`` or a ``Regather`` starts, once it runs."""
+    """How long the collective takes that an ``Unshard`` or a ``Reduce`` starts, once it runs."""
     bucket = _bucket(schedule, index)
     kind: Kind = "reduce_scatter" if isinstance(schedule.instructions[index], Reduce) else "all_gather"
     return costs.seconds(kind, bucket, schedule.facts.sizes[bucket])
@@ -180,7 +179,7 @@ def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
 def _bucket(schedule: Schedule, index: int) -> int:
     """That of a collective."""
     instruction = schedule.instructions[index]
-    assert isinstance(instruction, Unshard | Reduce | Regather)
+    assert isinstance(instruction, Unshard | Reduce)
     return instruction.bucket
 
 
@@ -273,8 +272,6 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
                     launch = launches.get(index, (index,))
                     if index == launch[0]:
                         send("all_gather", *launch)
-            case Regather(bucket):
-                send("all_gather", index)
             case Wait(bucket):
                 now = wait(index, over[gathered[bucket]] if bucket in gathered else 0.0)
             case Run() | End() | Reduce():

@@ -167,13 +167,12 @@ class Facts:
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
     fuse: issue neighbouring gathers, or reductions, of small buckets in one launch (see passes/fuse.py).
-    placed: buckets that copy engines gather, each in a place of its own or one that it shares with others that are
-    gathered at other times (see places.py).
+    placed: buckets that are gathered at a fixed address, each in a place of its own or one that it shares with others
+    that are gathered at other times (see places.py).
+    copied: those of them that copy engines gather.
     memory: bytes of flats, reductions in flight and activations that "auto" may reach; None: what the schedule with
     prefetch 1 reaches, and the largest bucket more.
     costs: what was measured; None before.
-    regather: what the next step needs first may be gathered anew behind its update (see passes/heads.py). Possible
-    where an ``Update`` is over before what comes behind it.
     """
 
     buckets: tuple[BucketFacts, ...]
@@ -187,15 +186,20 @@ class Facts:
     keep: Annotated[frozenset[int] | Literal["auto"], Field(alias=IN_FILES["keep"])] = frozenset()
     fuse: bool = False
     placed: frozenset[int] = frozenset()
+    copied: frozenset[int] = frozenset()
     memory: int | None = None
     costs: Costs | None = None
-    regather: bool = False
 
     def __post_init__(self) -> None:
         if len(self.by_id) != len(self.buckets):
             raise ScheduleError("two buckets have the same id")
         chosen = () if self.keep == "auto" else self.keep
-        for name, ids in (("kept_by_stage", self.kept_by_stage), ("keep", chosen), ("placed", self.placed)):
+        for name, ids in (
+            ("kept_by_stage", self.kept_by_stage),
+            ("keep", chosen),
+            ("placed", self.placed),
+            ("copied", self.copied),
+        ):
             if unknown := sorted(set(ids) - self.by_id.keys()):
                 raise ScheduleError(f"{name} names unknown buckets: {unknown}")
         if self.depth < 1 or (self.prefetch != "auto" and self.prefetch < 0):

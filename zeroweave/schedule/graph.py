@@ -11,10 +11,10 @@ from typing import Literal, TypeAlias
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import collective_seconds, is_event, shared_launches
 from zeroweave.schedule.facts import Costs, Kind
-from zeroweave.schedule.instructions import Call, End, Reduce, Regather, Reshard, Run, Settle, Unshard, Update, Wait
+from zeroweave.schedule.instructions import Call, End, Reduce, Reshard, Run, Settle, Unshard, Update, Wait
 
 Reason: TypeAlias = Literal["compute", "values", "gradient", "storage", "lane"]
-"""compute: the order of the record, and what stays is gathered anew behind its update. values: a call needs its bucket
+"""compute: the order of the record. values: a call needs its bucket
 gathered. gradient: a reduction needs the gradient, its settling the result, the update what has settled. storage: a
 gather needs what the drop before it freed, a drop the last call that reads. lane: collectives run in the order of their
 issue, those by copy engine beside the others."""
@@ -76,7 +76,7 @@ class Graph:
             match instruction:
                 case Unshard() if index not in self.schedule.gathers:
                     pass
-                case Unshard() | Regather() | Reduce():
+                case Unshard() | Reduce():
                     send = collective_seconds(self.schedule, index, costs)
                     if index != launches.get(index, (index,))[0]:  # the first has paid the start-up
                         line = costs.reduce if isinstance(instruction, Reduce) else costs.gather
@@ -129,9 +129,6 @@ def dependencies(schedule: Schedule) -> Graph:
                 edge(settled.get(bucket), index, "gradient")
                 edge(event, index, "compute")
                 updated[bucket] = index
-            case Regather(bucket):
-                edge(updated.get(bucket), index, "compute")
-                queue(index, "all_gather", bucket)
             case _ if is_event(instruction):
                 edge(event, index, "compute")
                 event = index

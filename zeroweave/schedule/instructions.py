@@ -7,8 +7,7 @@ Instructions
     values usable. ``Run`` starts a call, which reads the buckets in ``uses`` until it ends. ``Reshard`` drops
     a hold; the storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients,
     ``Settle`` copies or adds its result into the gradient shard, ``Update`` runs the optimizer on the
-    bucket's fragments. ``Regather`` gathers the updated values of a bucket that stays, for the next step, where the
-    old ones lie. ``Free`` lets go of the activations that no backward has used up. ``Fuse``
+    bucket's fragments. ``Free`` lets go of the activations that no backward has used up. ``Fuse``
     issues the collectives of the next ``count`` instructions, all ``Unshard`` or all ``Reduce``, in one launch, these
     when the gradients of the last bucket are complete. ``Offload`` starts to copy what a forward call has saved into
     host memory, ``Release`` waits for that copy and gives the
@@ -88,11 +87,6 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Regather:
-    bucket: int
-
-
-@dataclass(frozen=True, slots=True)
 class Free:
     pass
 
@@ -126,21 +120,7 @@ class Stage:
 
 
 Instruction: TypeAlias = (
-    Unshard
-    | Wait
-    | Run
-    | End
-    | Reshard
-    | Reduce
-    | Settle
-    | Update
-    | Regather
-    | Free
-    | Fuse
-    | Offload
-    | Release
-    | Reload
-    | Stage
+    Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Fuse | Offload | Release | Reload | Stage
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import count
 
 from zeroweave.schedule.facts import Facts
-from zeroweave.schedule.instructions import Instruction, Regather, Reshard, Unshard
+from zeroweave.schedule.instructions import Instruction, Reshard, Unshard
 
 
 def assign(
@@ -14,8 +14,7 @@ def assign(
 ) -> dict[int, int]:
     """For each bucket of ``facts.placed`` that is gathered, its place, from 0. Two that are gathered at once differ.
 
-    One that stays from step to step, and is gathered anew behind its update, has a place to itself: ``~bucket``, a
-    number below 0, the same in each schedule. One that stays because nothing changes it has none.
+    One that stays from step to step, because nothing changes it, has none.
 
     ``gathers``, ``drops``: indices of the Unshards that gather, and of the Reshards with which the storage goes.
 
@@ -38,5 +37,4 @@ def assign(
     for bucket in sorted(beside, key=lambda each: -facts.sizes[each]):
         taken = {places[other] for other in beside[bucket] if other in places}
         places[bucket] = next(place for place in count() if place not in taken)
-    anew = {i.bucket for i in instructions if isinstance(i, Regather)} & facts.placed
-    return places | {bucket: ~bucket for bucket in anew}
+    return places

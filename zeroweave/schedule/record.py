@@ -25,7 +25,6 @@ from zeroweave.schedule.facts import Costs, Kind, Line
 from zeroweave.schedule.graph import Graph, dependencies
 from zeroweave.schedule.instructions import (
     Instruction,
-    Regather,
     Release,
     Settle,
     Update,
@@ -167,16 +166,12 @@ class Step:
         arrived: list[float] = []  # when all of its launch was over, by place in operations
         over, after, parts = 0.0, "", deque[tuple[float, float]]()  # of the launch that is being gone through
         waits: dict[int, float] = {}
-        early: dict[int, float] = {}  # bucket -> how long was waited for what the step before has gathered
         for index, moment in enumerate(moments):
             instruction, until = moment.instruction, moment.start
             awaited: int | None = None  # place in operations
             match instruction:
                 case Wait(bucket):
                     awaited = gathered.get(bucket)
-                    if awaited is None and bucket in schedule.regathers:  # the step before has gathered it
-                        until = moment.stop
-                        early[bucket] = early.get(bucket, 0.0) + moment.stop - moment.start
                 case Settle(bucket) if flying.get(bucket):
                     awaited = flying[bucket].popleft()
                 case Release():
@@ -206,9 +201,8 @@ class Step:
                     free[beside] = max(over, free[beside])
                     parts = deque(divided(start, over, [schedule.facts.sizes[sent[each][1]] for each in launch]))
                 begin, end = parts.popleft()
-                exposed = early.get(bucket, 0.0) if isinstance(instruction, Regather) else 0.0
                 what = kind, facts.id, facts.name, facts.nbytes, index
-                operations.append(Operation(*what, issued, begin, end, exposed, after, launch[0]))
+                operations.append(Operation(*what, issued, begin, end, 0.0, after, launch[0]))
                 arrived.append(over)
                 lane[beside] = f"the {kind} of {facts.name}"
             if is_event(instruction):
@@ -226,9 +220,7 @@ def _sent(
     found: dict[int, tuple[Kind, int, float, float]] = {}
     for index, (kind, bucket) in schedule.sends.items():
         if queue := times.get((kind, bucket)):
-            # A Regather is the last one of the step.
-            again = isinstance(schedule.instructions[index], Regather)
-            found[index] = kind, bucket, *(queue.pop() if again else queue.popleft())
+            found[index] = kind, bucket, *queue.popleft()
     return found
 
 
@@ -275,17 +267,14 @@ class Operations(Sequence[Operation]):
         return dependencies(self.schedule)
 
 
-def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
+def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
     """The costs that steps of one schedule had: of each time the median, of each memory the most.
 
     A collective counts with its shortest time, because it takes longer where ranks wait for each other in it.
-    ``room``: bytes that could be allocated at most; 0 where nobody knows. ``held``: the device was held in the steps,
-    in each of them at another place, so that the host was ahead behind it. Elsewhere the device may have waited for the
-    host, which makes times longer. So the shortest of each counts then.
+    ``room``: bytes that could be allocated at most; 0 where nobody knows.
     """
     if not steps:
         raise ScheduleError("no step was recorded")
-    typical = min if held else median_high
     computes = [_compute(step) for step in steps]
     updates: dict[int, list[float]] = {}
     for step in steps:
@@ -294,8 +283,8 @@ def costs_of(steps: Sequence[Step], room: int = 0, held: bool = False) -> Costs:
                 updates.setdefault(moment.instruction.bucket, []).append(moment.stop - moment.start)
     (gather, gathers), (reduce, reduces) = (_times(steps, kind) for kind in ("all_gather", "reduce_scatter"))
     costs = Costs(
-        compute=tuple(typical(each) for each in zip(*computes, strict=True)),
-        update={bucket: typical(seconds) for bucket, seconds in sorted(updates.items())},
+        compute=tuple(median_high(each) for each in zip(*computes, strict=True)),
+        update={bucket: median_high(seconds) for bucket, seconds in sorted(updates.items())},
         gathers=gathers,
         reductions=reduces,
         gather=gather,

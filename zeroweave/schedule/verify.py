@@ -16,7 +16,6 @@ from zeroweave.schedule.instructions import (
     Instruction,
     Offload,
     Reduce,
-    Regather,
     Release,
     Reload,
     Reshard,
@@ -59,9 +58,6 @@ class Listing(Protocol):
     @property
     def stays(self) -> frozenset[int]: ...
 
-    @property
-    def regathers(self) -> tuple[int, ...]: ...
-
     def describe(self, instruction: Instruction) -> str: ...
 
 
@@ -70,13 +66,12 @@ def verify(schedule: Listing) -> None:
 
     Values: a call's buckets are unsharded and waited for when it runs and until it ends; no hold is dropped that was
     not taken, none while a call or a gather still needs the storage, and none is left at the end but on a bucket that
-    stays and was waited for: one that no update changes, or that is gathered anew, once, behind its update. A kept
-    bucket is gathered exactly once beside that. All of that holds whether what stays is there at the start or not.
-    Places: a bucket that copy engines gather has one, and nobody else is there while it is gathered. One that is
-    gathered anew has its place to itself for the whole step. Gradients: only trainable buckets are reduced, each at
+    stays and was waited for, which no update changes. A kept bucket is gathered exactly once beside that. All of that
+    holds whether what stays is there at the start or not. Places: a bucket that copy engines gather has one, and nobody
+    else is there while it is gathered. Gradients: only trainable buckets are reduced, each at
     least once; every reduction is settled before the bucket's next and before its update; at most ``depth`` are in
     flight, as `Facts.load` counts them, and none at an update unless ``update_by_bucket``; every trainable bucket is
-    updated exactly once, and after the first update nothing is run or reduced, or gathered but what stays.
+    updated exactly once, and after the first update nothing is run, reduced or gathered.
     Activations: freed once at most, where ``free`` asks for it, after the last call, and the same holds after that.
     Moved, where ``offload`` asks for it, after the call and once: out, gone, and on the way back before the last event
     in front of their need. A ``Fuse`` is followed by as many gathers as it says, or as many reductions of one backward;
@@ -85,10 +80,6 @@ def verify(schedule: Listing) -> None:
     ``Reduce`` are the record's, in its order. Buckets are known.
     """
     state = _State(schedule)
-    try:
-        state.begin()
-    except ScheduleError as error:
-        raise ScheduleError(f"start of the schedule: {error}") from None
     for index, instruction in enumerate(schedule.instructions):
         try:
             state.step(index, instruction)
@@ -121,7 +112,7 @@ class _State:
         self.facts = schedule.facts
         self.lasting = schedule.lasting
         self.places, self.stays = schedule.places, schedule.stays
-        self.placed = self.facts.placed - self.stays.difference(schedule.regathers)
+        self.placed = self.facts.placed - self.stays
         """buckets that have a place where they are gathered"""
         self.lying: dict[int, int] = {}  # place -> the bucket that is there
         self.open_calls: dict[Call, list[tuple[int, ...]]] = {}
@@ -132,7 +123,6 @@ class _State:
         self.reduced: set[int] = set()
         self.in_flight: set[int] = set()
         self.updated: set[int] = set()
-        self.regathered: set[int] = set()
         self.staged: set[int] = set()
         self.freed = False
         self.moves = _Moves(schedule)
@@ -141,17 +131,12 @@ class _State:
         self.launch: list[Unshard | Reduce] = []  # those of the last Fuse
         self.together: dict[int, tuple[int, ...]] = {}  # bucket -> what it was reduced with
 
-    def begin(self) -> None:
-        """What is gathered anew lies in its place from the step before."""
-        for bucket in sorted(self.placed & self.stays):
-            self._lie(bucket)
-
     def step(self, index: int, instruction: Instruction) -> None:
         """Apply one instruction; ScheduleError, which says why, where it is wrong."""
         buckets = self._buckets(instruction)
         if unknown := [bucket for bucket in buckets if bucket not in self.facts.by_id]:
             raise ScheduleError(f"unknown bucket {unknown[0]}")
-        if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard | Regather):
+        if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard):
             raise ScheduleError(f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it")
         if self.fused:
             self._fused(instruction)
@@ -189,8 +174,6 @@ class _State:
                 self.in_flight.remove(bucket)
             case Update(bucket):
                 self._update(bucket)
-            case Regather(bucket):
-                self._regather(bucket)
             case Stage(bucket):
                 if not self.facts.stage:
                     raise ScheduleError("nothing asks for copies for checkpoints")
@@ -271,7 +254,7 @@ class _State:
                 raise ScheduleError("the last hold is dropped while the bucket is in use")
             if bucket not in self.waited:
                 raise ScheduleError("the last hold is dropped while the bucket is being gathered")
-            if bucket in self.places and bucket not in self.stays:
+            if bucket in self.places:
                 del self.lying[self.places[bucket]]
         self.holds[bucket] -= 1
 
@@ -296,26 +279,13 @@ class _State:
             raise ScheduleError("updated before all reductions were settled, and buckets are not updated one by one")
         self.updated.add(bucket)
 
-    def _regather(self, bucket: int) -> None:
-        if not self.facts.regather:
-            raise ScheduleError("nothing asks for buckets to be gathered anew")
-        if bucket not in self.updated:
-            raise ScheduleError("gathered anew before it is updated")
-        if bucket not in self.stays:
-            raise ScheduleError("gathered anew for nothing: it does not stay")
-        if bucket in self.regathered:
-            raise ScheduleError("gathered anew twice")
-        if not self.holds[bucket] or bucket not in self.waited:
-            raise ScheduleError("gathered anew where it was not gathered")
-        self.regathered.add(bucket)
-
     def finish(self) -> None:
         """ScheduleError for what is missing at the end."""
         if self.fused:
             raise ScheduleError(f"a Fuse asks for {self.fused} more collectives")
         self.moves.finish()
         for bucket in self.facts.buckets:
-            if self.holds[bucket.id] > (not bucket.trainable or bucket.id in self.regathered):
+            if self.holds[bucket.id] > (not bucket.trainable):
                 raise ScheduleError(f"{bucket.name} is still unsharded")
             if self.holds[bucket.id] and bucket.id not in self.waited:
                 raise ScheduleError(f"{bucket.name} stays, and is still being gathered")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,6 @@ import zeroweave as zw
 from tests.distributed import experts
 from tests.distributed.optim.test_muon import build, config, optimizers, train
 from tests.distributed.optim.test_muon_beside import Own
-from tests.support.graphs import on_cpu
 from tests.support.harness import Pools
 from tests.support.patience import patient
 
@@ -102,18 +100,6 @@ def test_states_that_come_and_go(pools: Pools) -> None:
         assert "'average' of '" in told and "was taken out of the optimizer's state" in told
     for told in pools(2).run(refused, False):
         assert "keeps something else of '" in told and "'more' (torch.float64)" in told and "in each step" in told
-
-
-def test_there_are_no_graphs_of_it() -> None:
-    model = build(torch.float32)
-    with on_cpu(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        settings = config(3, compile={"enabled": False, "cuda_graphs": True})
-        with zw.initialize(model, optimizers(model), settings) as engine:
-            train(engine, range(3))
-            assert engine.global_steps == 3 and not engine.stats.replayed_steps
-    (told,) = (str(each.message) for each in caught if "cuda_graphs" in str(each.message))
-    assert "whole matrices (of Muon + AdamW) travel between ranks as the host says" in told
 
 
 # ---------------------------------------------------------------------- experts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from tests.distributed.optim.low_precision import MLP, adamw, loss_of, settings
 from tests.support.harness import Pools
 from tests.support.marks import MODES, daily
 from tests.support.reference import build
-from tests.support.replays import Case, batch_of, loss_fn, started
 
 STAGES = [1, 2, 3]
 
@@ -170,70 +169,3 @@ def apart(stage: int) -> int:
 @daily(("stage", "world"), [(2, 2)], [(1, 4), (3, 4)])
 def test_what_ranks_do_not_share_has_options_of_its_own(pools: Pools, stage: int, world: int) -> None:
     assert pools(world).run(apart, stage) == [3] * world
-
-
-# ---------------------------------------------------------------------- as graphs
-def steps(engine: Any, gas: int = 1) -> Iterator[tuple[int, Any]]:
-    engine.optimizer.param_groups[0]["lr"] = 1e-2
-    for step in range(28):
-        for micro in range(gas):
-            yield step, batch_of(Case(), step, micro, dist.get_rank())
-
-
-def replayed(loop: str) -> int:
-    """Micro-steps that are, of ranks that come to equal options at different moments."""
-    rank, gas = dist.get_rank(), 2 if loop == "train_step" else 1
-    with started(Case(stage=2, loop=loop, gas=gas), graphs=True) as engine:
-        (group,) = engine.optimizer.param_groups
-        for count, (step, batch) in enumerate(steps(engine, gas)):
-            rate = 1e-2 / (1 + step)
-            ends = count % gas == gas - 1
-            if rank == 0 or (loop == "train_step" and ends):
-                group["lr"] = rate
-            elif loop == "train_step":
-                group["lr"] = 5.0
-            if loop == "train_step":
-                engine.train_step(batch, loss_fn)
-                continue
-            engine.backward(engine(*batch)["loss"])
-            group["lr"] = rate
-            if loop == "clipped":
-                engine.clip_grad_norm_(1 if rank else 1.0)
-            engine.step()
-        found: int = engine.stats.replayed_steps
-        return found
-
-
-@daily("loop", ["plain"], ["train_step", "clipped"])
-def test_replays_wait_for_the_step_before_they_compare(pools: Pools, loop: str) -> None:
-    assert min(pools(2).run(replayed, loop)) >= 12
-
-
-def astray(loop: str) -> tuple[int, int, list[str]]:
-    """Micro-steps that are replayed, those before ranks come apart, and what the steps raise in which they do."""
-    rank, raised, before = dist.get_rank(), list[str](), 0
-    with started(Case(stage=2, loop=loop), graphs=True) as engine:
-        for step, batch in steps(engine):
-            norm = 1.0 + step % 2  # graphs of both are there when the ranks come apart
-            apart = step in (20, 24)
-            if apart and not before:
-                before = engine.stats.replayed_steps
-            engine.optimizer.param_groups[0]["lr"] = 1e-2 * (1 + rank * (apart and loop == "train_step"))
-            try:
-                if loop == "train_step":
-                    engine.train_step(batch, loss_fn)
-                    continue
-                engine.backward(engine(*batch)["loss"] * 1.5)
-                engine.clip_grad_norm_(norm + rank * apart)
-                engine.step()
-            except zw.AgreementError as error:
-                raised.append(str(error))
-                engine.zero_grad()
-        return engine.stats.replayed_steps, before, raised
-
-
-@daily("loop", ["train_step"], ["clipped"])
-def test_replays_that_would_differ_are_told(pools: Pools, loop: str) -> None:
-    for after, before, raised in pools(2).run(astray, loop):
-        assert after > before >= 4 and len(raised) == 2, (after, before, raised)
-        assert all("the ranks would update by different options" in each for each in raised), raised

@@ -1,20 +1,20 @@
-"""Programs that train with graphs on the CPU, and without: what comes of them has to be the same."""
+"""Training loops with graphs of calls on the CPU, and without: what comes of them has to be the same."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.support.graphs import on_cpu
-from zeroweave.schedule import End, Instruction, Reduce, Run, Update
+from tests.support.graph_double import GraphDouble
 
 WIDTH = 16
 
@@ -66,16 +66,14 @@ class Case:
     decay: bool = False
     """a learning rate that falls"""
     cycle: bool = False
-    """the engine's scheduler changes the weight decay, too, behind the step in which graphs are tried"""
+    """the engine's scheduler changes the weight decay, too"""
     sizes: tuple[int, ...] = (4,)
     """of the batches, in turn"""
     steps: int = 30
     frozen: bool = False
     """are the blocks' layers?"""
     reads: bool = False
-    """does the first block read a number on the host, so that no capture comes to its end?"""
-    heads: bool = False
-    """are buckets gathered anew at the end of a step?"""
+    """does the first block read a number on the host, so that it does not compile?"""
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -94,20 +92,14 @@ def start(case: Case, graphs: bool) -> Any:
         for block in model.blocks:
             block.get_submodule("line").requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # a tensor, which all steps read alike
-    optimizer = torch.optim.AdamW(trained, lr=torch.tensor(1e-2), fused=True)
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
     decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n) if case.decay else None
     if case.cycle:
         decay = Cycle(optimizer, lambda n: 1.0)
     config: dict[str, Any] = {
         "stage": case.stage,
         "gradient_accumulation_steps": case.gas,
-        "compile": {
-            "enabled": False,
-            "cuda_graphs": graphs,
-            **(HEADS if case.heads else {}),
-            **case.config.get("compile", {}),
-        },
+        "compile": {"lower": "aot_eager", "cuda_graphs": graphs, **case.config.get("compile", {})},
         **{key: value for key, value in case.config.items() if key != "compile"},
     }
     if case.clipping is not None:
@@ -118,14 +110,13 @@ def start(case: Case, graphs: bool) -> Any:
 
 
 @contextmanager
-def started(case: Case, graphs: bool) -> Iterator[Any]:
-    """An engine on a device that captures, which nobody is warned of; it ends with the block, unless that raises."""
-    with on_cpu() as device, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def started(case: Case, graphs: bool) -> Iterator[tuple[Any, GraphDouble]]:
+    """An engine whose device has graphs; it ends with the block, unless that raises."""
+    double = GraphDouble(1 << 24)
+    with patch("zeroweave.engine.assembly.capture_for", lambda device: double):
         engine = start(case, graphs)
-        device.serve(engine)
-        yield engine
-        engine.destroy()
+    yield engine, double
+    engine.destroy()
 
 
 def batch_of(case: Case, step: int, micro: int, rank: int = 0) -> tuple[Tensor, Tensor]:
@@ -341,18 +332,29 @@ def between(engine: Any, step: int) -> None:
         engine.set_full("head.weight", torch.full((1, WIDTH), 0.1))
 
 
-def early(executed: Sequence[Instruction]) -> int:
-    """Updates in front of the last call or reduction."""
-    last = max((n for n, i in enumerate(executed) if isinstance(i, Run | End | Reduce)), default=0)
-    return sum(isinstance(i, Update) for i in executed[:last])
+def left_by(engine: Any) -> dict[str, Any]:
+    """What a program has left: values, counters, random numbers."""
+    return {
+        "values": {name: value.tolist() for name, value in engine.state_dict().items()},
+        "steps": (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.loss_scale),
+        "rate": float(engine.optimizer.param_groups[0]["lr"]),
+        "random": torch.rand(3).tolist(),
+    }
 
 
-def train(case: Case, graphs: bool) -> dict[str, Any]:
+@dataclass
+class Told:
+    """What graphs did: calls that were launched, captures, and why calls were not launched."""
+
+    launched: int
+    captures: int
+    why: dict[str, int]
+
+
+def train(case: Case, graphs: bool) -> tuple[dict[str, Any], Told]:
     kept, norms, applied = [], [], []
-    with on_cpu() as device, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        engine = start(case, graphs)
-        device.serve(engine)
+    with warnings.catch_warnings(), started(case, graphs) as (engine, double):
+        warnings.simplefilter("ignore")
         torch.manual_seed(7 + engine.rank)
         for step in range(case.steps):
             if case.loop in ("coalesced", "no_sync"):
@@ -370,36 +372,12 @@ def train(case: Case, graphs: bool) -> dict[str, Any]:
             norms.append(engine.get_global_grad_norm())
             if case.loop == "busy":
                 between(engine, step)
-        stats = engine.stats
-        result = {
-            "losses": [float(loss) for loss in kept],
-            "norms": norms,
-            "applied": applied,
-            "values": {name: value.tolist() for name, value in engine.state_dict().items()},
-            "steps": (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.loss_scale),
-            "rate": float(engine.optimizer.param_groups[0]["lr"]),
-            "random": torch.rand(3).tolist(),
-            "replayed": stats.replayed_steps,
-            "captured": stats.captured_windows,
-            "graphs": device.captured,
-            "early": early(engine.executed),
-            "regathers": 0 if engine.schedule is None else len(engine.schedule.regathers),
-            "uncaptured": stats.uncaptured_steps,
-            "told": [str(each.message) for each in caught if "cuda_graphs" in str(each.message)],
-        }
-        engine.destroy()
-    return result
+        left = {"losses": [float(loss) for loss in kept], "norms": norms, "applied": applied, **left_by(engine)}
+        return left, Told(engine.stats.graphed_calls, double.captures, engine.stats.ungraphed_calls)
 
 
-HEADS = {"regather": True, "passes": ["tests.support.heads:forced"], "fuse": False}
-SAME = ("losses", "norms", "applied", "values", "steps", "rate", "random")
-
-
-def compared(case: Case) -> tuple[list[str], dict[str, Any]]:
-    """What differs between the program with graphs and without, and what came of it with graphs.
-
-    The latter gathers nothing anew at the end of a step.
-    """
-    graphed, plain = train(case, graphs=True), train(replace(case, heads=False), graphs=False)
-    differs = [what for what in SAME if repr(graphed[what]) != repr(plain[what])]
-    return differs, {key: value for key, value in graphed.items() if key not in SAME}
+def compared(case: Case) -> tuple[list[str], Told]:
+    """What differs between the program with graphs and without, and what graphs did."""
+    (graphed, told), (plain, none) = train(case, graphs=True), train(case, graphs=False)
+    assert none.launched == 0
+    return [what for what in plain if repr(graphed[what]) != repr(plain[what])], told

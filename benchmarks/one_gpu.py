@@ -1,0 +1,239 @@
+"""Fine-tuning of transformers' models on one GPU: zeroweave beside plain PyTorch, with and without Liger's kernels.
+
+    python -m benchmarks.one_gpu --size qwen3-1.7b --rows 2 --length 2048 --arms plain zw zw+graphs
+
+Models have the published shapes and random weights. The loop is the ordinary one: forward, backward, step. Arms:
+
+    plain       bfloat16 weights and states, each layer compiled, fused AdamW
+    plain+fp32  float32 weights and states, autocast to bfloat16, each layer compiled, fused AdamW
+    masters     bfloat16 weights, float32 masters, nothing compiled
+    zw          zeroweave: bfloat16 weights, float32 masters
+
+`+liger` patches the model with Liger's kernels. `+graphs` turns on `compile.cuda_graphs`. `+compact` keeps masters and
+moments in few bits. `+offload` keeps optimizer states in host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroweave as zw
+
+BATCHES = 4
+GIB = 2**30
+EXTRAS = ("liger", "graphs", "compact", "offload", "fp32")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a decoder."""
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    kv_heads: int = 8
+    head_dim: int = 128
+    vocabulary: int = 151936
+    tied: bool = True
+    family: str = "qwen3"
+
+
+SIZES = {
+    "tiny": Size(64, 2, 2, 128, kv_heads=2, head_dim=32, vocabulary=512),
+    "qwen3-0.6b": Size(1024, 28, 16, 3072),
+    "qwen3-1.7b": Size(2048, 28, 16, 6144),
+    "qwen3-4b": Size(2560, 36, 32, 9728),
+    "qwen3-8b": Size(4096, 36, 32, 12288, tied=False),
+    "qwen3-14b": Size(5120, 40, 40, 17408, tied=False),
+    "llama-8b": Size(4096, 32, 32, 14336, vocabulary=128256, tied=False, family="llama"),
+    "llama-1b": Size(2048, 16, 32, 8192, head_dim=64, vocabulary=128256, family="llama"),
+    "gemma3-1b": Size(1152, 26, 4, 6912, kv_heads=1, head_dim=256, vocabulary=262144, family="gemma3"),
+}
+
+
+def built(size: Size, layers: int | None, length: int) -> Any:
+    """transformers' model, on the current default device and in the default dtype."""
+    import transformers as T
+
+    config, model = {
+        "qwen3": (T.Qwen3Config, T.Qwen3ForCausalLM),
+        "llama": (T.LlamaConfig, T.LlamaForCausalLM),
+        "gemma3": (T.Gemma3TextConfig, T.Gemma3ForCausalLM),
+    }[size.family]
+    return model(
+        config(
+            vocab_size=size.vocabulary,
+            hidden_size=size.hidden,
+            intermediate_size=size.intermediate,
+            num_hidden_layers=layers or size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.kv_heads,
+            head_dim=size.head_dim,
+            tie_word_embeddings=size.tied,
+            max_position_embeddings=max(length, 2048),
+            use_cache=False,
+        )
+    )
+
+
+Step = Callable[[Sequence[Tensor]], Tensor]
+
+
+def plain_step(model: Any, rate: float, autocast: bool) -> Step:
+    for layer in model.model.layers:
+        layer.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        for ids in batches:
+            with torch.autocast(ids.device.type, torch.bfloat16) if autocast else nullcontext():
+                loss: Tensor = model(input_ids=ids, labels=ids).loss / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach() * len(batches)
+
+    return step
+
+
+def masters_step(model: Any, rate: float) -> Step:
+    weights = list(model.parameters())
+    masters = [nn.Parameter(p.detach().float()) for p in weights]
+    optimizer = torch.optim.AdamW(masters, lr=rate, fused=True)
+
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        for ids in batches:
+            loss: Tensor = model(input_ids=ids, labels=ids).loss / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for master, p in zip(masters, weights, strict=True):
+                master.grad = None if p.grad is None else p.grad.float()
+                p.grad = None
+            optimizer.step()
+            for master, p in zip(masters, weights, strict=True):
+                p.copy_(master)
+        return loss.detach() * len(batches)
+
+    return step
+
+
+def engine_of(model: Any, extras: Sequence[str], rate: float, gas: int, lower: str) -> zw.Engine:
+    config: dict[str, Any] = {
+        "stage": 3,
+        "gradient_accumulation_steps": gas,
+        "precision": {"params": "bfloat16"},
+        "compile": {"lower": lower, "cuda_graphs": "graphs" in extras},
+    }
+    if "compact" in extras:
+        config["precision"]["optimizer"] = "compact"
+    if "offload" in extras:
+        config["offload"] = {"optimizer": "all"}
+    return zw.initialize(model, torch.optim.AdamW(model.parameters(), lr=rate, fused=True), config)
+
+
+def engine_step(engine: zw.Engine) -> Step:
+    def step(batches: Sequence[Tensor]) -> Tensor:
+        for ids in batches:
+            loss: Tensor = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+        return loss.detach()
+
+    return step
+
+
+def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Losses, milliseconds of a step (median), peak bytes of tensors and bytes of the device."""
+    kind, *extras = arm.split("+")
+    if kind not in ("plain", "masters", "zw") or not set(extras) <= set(EXTRAS):
+        raise SystemExit(f"--arms: there is no arm {arm!r}")
+    cuda = device.type == "cuda"
+    gc.collect()
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    size = SIZES[asked.size]
+    with device:
+        model = built(size, asked.layers, asked.length).to(torch.float32 if "fp32" in extras else torch.bfloat16)
+    model.train()
+    if asked.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if "liger" in extras:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+        _apply_liger_kernel_to_instance(model=model)
+    engine = engine_of(model, extras, asked.rate, asked.gas, asked.lower) if kind == "zw" else None
+    if engine is not None:
+        step = engine_step(engine)
+    else:
+        step = masters_step(model, asked.rate) if kind == "masters" else plain_step(model, asked.rate, "fp32" in extras)
+    losses, times = [], []
+    for index in range(asked.steps):
+        generator = torch.Generator().manual_seed(index % BATCHES)
+        shape = asked.gas, asked.rows, asked.length
+        batches = torch.randint(3, size.vocabulary, shape, generator=generator).to(device).unbind()
+        if cuda:
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        loss = step(batches)
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+        losses.append(float(loss))
+        if index == asked.warm and cuda:
+            torch.cuda.reset_peak_memory_stats()
+    found: dict[str, Any] = {"losses": losses, "ms": 1000 * median(times[asked.warm :]), "told": ""}
+    found["peak"], found["device"] = 0.0, 0.0
+    if cuda:
+        free, total = torch.cuda.mem_get_info()
+        found["peak"], found["device"] = torch.cuda.max_memory_allocated() / GIB, (total - free) / GIB
+    if engine is not None:
+        stats = engine.stats
+        found["told"] = f"{stats.graphed_calls} graphed {stats.ungraphed_calls or ''} {dict(stats.eager_regions) or ''}"
+        engine.destroy(optimizer_state=False)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="qwen3-1.7b")
+    parser.add_argument("--layers", type=int, help="instead of the published number")
+    parser.add_argument("--arms", nargs="+", default=["plain", "zw", "zw+graphs"])
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--gas", type=int, default=1)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm", type=int, default=16)
+    parser.add_argument("--rate", type=float, default=1e-5)
+    parser.add_argument("--lower", default="inductor")
+    asked = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    first: dict[str, Any] | None = None
+    for arm in asked.arms:
+        found = run(arm, asked, device)
+        first = first or found
+        tokens = asked.gas * asked.rows * asked.length / found["ms"] * 1000
+        print(
+            f"{asked.size} {arm:14} {found['ms']:8.1f} ms = {found['ms'] / first['ms']:.3f} x {asked.arms[0]}, "
+            f"{tokens:.0f} tokens/s, peak {found['peak']:.2f} GiB, device {found['device']:.2f} GiB, "
+            f"loss {found['losses'][0]:.4f} to {found['losses'][-1]:.4f}  {found['told']}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
