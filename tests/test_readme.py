@@ -25,7 +25,7 @@ def named(document: Path) -> str:
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 WITH_CODE = [document for document in DOCUMENTS if snippets(document, "python")]
-TASKS = ("README", "data", "ema", "evaluation", "experts", "index", "lora", "losses", "migrate", "saving")
+TASKS = ("README", "data", "ema", "evaluation", "experts", "index", "lora", "losses", "migrate", "ranks", "saving")
 """what is written for any number of ranks"""
 
 
