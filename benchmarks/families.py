@@ -275,7 +275,8 @@ def engine(
                 else:
                     trained.backward(trained(**batch).loss)
                     trained.step()
-        values = {name: trained.full(name).clone() for name, _ in trained.module.named_parameters()}
+        with trained.full_parameters() as parameters:
+            values = {name: p.detach().clone() for name, p in parameters.items()}
         return values, trained.stats
 
 

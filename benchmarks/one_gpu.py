@@ -99,7 +99,7 @@ def plain_step(model: Any, rate: float, autocast: bool) -> Step:
         for ids in batches:
             with torch.autocast(ids.device.type, torch.bfloat16) if autocast else nullcontext():
                 loss: Tensor = model(input_ids=ids, labels=ids).loss / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach() * len(batches)
@@ -115,7 +115,7 @@ def masters_step(model: Any, rate: float) -> Step:
     def step(batches: Sequence[Tensor]) -> Tensor:
         for ids in batches:
             loss: Tensor = model(input_ids=ids, labels=ids).loss / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         with torch.no_grad():
             for master, p in zip(masters, weights, strict=True):
                 master.grad = None if p.grad is None else p.grad.float()

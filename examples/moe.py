@@ -84,7 +84,7 @@ class Mixture(nn.Module):
         rows = self.compute(x.repeat_interleave(CHOSEN, 0)[order], chosen)
         return (rows[order.argsort()].view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
-    @torch.compiler.disable  # how many rows go where is known when they are there; see docs/training.md
+    @torch.compiler.disable  # how many rows go where is known when they are there; see docs/experts.md
     def compute(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """What the experts `chosen` [rows], in ascending order, make of `rows` [rows, WIDTH]."""
         sent = chosen.bincount(minlength=EXPERTS).view(self.ranks, self.share)

@@ -25,7 +25,11 @@ def named(document: Path) -> str:
 
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 WITH_CODE = [document for document in DOCUMENTS if snippets(document, "python")]
-TASKS = ("README", "data", "ema", "evaluation", "experts", "index", "lora", "losses", "migrate", "saving")
+TASKS = (
+    *("README", "accumulation", "data", "ema", "evaluation", "experts", "gradients", "index", "large_models", "lora"),
+    *("losses", "migrate", "nodes", "offload", "optimizers", "parameters", "precision", "ranks", "saving", "stages"),
+    "training",
+)
 """what is written for any number of ranks"""
 
 
