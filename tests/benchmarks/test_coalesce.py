@@ -45,7 +45,17 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("broken")
 @pytest.mark.matrix
 def test_a_peer_that_fails_is_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [*SMALL.split(), "--stages", "3", "--engines", "deepspeed", "--timeout", "240", "--out", str(tmp_path)]
+    arguments = [
+        *SMALL.split(),
+        "--stages",
+        "3",
+        "--engines",
+        "deepspeed",
+        "--peer-timeout",
+        "240",
+        "--out",
+        str(tmp_path),
+    ]
     assert coalesce.main(arguments) == 0
     told = json.loads((tmp_path / "coalesce.json").read_text())
     (note,) = told["notes"]
