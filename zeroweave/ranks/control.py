@@ -245,9 +245,8 @@ class Control:
             while True:
                 try:
                     work.wait(moment)
-                    if self.waiting - self._ended > self.deadline_seconds and (late := self._given_up()) is not None:
-                        self.broken = str(late)
-                        raise late
+                    if self.waiting - self._ended > self.deadline_seconds and self._given_up():
+                        raise RuntimeError("this rank came after the deadline")
                     return
                 except RuntimeError:  # it takes longer, or has failed
                     if work.is_completed():
@@ -267,15 +266,13 @@ class Control:
         finally:
             self.waiting, self._ended = None, time.monotonic()
 
-    def _given_up(self) -> AgreementError | None:
-        """Where this rank has come after the deadline, another one may have waited for it in vain, and told so."""
+    def _given_up(self) -> bool:
+        """Has another rank waited in vain for this one, and told so?"""
         assert self.board is not None
         with suppress(ConnectionError):
-            for rank, line in enumerate(self.board.read("arrived")):
-                place = _Place.parse(line)
-                if place.failure and place.operation >= self.operations:
-                    return AgreementError(f"rank {rank} gave up at '{place.label}': {place.failure}")
-        return None
+            places = map(_Place.parse, self.board.read("arrived"))
+            return any(place.failure and place.operation >= self.operations for place in places)
+        return False
 
     def _arrive(self, label: str, failure: str = "") -> None:
         assert self.board is not None
