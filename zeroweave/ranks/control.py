@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -116,6 +117,7 @@ class Control:
         """is it broken because a rank did not come before the deadline?"""
         self.waiting: float | None = None
         """since when this rank waits in an operation, if it does; an alarm's thread reads it"""
+        self._ended = time.monotonic()  # the last operation
         self.operations = 0
         """how many this rank has begun; the alarm's thread reads it"""
         self._group = group
@@ -243,6 +245,8 @@ class Control:
             while True:
                 try:
                     work.wait(moment)
+                    if self.waiting - self._ended > self.deadline_seconds and self._given_up():
+                        raise RuntimeError("this rank came after the deadline")
                     return
                 except RuntimeError:  # it takes longer, or has failed
                     if work.is_completed():
@@ -260,7 +264,15 @@ class Control:
             self.broken = str(lost)
             raise lost from error
         finally:
-            self.waiting = None
+            self.waiting, self._ended = None, time.monotonic()
+
+    def _given_up(self) -> bool:
+        """Has another rank waited in vain for this one, and told so?"""
+        assert self.board is not None
+        with suppress(ConnectionError):
+            places = map(_Place.parse, self.board.read("arrived"))
+            return any(place.failure and place.operation >= self.operations for place in places)
+        return False
 
     def _arrive(self, label: str, failure: str = "") -> None:
         assert self.board is not None
