@@ -58,7 +58,7 @@ def engine_of(graphs: bool, stage: int, gas: int = 1, lower: str = "aot_eager", 
     torch.manual_seed(0)
     built = Model(**model)
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-2)
-    compile_ = {"lower": lower, "cuda_graphs": "calls" if graphs else False}
+    compile_ = {"lower": lower, "cuda_graphs": graphs}
     config = {"gradient_clipping": 1.0, "stage": stage, "gradient_accumulation_steps": gas, "compile": compile_}
     return zw.initialize(built, optimizer, config=config)
 

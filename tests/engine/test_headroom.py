@@ -94,7 +94,7 @@ def test_a_window_that_an_exception_has_ended_is_closed(aborted: bool) -> None:
     board, costs = Board(), Costs((), {}, {}, {}, Line(), Line(), (), room=1000)
     headroom = Headroom(cast(Any, board), cast(Any, board), 1)
     headroom.watch(costs)
-    headroom.begin(True)
+    headroom.begin()
     if aborted:
         headroom.abort()
     board.refused += 1

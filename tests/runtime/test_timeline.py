@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import pytest
-
 from zeroweave.comm.clock import Clock
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.schedule import Free, Instruction, Schedule, Settle, Unshard, Update
@@ -55,22 +53,3 @@ def test_what_an_instruction_gives_back_was_there_before_it() -> None:
 
 def test_without_a_count_there_is_nothing() -> None:
     assert measured(*[(0, 0)] * 6) == [(0, 0, 0)] * 4
-
-
-@pytest.mark.parametrize("at", [0, 2, 3])
-def test_the_device_is_held_once_in_front_of_an_instruction(at: int) -> None:
-    seen: list[str] = []
-
-    class Holds(Told):
-        def hold(self, seconds: float) -> None:
-            assert seconds == 0.5
-            seen.append("hold")
-
-        def mark(self) -> Any:
-            seen.append("mark")
-            return super().mark()
-
-    timeline = Timeline(Holds([(0, 0)] * 5), 0.5, at)
-    for instruction in STEP:
-        timeline.add(instruction, timeline.mark())
-    assert seen == ["mark"] * 2 * at + ["hold"] + ["mark"] * 2 * (len(STEP) - at)

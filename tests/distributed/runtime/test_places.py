@@ -147,28 +147,6 @@ def test_ranks_that_use_different_parts(pools: Pools, mode: str, seeds: range) -
         assert gathers
 
 
-def beside_graphs(stage: int) -> list[list[bool]]:
-    """In which windows evaluation finds buckets in places: before, in, and behind one that graphs replay."""
-    found = []
-    with training("eager", stage) as engine:
-        for _ in range(4):
-            window(engine, 1, False)
-        for replayed in (False, True, False):
-            if replayed:
-                engine._runtime.unseat()
-            with torch.no_grad():
-                engine(rows(engine.rank, 0)[0])
-            buckets = engine._runtime.buckets.values()
-            found.append([bucket.storage.nbytes() % 2 == 1 for bucket in buckets if bucket.resident])
-            window(engine, 1, False)
-    return found
-
-
-def test_nothing_is_gathered_where_graphs_may_have_left_something(pools: Pools) -> None:
-    for (before, inside, behind), _ in pools(2).run(placed, beside_graphs, 2):
-        assert before and all(before) and inside and not any(inside) and all(behind) and behind
-
-
 def placed_experts(stage: int, mode: str) -> tuple[Result, int]:
     """Experts that two of four ranks share, and what all four do."""
     found, slabs = placed(train, stage, mode, 2)

@@ -45,11 +45,9 @@ class Loaded:
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
         steps, refused = self._parts.config.gradient_accumulation_steps, optimizer.offload.refused_in
+        buckets = self._runtime.buckets.values()
         dtypes = {
-            f"param/{layout.keys(slot.name)[b.number]}": b.dtype
-            for b in self._runtime.buckets.values()
-            for layout in (b.layout,)
-            for slot in layout.slots
+            f"param/{key}": b.dtype for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)
         }
 
         def tried(name: str, index: int, options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
@@ -61,9 +59,9 @@ class Loaded:
             return try_out(user, group, options, state, dtype)
 
         def clashes(state: Mapping[Any, Any]) -> list[str]:
-            own = type(scheduler).load_state_dict  # another one takes what it likes
-            if own.__module__ != "torch.optim.lr_scheduler":
-                return []
+            own = getattr(type(scheduler), "load_state_dict", None)
+            if own is None or own.__module__ != "torch.optim.lr_scheduler":
+                return []  # one of the program's own takes what it likes
             return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
 
         return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused, dtypes, tried, clashes)
