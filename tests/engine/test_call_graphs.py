@@ -103,7 +103,7 @@ PROGRAMS: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
 
 @daily(
     ("stage", "lengths", "gas", "model"),
-    [(stage, *PROGRAMS[program]) for stage, program in ((2, 1), (1, 2), (3, 3), (3, 4))],
+    [(stage, *PROGRAMS[program]) for stage, program in ((2, 1), (3, 3))],
     [(stage, *PROGRAMS[program]) for stage in (1, 2, 3) for program in range(5)],
 )
 def test_trains_as_without_graphs(

@@ -23,7 +23,7 @@ LOOPS = [
     Case(2, 2, config={"precision": {"accumulate": "bfloat16"}, "reduce": {"depth": 1}}),
     Case(3, 2, "plain", dropout=0.1, config={"activations": {"free_threshold_bytes": 64}}),
 ]
-DAILY = [Case(3, 3, "busy", steps=64, dropout=0.1)]
+DAILY = [Case(2, 2, "clipped", decay=True)]
 PROGRAMS: list[tuple[Callable[..., Any], Case]] = [
     (programs.autocast, Case(dropout=0.1)),
     (programs.autocast_around, Case()),

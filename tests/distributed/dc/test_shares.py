@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[list[tuple[int, ...]], list[Shares]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@daily("name", [*LAYOUTS][:1], [*LAYOUTS][1:])
 @daily("stage", [2], [1])
 def test_layouts_of_the_callers_own(pools: Pools, stage: int, name: str) -> None:
     shapes, shares = LAYOUTS[name]
