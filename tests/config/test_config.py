@@ -21,7 +21,7 @@ DEBUG = (
     "sync_after_allgather",
     "check_every_step",
 )
-OF_THE_ENGINE = (*DEBUG, "keep_gradient_targets")
+OF_THE_ENGINE = (*DEBUG, "check_graphs", "keep_gradient_targets")
 
 
 ROUND_TRIPS: list[dict[str, Any]] = [
@@ -216,6 +216,7 @@ sync_after_reduce = true
 sync_before_allgather = true
 sync_after_allgather = true
 check_every_step = true
+check_graphs = true
 keep_gradient_targets = true
 """
 

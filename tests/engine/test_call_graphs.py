@@ -54,12 +54,20 @@ def double() -> Iterator[GraphDouble]:
         yield made
 
 
-def engine_of(graphs: bool, stage: int, gas: int = 1, lower: str = "aot_eager", **model: Any) -> zw.Engine:
+def engine_of(
+    graphs: bool, stage: int, gas: int = 1, lower: str = "aot_eager", check: bool = False, **model: Any
+) -> zw.Engine:
     torch.manual_seed(0)
     built = Model(**model)
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-2)
     compile_ = {"lower": lower, "cuda_graphs": graphs}
-    config = {"gradient_clipping": 1.0, "stage": stage, "gradient_accumulation_steps": gas, "compile": compile_}
+    config = {
+        "gradient_clipping": 1.0,
+        "stage": stage,
+        "gradient_accumulation_steps": gas,
+        "compile": compile_,
+        "debug": {"check_graphs": check},
+    }
     return zw.initialize(built, optimizer, config=config)
 
 
@@ -155,3 +163,29 @@ def test_what_programs_do_now_and_then_changes_nothing(double: GraphDouble, stag
     assert double.replays > double.captures > 0
     engine.destroy()
     plain.destroy()
+
+
+@daily("stage", [3], [1, 2])
+def test_new_graphs_are_compared_with_their_code(double: GraphDouble, stage: int) -> None:
+    plain, engine = engine_of(False, stage, 2), engine_of(True, stage, 2, check=True)
+    assert train(engine, 10, (6, 4)) == train(plain, 10, (6, 4))
+    assert same_parameters(engine, plain)
+    assert double.captures > 0 and engine.stats.graph_difference == 0.0
+    engine.destroy()
+    plain.destroy()
+
+
+def test_a_graph_that_computes_something_else_is_told() -> None:
+    class Wrong(GraphDouble):
+        def capture(self, run: Any, args: list[Any]) -> Any:
+            graph, results = super().capture(run, args)
+            if isinstance(results[0], Tensor) and results[0].is_floating_point():
+                with torch.no_grad():
+                    results[0].add_(0.25)
+            return graph, results
+
+    with patch("zeroweave.engine.assembly.capture_for", lambda device: Wrong(1 << 24)):
+        engine = engine_of(True, 2, check=True)
+    train(engine, 8, (6,))
+    assert engine.stats.graph_difference == pytest.approx(0.25)
+    engine.destroy()

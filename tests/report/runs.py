@@ -110,6 +110,7 @@ def about(blocks: int) -> About:
             eager_modules=("embed", "head"),
             graphed_calls=0,
             ungraphed_calls={"the calls are others": 2},
+            graph_difference=0.0,
             written_gradients=0,
             freed_activations=0,
             offloaded_activations=0,

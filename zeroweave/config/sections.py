@@ -311,5 +311,8 @@ class DebugConfig(Section):
 class EngineDebugConfig(DebugConfig):
     """As above, and what an engine has beside it."""
 
+    check_graphs: bool = False
+    """Compare each new graph of `compile.cuda_graphs` with its code; `engine.stats.graph_difference` has the result."""
+
     keep_gradient_targets: bool = False
     """Reduced gradients have memory of their own from set-up on, instead of from their reduction to the update."""

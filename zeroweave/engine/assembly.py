@@ -191,7 +191,8 @@ def _assemble(
     capture = capture_for(device) if settings.compile.cuda_graphs else None
     call_graphs = None
     if capture is not None:
-        call_graphs = CallGraphs(device, capture, lambda why: journal.tell("fallback", f"compile.cuda_graphs: {why}"))
+        tell, checks = partial(_tell_no_graph, journal), settings.debug.check_graphs
+        call_graphs = CallGraphs(device, capture, tell, checks)
         ends.callback(call_graphs.close)
         if choice.least is None and control.world > 1:
             gathered_in = fixed_places(device, ledger.gauge("places"))
@@ -244,6 +245,10 @@ def _assemble(
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
     facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least, fixed=call_graphs is not None)
     return _compose(parts, facts, asked.scheduler, Signals(notes), faults, sinks)
+
+
+def _tell_no_graph(journal: Journal, why: str) -> None:
+    journal.tell("fallback", f"compile.cuda_graphs: {why}")
 
 
 def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:

@@ -96,7 +96,8 @@ class Stats:
     and what making schedules took. `eager_regions`: regions that are not compiled, with the reason.
     `eager_modules`: modules with parameters outside of all regions, which always run eagerly.
     With `compile.cuda_graphs`, `graphed_calls`: executions of templates that were launched as graphs;
-    `ungraphed_calls`: why others were not, and how often.
+    `ungraphed_calls`: why others were not, and how often. `graph_difference`: with `debug.check_graphs`, the largest
+    difference between what a graph has computed and what its code computes.
     `written_gradients`: those that backwards wrote, or added, where they are reduced from: nothing copied them.
     `freed_activations`: bytes that `activations.free_threshold_bytes` has freed. `offloaded_activations`: bytes that
     the last step has moved to host memory, `offloaded_peak` how many were there at most so far; `on_demand_reloads`:
@@ -127,6 +128,7 @@ class Stats:
     memory: Memory
     graphed_calls: int
     ungraphed_calls: dict[str, int]
+    graph_difference: float
     device: DeviceMemory = DeviceMemory()
 
     @classmethod
@@ -148,6 +150,7 @@ class Stats:
             eager_modules=calls.eager_modules,
             graphed_calls=0 if graphs is None else graphs.launched,
             ungraphed_calls={} if graphs is None else dict(graphs.why),
+            graph_difference=0.0 if graphs is None else graphs.difference,
             written_gradients=runtime.gradients.written,
             freed_activations=runtime.activations.freed,
             offloaded_activations=0 if offloading is None else offloading.moved_before,

@@ -15,6 +15,7 @@ A unit is recorded when its signature has been seen before: what it runs is warm
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -181,11 +182,14 @@ class Recording:
 class CallGraphs:
     """The graphs of one engine. `device`: what templates compute on; other tensors are constants of a graph.
 
-    `tell(reason)` is told why a template has no graph, once for each reason.
+    `tell(reason)` is told why a template has no graph, once for each reason. `checks`: each new graph is compared with
+    its code.
     """
 
-    def __init__(self, device: torch.device, capture: Capture, tell: Callable[[str], None]) -> None:
-        self._device, self._capture, self._tell = device, capture, tell
+    def __init__(
+        self, device: torch.device, capture: Capture, tell: Callable[[str], None], checks: bool = False
+    ) -> None:
+        self._device, self._capture, self._tell, self._checks = device, capture, tell, checks
         self._recordings: OrderedDict[Hashable, Recording] = OrderedDict()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._mode = Mode.PLAIN
@@ -202,6 +206,8 @@ class CallGraphs:
         """what a replay has copied last to these addresses: other calls may have saved it from there"""
         self.launched = self.plain = 0
         """executions so far, with a graph and without"""
+        self.difference = 0.0
+        """the largest difference that a comparison has found"""
         self.why: Counter[str] = Counter()
         """why units departed from their recordings, and why templates have no graph; how often"""
 
@@ -384,6 +390,8 @@ class CallGraphs:
                 step.copied.append(Copied(i, View.of(arg), block, block.owned(part), part))
         for copied in step.copied:
             copied.static.copy_(_part(args[copied.index], copied.part).detach())
+        copies = [_twin(arg) for arg in given] if self._checks else []
+        numbers = _random_numbers(self._device) if self._checks else None
         if why is None:
             try:
                 step.graph, outputs = self._capture.capture(run, list(given))
@@ -400,6 +408,8 @@ class CallGraphs:
             return run(args)
         step.graph.replay()
         self.launched += 1
+        if numbers is not None:
+            self._compare(run, copies, numbers, [*outputs, *given])
         for i in empty:
             storage = given[i].untyped_storage()
             self._hand_out(block := Block(storage))
@@ -409,6 +419,17 @@ class CallGraphs:
         step.outputs = [self._maker(output, given, statics, made) for output in outputs]
         args.clear()
         return outputs
+
+    def _compare(self, run: Run, copies: list[Any], numbers: Tensor, found: Sequence[Any]) -> None:
+        """Runs the code without its graph: on `copies` of its arguments, with the same random `numbers`.
+
+        `found`: what the graph has returned, and its arguments, of which it has written some.
+        """
+        now = _random_numbers(self._device)
+        _restart(self._device, numbers)
+        wanted = [*run(list(copies)), *copies]
+        _restart(self._device, now)
+        self.difference = max(self.difference, *(_apart(*pair) for pair in zip(found, wanted, strict=True)))
 
     def _static(self, arg: Tensor) -> Block:
         """Where an argument is copied to. One tensor that several calls have is copied to one place."""
@@ -465,6 +486,39 @@ def _constant(arg: Any) -> Any:
     if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | torch.device):
         return arg
     return _UNKNOWN
+
+
+def _twin(arg: Any) -> Any:
+    """A copy of an argument; without memory if it has none."""
+    if not isinstance(arg, Tensor):
+        return arg
+    if arg.numel() and not arg.untyped_storage().nbytes():
+        made = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
+        made.untyped_storage().resize_(0)
+        return made
+    return arg.detach().clone()
+
+
+def _apart(one: Any, other: Any) -> float:
+    """The largest difference between two tensors; NaN is no difference to NaN."""
+    if not isinstance(one, Tensor) or not one.numel():
+        return 0.0
+    differs = (one != other) & ~((one != one) & (other != other))
+    found = (one.detach().double() - other.detach().double()).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    return float(torch.where(differs, found, 0.0).max())
+
+
+def _random_numbers(device: torch.device) -> Tensor:
+    """The state of the device's generator."""
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _restart(device: torch.device, state: Tensor) -> None:
+    """The device's generator goes on from `state`."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _same(one: Any, other: Any) -> bool:
