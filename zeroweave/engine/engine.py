@@ -363,10 +363,7 @@ class Engine:
 
     @property
     def executed(self) -> tuple[Instruction, ...]:
-        """The instructions that the last optimizer step executed.
-
-        Those of `schedule`, in its order, if it followed that. In a graph of a whole step `Update`s come earlier.
-        """
+        """The instructions of the last optimizer step: those of `schedule`, in its order, if it followed that."""
         return self._step.executed
 
     def record(self) -> AbstractContextManager[Recording]:

@@ -27,12 +27,10 @@ class Snapshot:
     random numbers of a checkpoint, the schedule, and counters. Tensors and containers stay the same
     objects, with their contents again; what has come into being since is dropped. Costs a second copy of the shards of
     trained parameters, the optimizer state and the buffers, on their devices.
-
-    Not `contents`: no tensor and no random number is kept, only what lives on the host.
     """
 
-    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep, contents: bool = True) -> None:
-        self._runtime, self._contents, device = parts.runtime, contents, parts.device
+    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep) -> None:
+        self._runtime, device = parts.runtime, parts.device
         self._schedule = self._runtime.replay.schedule
         self._runtime.transfers.finish()  # what lies in host memory is read there
         self._trained = [b for b in self._runtime.buckets.values() if b.layout.trainable]
@@ -40,8 +38,7 @@ class Snapshot:
         self._back: list[Callable[[], object]] = [owner.remember() for owner in owners]
         """each brings something back"""
         self._back.append(partial(parts.progress.resume, parts.progress.step))
-        if contents:
-            self._back.append(partial(random_numbers.restore, random_numbers.states(device), device))
+        self._back.append(partial(random_numbers.restore, random_numbers.states(device), device))
         self._gathers = {bucket.id: bucket.gathers for bucket in self._runtime.buckets.values() if bucket.standing}
         """of those that stay gathered: how often they were"""
         self._seen: set[int] = set()
@@ -69,8 +66,7 @@ class Snapshot:
         self._seen.add(id(value))
         match value:
             case torch.Tensor():
-                if self._contents:
-                    self._back.append(partial(value.copy_, value.detach().clone()))
+                self._back.append(partial(value.copy_, value.detach().clone()))
             case dict():
                 self._back += [value.clear, partial(value.update, dict(value))]
                 for item in value.values():
@@ -94,8 +90,7 @@ class Snapshot:
             bring_back()
         for bucket in self._trained:
             bucket.put(bucket.values())  # what is gathered may be another tensor
-            # Without contents these are what they are, and so is what was gathered of them.
-            bucket.renew(values_stay=not self._contents and bucket.id in self._gathers)
+            bucket.renew()
         standing = [b for b in self._runtime.buckets.values() if b.standing and not b.layout.trainable]
         since = [bucket.id for bucket in standing if self._gathers.get(bucket.id) != bucket.gathers]
         self._runtime.replay.lingering.expire(since)  # it may not be their values that were gathered

@@ -22,7 +22,7 @@ class Memory:
     once, since the last change of the schedule by measured times or by `engine.reschedule`: `gradients`, the reduced
     ones; `local_sums`, what backwards without a reduction have added up; `flats_peak`, all flats that were unsharded;
     `gradient_flats_peak`, the gradient flats of reductions in flight.
-    `symmetric`: the places in which copy engines gather; flats lie there, and they stay. `graphs`: what CUDA graphs
+    `symmetric`: the places at fixed addresses; flats lie there, and they stay. `graphs`: what CUDA graphs
     hold for their replays, beside the tensors that lie there. With offload, what is gathered of a master in host memory
     counts as a shard; `host_…` is what of the same figures lies in host memory.
     """

@@ -131,11 +131,6 @@ class ShardedOptimizer:
         return self._matrices is None and self._apart
 
     @property
-    def has_matrices(self) -> bool:
-        """Are there parameters that are updated as wholes?"""
-        return self._matrices is not None
-
-    @property
     def _apart(self) -> bool:
         """May buckets be updated in calls of their own?"""
         members = members_of(self.optimizer)

@@ -232,7 +232,7 @@ def compiled(stats: Stats) -> Table:
 
 
 def remarks(about: About) -> Iterator[tuple[str, str]]:
-    """What runs eagerly, uncaptured or off the schedule, and why or what to do."""
+    """What runs eagerly, without a graph or off the schedule, and why or what to do."""
     stats, compile_ = about.stats, about.config["compile"]
     if not compile_["enabled"]:
         yield f"All {stats.regions} regions run eagerly", "compile.enabled is false."

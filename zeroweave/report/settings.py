@@ -55,7 +55,7 @@ def variables(environ: Mapping[str, str], gpus: int, interfaces: Iterable[str], 
     allocator = " ".join(given.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_"))
     grows = "expandable_segments:true" in allocator.replace(" ", "")
     if gpus > 1 and grows and given.get("NCCL_GRAPH_REGISTER") != "0":
-        detail = "steps as CUDA graphs may hang, or end: NCCL registers memory there that may move under it"
+        detail = "CUDA graphs may hang, or end: NCCL registers memory there that may move under it"
         found.append(Check("expandable_segments", "limited", detail, "export NCCL_GRAPH_REGISTER=0"))
     there = sorted(interfaces)
     outward = next((name for name in there if name != "lo"), "lo")

@@ -260,7 +260,6 @@ class Account:
         if folded:
             self.add_up()
 
-    # ------------------------------------------------------------------ what graphs have computed
     # ------------------------------------------------------------------ the settled gradient
     def take(self) -> torch.Tensor | None:
         """Hands the settled gradient over and forgets it."""

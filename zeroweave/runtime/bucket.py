@@ -189,17 +189,14 @@ class Bucket(Flat):
         """Was a parameter written in place since the last `renew`?"""
         return versions(self.real) != [known for known, _, _ in self._marks]
 
-    def renew(self, values_stay: bool = False) -> None:
-        """The shard was written: whatever was saved for a backward before, or kept, is out of date.
-
-        `values_stay`: the values are what they were, and what stands has them.
-        """
+    def renew(self) -> None:
+        """The shard was written: whatever was saved for a backward before, or kept, is out of date."""
         for index in self.referenced():
             self.real[index] = self._retire(self.layout.slots[index].name, self.real[index])
         increment_version(self.real)
         self.generation += 1
         self.accept_writes()
-        if self.standing and not values_stay:
+        if self.standing:
             self.expire()
 
     def forget_strays(self, holds: int) -> bool:

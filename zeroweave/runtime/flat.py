@@ -213,10 +213,6 @@ class Flat:
             pending.wait()
             self._adrift = False
 
-    def forget_pending(self) -> None:
-        """The gather that is under way will never come: nobody waits for it."""
-        self._pending, self._adrift = None, False
-
     def reshard(self, handed_in: int = 0) -> bool:
         """Drops a hold. The last one frees the storage in stream order, if it is not to stay; False if it lingers."""
         self.holds -= 1

@@ -87,12 +87,6 @@ class Reductions:
         while self._flights:
             self._land(self._flights.popleft())
 
-    def forget(self) -> None:
-        """What is under way will never come."""
-        for flight in self._flights:
-            self._flats.add(-flight.nbytes)
-        self._flights.clear()
-
     def _land(self, flight: _Flight) -> None:
         flight.pending.wait()
         self._flats.add(-flight.nbytes)

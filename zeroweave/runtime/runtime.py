@@ -457,12 +457,6 @@ class Runtime:
         self.replay.lingering.sweep()
         self._inference.lingering.sweep()
 
-    def forget_pending(self) -> None:
-        """Collectives that are under way will never come, as they belong to a capture that has failed."""
-        self.gradients.reductions.forget()
-        for bucket in self.buckets.values():
-            bucket.forget_pending()
-
     def abort(self) -> None:
         """Forgets the window and drops every hold: after an exception, or `zero_grad` in mid-window."""
         self._frame, self._backward, self._session_reads = None, None, None
