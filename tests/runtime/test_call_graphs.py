@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.graph_double import GraphDouble
 from tests.support.marks import daily
@@ -214,3 +215,58 @@ def test_random_programs(seed: int) -> None:
         if choose.random() < 0.3 and both.kept:
             both.kept.pop(choose.randrange(len(both.kept)))
     assert both.graphs.launched > 0
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies into tensors of this shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.count, self._shape = 0, shape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.copy_.default and tuple(args[0].shape) == self._shape
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_argument_that_calls_have_in_common_is_copied_once() -> None:
+    both = Both()
+    for seed in range(4):
+        with Copies((1, WIDTH)) as copies:  # of the mask's expanded rows the first one is copied
+            both.step(4, seed)
+    assert both.graphs.launched == 3 * 2 * LAYERS and copies.count == 1
+
+
+def doubled(args: list[Any]) -> list[Any]:
+    (x,) = args
+    args.clear()
+    return [x * 2]
+
+
+def test_an_argument_that_was_written_between_calls_is_another_one() -> None:
+    graphs = CallGraphs(CPU, GraphDouble(), lambda why: None)
+    for unit in range(5):
+        graphs.begin("unit", settled=True)
+        x = torch.full((3,), float(unit))
+        (first,) = graphs.execute(doubled, [x], set)
+        if unit == 3:
+            x.add_(1)
+        (second,) = graphs.execute(doubled, [x], set)
+        assert first.tolist() == [2.0 * unit] * 3 and second.tolist() == [2.0 * (unit + (unit == 3))] * 3
+        del first, second
+    assert graphs.why == {"calls that had one argument in common have several": 1}
+    assert graphs.launched == 2 + 2 + 1 + 2
+
+
+def test_arguments_in_inference_mode_are_copied_for_each_call() -> None:
+    graphs = CallGraphs(CPU, GraphDouble(), lambda why: None)
+    with torch.inference_mode():
+        for unit in range(4):
+            graphs.begin("unit", settled=True)
+            x = torch.full((3,), float(unit))
+            for _ in range(2):
+                (found,) = graphs.execute(doubled, [x], set)
+                assert torch.equal(found, 2 * x)
+                del found
+                x.add_(1)  # which nobody counts
+    assert graphs.launched == 3 * 2 and not graphs.why

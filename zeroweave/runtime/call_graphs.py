@@ -28,7 +28,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from zeroweave._torch.storages import StorageReference, borrowed_storage, storage_use_count
+from zeroweave._torch.storages import StorageReference, borrowed_storage, storage_use_count, version
 
 Run = Callable[[list[Any]], Any]
 """Code of a template: takes its arguments in one list, which it empties."""
@@ -200,10 +200,10 @@ class CallGraphs:
         """blocks of a recording that is made, which were alive at its last step"""
         self._overdue: list[Block] = []
         """blocks that are alive, and were not in the recording"""
-        self._sources: dict[int, tuple[Tensor, Block]] = {}
-        """arguments that a recording copies, by identity, and where to"""
-        self._copied: dict[int, ref[Tensor]] = {}
-        """what a replay has copied last to these addresses: other calls may have saved it from there"""
+        self._sources: dict[int, tuple[Tensor, int | None, Block]] = {}
+        """arguments that a recording copies, by identity: with their versions, and where to"""
+        self._copied: dict[int, tuple[ref[Tensor], int | None]] = {}
+        """what a replay has copied to these addresses, with its version: other calls may have saved it from there"""
         self.launched = self.plain = 0
         """executions so far, with a graph and without"""
         self.difference = 0.0
@@ -345,7 +345,7 @@ class CallGraphs:
             if arg.shape != view.size or arg.stride() != view.stride or arg.dtype != view.dtype:
                 return "an argument has another shape"
             known = self._copied.get(copied.block.address)
-            if known is not None and known() is not arg:
+            if known is not None and (known[1] != _stamp(arg) or known[0]() is not arg):
                 return "calls that had one argument in common have several"
         return None
 
@@ -354,9 +354,10 @@ class CallGraphs:
         if step.copied:
             with torch.no_grad():
                 for copied in step.copied:
-                    arg = args[copied.index]
-                    copied.static.copy_(_part(arg, copied.part))
-                    self._copied[copied.block.address] = ref(arg)
+                    arg, address = args[copied.index], copied.block.address
+                    if address not in self._copied or self._copied[address][1] is None:
+                        copied.static.copy_(_part(arg, copied.part))
+                        self._copied[address] = ref(arg), _stamp(arg)
         step.graph.replay()
         self.launched += 1
         for i, block, view in step.filled:
@@ -434,14 +435,14 @@ class CallGraphs:
     def _static(self, arg: Tensor) -> Block:
         """Where an argument is copied to. One tensor that several calls have is copied to one place."""
         known = self._sources.get(id(arg))
-        if known is not None:
-            return known[1]
+        if known is not None and known[1] == _stamp(arg):
+            return known[2]
         assert self._unit is not None
         span = 1 + sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
         span = int(arg.storage_offset()) + span if arg.numel() else 0
         memory = torch.empty(span, dtype=arg.dtype, device=arg.device)
         block = Block(memory.untyped_storage(), owner=memory)
-        self._sources[id(arg)] = arg, block
+        self._sources[id(arg)] = arg, _stamp(arg), block
         self._hand_out(block)
         return block
 
@@ -486,6 +487,11 @@ def _constant(arg: Any) -> Any:
     if arg is None or isinstance(arg, bool | int | float | complex | str | torch.dtype | torch.device):
         return arg
     return _UNKNOWN
+
+
+def _stamp(arg: Tensor) -> int | None:
+    """How often an argument was written in place; None where nobody counts, as in inference mode."""
+    return None if arg.is_inference() else version(arg)
 
 
 def _twin(arg: Any) -> Any:
