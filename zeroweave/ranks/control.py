@@ -245,12 +245,11 @@ class Control:
             while True:
                 try:
                     work.wait(moment)
-                    if self.waiting - self._ended > self.deadline_seconds and self._given_up():
-                        raise RuntimeError("this rank came after the deadline")
-                    return
+                    break
                 except RuntimeError:  # it takes longer, or has failed
-                    if work.is_completed():
-                        raise
+                    if work.is_completed():  # maybe since the wait gave up
+                        work.wait()  # raises what it has failed with
+                        break
                     if clock.look() - begin > self.deadline_seconds:
                         # Its end would wait for the operation, which may never end. A daemon's frame lasts.
                         kept = (self._group, work, issue, self._input, self._output)
@@ -259,6 +258,8 @@ class Control:
                     if moment is _MOMENT:
                         self._arrive(label)
                         moment = timedelta(seconds=LOOK_SECONDS)
+            if self.waiting - self._ended > self.deadline_seconds and self._given_up():
+                raise RuntimeError("this rank came after the deadline")
         except RuntimeError as error:
             lost = self._explain(label, clock.look() - begin, error)
             self.broken = str(lost)

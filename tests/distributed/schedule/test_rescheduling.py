@@ -247,7 +247,7 @@ def own_passes() -> None:
         side_by_side(engine, plain, 1)
     with training(prefetch=1) as engine:
         with pytest.raises(
-            EngineError, match="there is no pass 'nothing'; the passes are insert, offload, heads, keep, prefetch"
+            EngineError, match="there is no pass 'nothing'; the passes are insert, offload, keep, prefetch"
         ):
             engine.register_pass(late_drops, after="nothing")
         step(engine)
