@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
-from zeroweave.errors import AgreementError
+from zeroweave.errors import RankFailure
 from zeroweave.ranks.control import Control
 
 
@@ -45,5 +45,5 @@ def test_an_operation_that_ends_while_a_wait_gives_up_has_ended_well() -> None:
 
 
 def test_what_it_has_failed_with_is_told() -> None:
-    with pytest.raises(AgreementError, match=r"gave up at 'a place'.*Connection closed by peer"):
+    with pytest.raises(RankFailure, match="lost each other at 'a place': Connection closed by peer"):
         waits(Work(fails=True))()
