@@ -20,7 +20,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -28,63 +28,27 @@ import torch
 from torch import Tensor, nn
 
 import zeroweave as zw
+from benchmarks.models import SHAPES, Shape
+from benchmarks.peers.subject import transformers_model
 
 BATCHES = 4
 GIB = 2**30
 EXTRAS = ("liger", "graphs", "compact", "offload", "fp32")
 
 
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a decoder."""
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocabulary: int = 151936
-    tied: bool = True
-    family: str = "qwen3"
-
-
 SIZES = {
-    "tiny": Size(64, 2, 2, 128, kv_heads=2, head_dim=32, vocabulary=512),
-    "qwen3-0.6b": Size(1024, 28, 16, 3072),
-    "qwen3-1.7b": Size(2048, 28, 16, 6144),
-    "qwen3-4b": Size(2560, 36, 32, 9728),
-    "qwen3-8b": Size(4096, 36, 32, 12288, tied=False),
-    "qwen3-14b": Size(5120, 40, 40, 17408, tied=False),
-    "llama-8b": Size(4096, 32, 32, 14336, vocabulary=128256, tied=False, family="llama"),
-    "llama-1b": Size(2048, 16, 32, 8192, head_dim=64, vocabulary=128256, family="llama"),
-    "gemma3-1b": Size(1152, 26, 4, 6912, kv_heads=1, head_dim=256, vocabulary=262144, family="gemma3"),
+    "tiny": SHAPES["tiny"],
+    "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151936),
+    "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, 151936),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, 151936),
+    "qwen3-8b": SHAPES["qwen3-8b"],
+    "qwen3-14b": SHAPES["qwen3-14b"],
+    "llama-1b": SHAPES["llama-1b"],
+    "llama-8b": Shape(4096, 14336, 32, 32, 8, 128, 128256, "llama"),
+    "gemma3-1b": Shape(1152, 6912, 26, 4, 1, 256, 262144, "gemma3_text"),
 }
-
-
-def built(size: Size, layers: int | None, length: int) -> Any:
-    """transformers' model, on the current default device and in the default dtype."""
-    import transformers as T
-
-    config, model = {
-        "qwen3": (T.Qwen3Config, T.Qwen3ForCausalLM),
-        "llama": (T.LlamaConfig, T.LlamaForCausalLM),
-        "gemma3": (T.Gemma3TextConfig, T.Gemma3ForCausalLM),
-    }[size.family]
-    return model(
-        config(
-            vocab_size=size.vocabulary,
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=layers or size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads,
-            head_dim=size.head_dim,
-            tie_word_embeddings=size.tied,
-            max_position_embeddings=max(length, 2048),
-            use_cache=False,
-        )
-    )
+TIED = ("tiny", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "llama-1b", "gemma3-1b")
+"""Those whose embedding and head are one parameter."""
 
 
 Step = Callable[[Sequence[Tensor]], Tensor]
@@ -165,9 +129,11 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
         torch.cuda.reset_peak_memory_stats()
     torch._dynamo.reset()
     torch.manual_seed(0)
-    size = SIZES[asked.size]
+    shape = SIZES[asked.size]
+    shape = replace(shape, layers=asked.layers or shape.layers)
+    dtype = torch.float32 if "fp32" in extras else torch.bfloat16
     with device:
-        model = built(size, asked.layers, asked.length).to(torch.float32 if "fp32" in extras else torch.bfloat16)
+        model: Any = transformers_model(shape, "masked", dtype, tied=asked.size in TIED)
     model.train()
     if asked.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -183,8 +149,8 @@ def run(arm: str, asked: argparse.Namespace, device: torch.device) -> dict[str, 
     losses, times = [], []
     for index in range(asked.steps):
         generator = torch.Generator().manual_seed(index % BATCHES)
-        shape = asked.gas, asked.rows, asked.length
-        batches = torch.randint(3, size.vocabulary, shape, generator=generator).to(device).unbind()
+        sizes = asked.gas, asked.rows, asked.length
+        batches = torch.randint(3, shape.vocabulary, sizes, generator=generator).to(device).unbind()
         if cuda:
             torch.cuda.synchronize()
         begin = time.perf_counter()

@@ -70,8 +70,10 @@ class Subject:
         return loss
 
 
-def transformers_model(shape: Shape, attention: Attention, dtype: torch.dtype) -> nn.Module:
-    """Where no cache is used, transformers 4.57 makes an explicit causal mask, and SDPA loses its fast kernels by it.
+def transformers_model(shape: Shape, attention: Attention, dtype: torch.dtype, tied: bool = False) -> nn.Module:
+    """transformers' model of a shape, on the default device; `tied`: embedding and head are one parameter.
+
+    Where no cache is used, transformers 4.57 makes an explicit causal mask, and SDPA loses its fast kernels by it.
 
     It makes none for an attention that it has no mask for, so that "causal" is SDPA by another name.
     """
@@ -90,7 +92,7 @@ def transformers_model(shape: Shape, attention: Attention, dtype: torch.dtype) -
         vocab_size=shape.vocabulary,
         max_position_embeddings=32768,
         rope_theta=1e6,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         use_cache=False,
     )
     model: nn.Module = AutoModelForCausalLM.from_config(

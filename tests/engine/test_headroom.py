@@ -82,7 +82,7 @@ class Board:
     def __init__(self) -> None:
         self.noted: list[str] = []
         self.note = self.noted.append
-        self.refused, self.tries = 0, False
+        self.refused, self.skips = 0, False
         self.notes = self.clock = self
 
     def strain(self) -> tuple[int, int]:

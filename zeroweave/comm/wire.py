@@ -53,12 +53,8 @@ class Wire:
 
     @property
     def skips(self) -> bool:
+        """True while steps are only tried out: ranks agree on nothing, and nothing is decided by what they show."""
         return self._skipping is not None
-
-    @property
-    def tries(self) -> bool:
-        """Are steps only tried out? Then ranks agree on nothing, and nothing is decided by what they show."""
-        return self.skips
 
     def skip(self, on: bool) -> None:
         """Nothing is issued from now on, with a new `planned`, or all is again.

@@ -40,7 +40,7 @@ class Found:
 class Agreements:
     """What the ranks of one engine compare, and decide together.
 
-    While steps are only tried out (`Wire.tries`), each decides as if the others had said what it says. Each step
+    While steps are only tried out (`Wire.skips`), each decides as if the others had said what it says. Each step
     they tell each other what was noted.
     """
 
@@ -66,12 +66,12 @@ class Agreements:
         """
         self._backwards = 0
         step, count = self._progress()
-        if not self._transport.tries:
+        if not self._transport.skips:
             self._alarm.post_counts(step, count)
         digest, found = self._progress.ledger.hash, nonfinite()
         flags = had_gradient + late + viewed
         mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
-        if self._transport.tries:
+        if self._transport.skips:
             decision = decide([mine])
         else:
             given = options()
@@ -84,13 +84,13 @@ class Agreements:
         first, second = len(had_gradient), len(had_gradient) + len(late)
         third = second + len(viewed)
         flags = decision.flags
-        if not self._transport.tries:
+        if not self._transport.skips:
             self.notes.agree(flags[third:])
         return Found(decision, flags[:first], flags[first:second], flags[second:third])
 
     def union(self, what: str, flags: bytes) -> bytes:
         """For each byte, whether it is 1 on any rank; this rank's own where others have other things. Collective."""
-        if self._transport.tries:
+        if self._transport.skips:
             return flags
         ranks = self._control.all_gather_bytes(flags, f"{what} of step {self._progress.step}")
         if any(len(theirs) != len(flags) for theirs in ranks):
@@ -99,7 +99,7 @@ class Agreements:
 
     def backward(self) -> None:
         """Raises `AgreementError` unless all ranks have issued the same collectives up to this end of a backward."""
-        if self._transport.tries:
+        if self._transport.skips:
             return
         self._backwards += 1
         step, count = self._progress()
@@ -148,7 +148,7 @@ class Agreements:
 
         `schedule`: what they were measured on.
         """
-        if self._transport.tries:
+        if self._transport.skips:
             return None
         step, _ = self._progress()
         here = None if schedule is None else schedule.shape

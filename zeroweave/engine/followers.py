@@ -24,7 +24,7 @@ class Followers:
     @property
     def _look(self) -> bool:
         """Does anybody want to know of the present micro-step?"""
-        return (self._log is not None or self._samples is not None) and not self._transport.tries
+        return (self._log is not None or self._samples is not None) and not self._transport.skips
 
     def batch(self, training: bool, *batch: Any) -> None:
         """The module is called with this."""

@@ -57,7 +57,7 @@ class Headroom:
     def begin(self) -> None:
         """A window begins with its first call."""
         self._refusals = None
-        if self._limit is not None and not self._wire.tries:
+        if self._limit is not None and not self._wire.skips:
             _, self._refusals = self._wire.clock.strain()  # up to here
 
     def abort(self) -> None:

@@ -147,7 +147,7 @@ class Scheduler:
 
         A step that was not `applied` says nothing about the time that steps take.
         """
-        if self._transport.tries:  # nothing that is tried out decides anything
+        if self._transport.skips:  # nothing that is tried out decides anything
             self.abort()
             return self.schedule
         short = self._headroom.is_short()

@@ -175,7 +175,7 @@ class OptimizerStep:
             torch.clear_autocast_cache()  # an autocast around several steps has kept casts of what parameters were
             runtime.replay.lingering.rewrite(found.viewed)
         self._scaler.next_window(stepped=applied)
-        if self._adaptive is not None and applied and not parts.transport.tries:
+        if self._adaptive is not None and applied and not parts.transport.skips:
             self._adaptive.step_ended(self._scheduler.settled)
         parts.stubs.gradients_gone()
         parts.progress.step_ended()
@@ -183,7 +183,7 @@ class OptimizerStep:
             self.lr_scheduler.step()
         if self._config.gather_after_step:
             self._shown.open()
-        if not parts.transport.tries:
+        if not parts.transport.skips:
             self.traffic = parts.progress.ledger.step()
             parts.progress.ledger.begin_step()
 

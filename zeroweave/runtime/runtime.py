@@ -64,7 +64,7 @@ class Runtime:
         graphs: CallGraphs | None = None,
         streams: Callable[[torch.device], CopyStream] = CopyStream,
     ) -> None:
-        self.places, self._seated = places or Places(), True
+        self.places = places or Places()
         self.graphs = graphs
         """of templates' executions; None: there are none"""
         self.transport, self.policy, self._entering, self._trains = transport, policy, entering, trains
@@ -439,10 +439,9 @@ class Runtime:
         self._loss_reads.clear()
         self.gradients.reset()
         self.gradients.set_order(None if schedule is None else schedule.reduce_order)
-        changes = schedule is not self.replay.schedule or not self._seated
+        changes = schedule is not self.replay.schedule
         self.replay.next_window(schedule)
         if changes:  # once nobody holds a bucket, which would have to move; what does not stay goes before that
-            self._seated = True
             self.replay.lingering.stay(self.policy.stays if schedule is None else schedule.stays)
             seat(self.buckets, self.places, schedule)
 
