@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from zeroweave.engine.settings import changes_of
+from zeroweave.config import Config
+from zeroweave.engine.settings import changes_of, facts_of, policy_of
 from zeroweave.errors import EngineError
+from zeroweave.layout import ParameterSpec, build_layout
 
 NUMBER = "a valid integer"
 
@@ -45,3 +47,17 @@ def test_what_it_allows_is_taken_and_none_is_no_change() -> None:
         assert changes_of(keep=keep) == {"keep": ("blocks.0",)}
     words: dict[str, Any] = {"prefetch": "auto", "keep": "none", "memory_budget": "none"}
     assert changes_of(**words) == words
+
+
+@pytest.mark.parametrize(
+    ("least", "fixed", "placed", "copied"),
+    [(None, False, [], []), (1024, False, [1], [1]), (None, True, [0, 1], []), (1024, True, [0, 1], [0, 1])],
+)
+def test_which_buckets_have_places_and_which_of_them_copy_engines_gather(
+    least: int | None, fixed: bool, placed: list[int], copied: list[int]
+) -> None:
+    specs = [ParameterSpec(f"{n}.w", (size,), "float32", 4, True, str(n)) for n, size in enumerate((8, 1024))]
+    layouts, config = build_layout(specs, 2, 1 << 20), Config(stage=3)
+    policy = policy_of(config, layouts, {spec.name for spec in specs})
+    facts = facts_of(config, layouts, policy, None, least, fixed)
+    assert (sorted(facts.placed), sorted(facts.copied)) == (placed, copied)

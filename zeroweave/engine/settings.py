@@ -77,13 +77,16 @@ def facts_of(
 ) -> Facts:
     """What schedules are made from, before the settings are put in.
 
-    `least`: bytes from which on copy engines gather a bucket; None: none. `fixed`: all buckets have fixed addresses,
-    which CUDA graphs need; those that the stage keeps have them without a place.
+    `least`: bytes from which on a bucket has a place where copy engines gather it; None: they gather none. `fixed`: all
+    buckets have fixed addresses, which CUDA graphs need; those that the stage keeps have them without a place.
     """
+
+    def has_place(bucket: BucketLayout) -> bool:
+        return (least is not None and bucket.nbytes >= least) or (fixed and bucket.id not in policy.kept_by_stage)
+
     layouts = tuple(layouts)
     whole = config.gradient_clipping is not None or checks(config, layouts)
-    sharded = [b for b in layouts if b.world > 1]
-    copied = frozenset(b.id for b in sharded if least is not None and b.nbytes >= least)
+    placed = frozenset(b.id for b in layouts if b.world > 1 and has_place(b))
     in_turn = optimizer is not None and optimizer.by_bucket
     return Facts(
         tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
@@ -93,8 +96,8 @@ def facts_of(
         update_by_bucket=in_turn and not whole,
         free=policy.free_threshold is not None,
         offload=policy.offload_threshold is not None,
-        placed=copied | {b.id for b in sharded if fixed and b.id not in policy.kept_by_stage},
-        copied=copied,
+        placed=placed,
+        copied=frozenset() if least is None else placed,  # the memory of all places is registered then
     )
 
 
