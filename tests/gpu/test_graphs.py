@@ -23,7 +23,7 @@ CASES = [
     Case(3, loop="cast"),
     Case(3, loop="cast around"),
     Case(3, more={"offload": {"optimizer": "all"}}, optimizer="plain"),
-    Case(3, 2, more={"activations": {"offload_threshold_bytes": 1024}}),
+    Case(3, 2, more={"offload": {"activations": True, "activations_threshold_bytes": 1024}}),
 ]
 
 
