@@ -18,6 +18,8 @@ class CudaCapture:
         self._pool = torch.cuda.MemPool()
         self._handle: Any = self._pool.id
         self._stream = torch.cuda.Stream(device)  # the default stream cannot be captured
+        # PyTorch's host allocator lets no graph into a pool that had graphs and has none: this one stays.
+        self._first, _ = self.capture(lambda args: args[0].zero_(), [torch.zeros((), device=device)])
 
     def capture(self, run: Callable[[list[Any]], Any], args: list[Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
