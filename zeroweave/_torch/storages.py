@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -34,14 +35,21 @@ def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
 
     Why: one that is made as ever has its memory for a moment, and the step may need most in that moment.
     """
-    from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined]
     from torch._subclasses.fake_tensor import FakeTensor
 
     nothing = torch.empty(0, dtype=dtype, device=device)
-    made = _reinterpret_tensor(nothing, shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], 0)
+    made = reinterpreted(nothing, shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], 0)
     if isinstance(nothing, FakeTensor):  # this function does not know them
         made = FakeTensor(nothing.fake_mode, made, nothing.device)
     return cast(torch.Tensor, made)
+
+
+def reinterpreted(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
+    """The memory of `tensor` from `offset` elements on in another shape, with its own version, and no view of it.
+
+    Why: the public way takes two operators, and is asked for with each argument of each call.
+    """
+    return cast(torch.Tensor, _reinterpret_tensor(tensor, shape, stride, offset))
 
 
 def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:

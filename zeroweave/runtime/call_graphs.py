@@ -20,15 +20,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
-from operator import itemgetter
 from typing import Any, Final, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from zeroweave._torch.storages import StorageReference, borrowed_storage, storage_use_count, version
+from zeroweave._torch.storages import StorageReference, borrowed_storage, reinterpreted, storage_use_count, version
 
 Run = Callable[[list[Any]], Any]
 """Code of a template: takes its arguments in one list, which it empties."""
@@ -82,10 +80,17 @@ class View:
     def of(cls, tensor: Tensor) -> View:
         return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
+    def of_argument(self, arg: Tensor) -> Tensor:
+        """A tensor with its own version counter. The offset is from the argument on."""
+        if arg.dtype == self.dtype:
+            return reinterpreted(arg, self.size, self.stride, self.offset)
+        return replace(self, offset=int(arg.storage_offset()) + self.offset).on(arg.untyped_storage())
+
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """A tensor with its own version counter."""
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return made.set_(storage, self.offset, self.size, self.stride)
+        """A tensor with its own version counter, whatever mode it is asked for in."""
+        with torch.inference_mode(False), torch.no_grad():
+            made = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return made.set_(storage, self.offset, self.size, self.stride)
 
 
 class Block:
@@ -94,12 +99,13 @@ class Block:
     `storage`: the one that has it now. `owner`: what keeps the memory; None: the pool of the graphs does.
     """
 
-    __slots__ = ("_first", "_storage", "address", "owner")
+    __slots__ = ("_first", "_own", "_storage", "address", "owner")
 
     def __init__(self, storage: torch.UntypedStorage, owner: Tensor | None = None) -> None:
         self.address, self.owner = storage.data_ptr(), owner
         self._first = None if owner is not None else StorageReference(storage)
-        self._storage = borrowed_storage(storage)
+        self._storage, self._own = borrowed_storage(storage), 1
+        """and how many tensors and objects have it that nobody else sees"""
 
     @property
     def alive(self) -> bool:
@@ -108,10 +114,11 @@ class Block:
             if self._first.alive:
                 return True
             self._first = None
-        return storage_use_count(self._storage) > 1
+        return storage_use_count(self._storage) > self._own
 
-    def tensor(self, view: View) -> Tensor:
-        """A tensor that has the memory."""
+    def pattern(self, view: View) -> Tensor:
+        """A tensor that does not count as one that has the memory; its `data` does, with a version of its own."""
+        self._own += 1
         return view.on(self._storage)
 
     def owned(self, view: View) -> Tensor:
@@ -144,18 +151,21 @@ class Execution:
     bound: list[tuple[int, int]] = field(default_factory=list)
     """arguments that must lie at these addresses"""
     copied: list[Copied] = field(default_factory=list)
-    filled: list[tuple[int, Block, View]] = field(default_factory=list)
-    """arguments that get their memory from the code"""
-    outputs: list[Callable[[Sequence[Any]], Any]] = field(default_factory=list)
-    """make an output, given the arguments"""
+    filled: list[tuple[int, Tensor]] = field(default_factory=list)
+    """arguments that get their memory from the code, with its pattern"""
+    outputs: list[Any] = field(default_factory=list)
+    """what is returned; None where it is new, or is or views an argument"""
+    new: list[tuple[int, Tensor]] = field(default_factory=list)
+    """patterns of new outputs"""
+    given: list[tuple[int, int, View | None]] = field(default_factory=list)
+    """outputs that are arguments, or how they lie in them, with an offset from the argument on"""
 
 
 @dataclass(slots=True)
 class Loan:
     """Memory that was lent for a gradient flat."""
 
-    block: Block
-    view: View
+    pattern: Tensor
     dead: list[Block]
 
 
@@ -303,13 +313,13 @@ class CallGraphs:
             dead = self._died()
             made = self._capture.empty(numel, dtype)
             block = Block(made.untyped_storage())
-            self._unit.steps.append(Loan(block, View.of(made), dead))
+            self._unit.steps.append(Loan(block.pattern(View.of(made)), dead))
             self._hand_out(block)
             return made
         if self._mode is Mode.REPLAYING:
             step = self._step()
-            if isinstance(step, Loan) and step.view.size == (numel,) and step.view.dtype == dtype:
-                return step.block.tensor(step.view)
+            if isinstance(step, Loan) and step.pattern.numel() == numel and step.pattern.dtype == dtype:
+                return step.pattern.data
             self._depart(self._reason())
         return None
 
@@ -360,9 +370,14 @@ class CallGraphs:
                         self._copied[address] = ref(arg), _stamp(arg)
         step.graph.replay()
         self.launched += 1
-        for i, block, view in step.filled:
-            args[i].set_(block.tensor(view))
-        outputs = [make(args) for make in step.outputs]
+        for i, pattern in step.filled:
+            args[i].set_(pattern)
+        outputs = step.outputs.copy()
+        for i, pattern in step.new:
+            outputs[i] = pattern.data
+        for i, argument, view in step.given:
+            arg = args[argument]
+            outputs[i] = arg if view is None else view.of_argument(arg)
         args.clear()
         return outputs
 
@@ -387,7 +402,7 @@ class CallGraphs:
                 why = why or "elements of an argument share memory"
             else:
                 block = statics[i] = self._static(arg)
-                given[i] = block.tensor(View.of(arg))
+                given[i] = block.pattern(View.of(arg)).data
                 step.copied.append(Copied(i, View.of(arg), block, block.owned(part), part))
         for copied in step.copied:
             copied.static.copy_(_part(args[copied.index], copied.part).detach())
@@ -414,10 +429,11 @@ class CallGraphs:
         for i in empty:
             storage = given[i].untyped_storage()
             self._hand_out(block := Block(storage))
-            step.filled.append((i, block, View.of(given[i])))
+            step.filled.append((i, block.pattern(View.of(given[i]))))
         outputs = list(outputs)
         made: dict[int, Block] = {}
-        step.outputs = [self._maker(output, given, statics, made) for output in outputs]
+        for i, output in enumerate(outputs):
+            self._note_output(step, i, output, given, statics, made)
         args.clear()
         return outputs
 
@@ -446,35 +462,34 @@ class CallGraphs:
         self._hand_out(block)
         return block
 
-    def _maker(
-        self, output: Any, given: Sequence[Any], statics: dict[int, Block], made: dict[int, Block]
-    ) -> Callable[[Sequence[Any]], Any]:
-        """What makes such an output in a replay. `statics`: of copied arguments; `made`: what is new, by address."""
+    def _note_output(
+        self,
+        step: Execution,
+        index: int,
+        output: Any,
+        given: Sequence[Any],
+        statics: dict[int, Block],
+        made: dict[int, Block],
+    ) -> None:
+        """What such an output is in a replay. `statics`: of copied arguments; `made`: what is new, by address."""
         if not isinstance(output, Tensor) or output.device.type != self._device.type or not output.numel():
-            return lambda args: output
+            step.outputs.append(output)
+            return
+        step.outputs.append(None)
         view, storage = View.of(output), output.untyped_storage()
+        block = made.get(storage.data_ptr())
         for i, arg in enumerate(given):
-            if not isinstance(arg, Tensor) or arg.untyped_storage()._cdata != storage._cdata:
-                continue
-            if i in statics:
-                return partial(_of_block, statics[i], view)
-            if arg is output:
-                return itemgetter(i)
-            return partial(_of_argument, i, replace(view, offset=view.offset - int(arg.storage_offset())))
-        if (block := made.get(storage.data_ptr())) is None:
+            if isinstance(arg, Tensor) and arg.untyped_storage()._cdata == storage._cdata:
+                block = statics.get(i)
+                if block is None:
+                    within = replace(view, offset=view.offset - int(arg.storage_offset()))
+                    step.given.append((index, i, None if arg is output else within))
+                    return
+                break
+        if block is None:
             block = made[storage.data_ptr()] = Block(storage)
             self._hand_out(block)
-        return partial(_of_block, block, view)
-
-
-def _of_block(block: Block, view: View, args: Sequence[Any]) -> Tensor:
-    return block.tensor(view)
-
-
-def _of_argument(i: int, view: View, args: Sequence[Any]) -> Tensor:
-    """`view`: its offset is from the argument on."""
-    offset = int(args[i].storage_offset()) + view.offset
-    return replace(view, offset=offset).on(args[i].untyped_storage())
+        step.new.append((index, block.pattern(view)))
 
 
 _UNKNOWN: Final = object()
