@@ -30,6 +30,11 @@ def lent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(cast(Any, storage))
 
 
+def contiguous_stride(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
 def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A contiguous tensor whose storage has no bytes yet.
 
@@ -38,7 +43,7 @@ def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
     from torch._subclasses.fake_tensor import FakeTensor
 
     nothing = torch.empty(0, dtype=dtype, device=device)
-    made = reinterpreted(nothing, shape, [math.prod(shape[i + 1 :]) for i in range(len(shape))], 0)
+    made = reinterpreted(nothing, shape, contiguous_stride(shape), 0)
     if isinstance(nothing, FakeTensor):  # this function does not know them
         made = FakeTensor(nothing.fake_mode, made, nothing.device)
     return cast(torch.Tensor, made)
@@ -49,7 +54,7 @@ def reinterpreted(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[i
 
     Why: the public way takes two operators, and is asked for with each argument of each call.
     """
-    return cast(torch.Tensor, _reinterpret_tensor(tensor, shape, stride, offset))
+    return _reinterpret_tensor(tensor, shape, stride, offset)
 
 
 def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -101,9 +106,17 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors]
 
 
-def marks(tensor: torch.Tensor) -> tuple[int, int, bool]:
-    """`version`, `storage_key` and `requires_grad` of a tensor. Why: as theirs, asked for with each call."""
-    return tensor._version, tensor.untyped_storage()._cdata, tensor.requires_grad
+def marks(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, bool]]:
+    """`version`, `storage_key` and `requires_grad` of each. Why: as theirs, asked for with each call."""
+    return [(tensor._version, tensor.untyped_storage()._cdata, tensor.requires_grad) for tensor in tensors]
+
+
+def unattached(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A tensor that is part of no graph and no view, with the version of `tensor`. Why: as `version` and `view_base`.
+
+    A node that saves its own output would keep itself alive, and a view what it views.
+    """
+    return tensor if tensor.is_leaf and tensor._base is None else tensor.detach(), tensor._version
 
 
 def use_count(tensor: torch.Tensor) -> int:

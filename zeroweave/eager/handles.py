@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from zeroweave._torch.storages import version, view_base
+from zeroweave._torch.storages import unattached, version
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.storages import Saved
@@ -40,18 +40,15 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """The hooks of one engine, entered for each outermost forward."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self._runtime, self._save = runtime, runtime.activations.save
         super().__init__(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> object:
         runtime = self._runtime
         place = runtime.find(tensor)
         if place is None or (frame := runtime.frame) is None:
-            # Detached, or a node that saves its own output would keep itself alive, and a view what it views. The
-            # version is kept because autograd checks for later writes only where there are no hooks.
-            attached = not tensor.is_leaf or view_base(tensor) is not None
-            own = tensor.detach() if attached else tensor
-            return runtime.activations.save(own, version(tensor))
+            # The version is kept because autograd checks for later writes only where there are no hooks.
+            return self._save(*unattached(tensor))
         bucket, slot = runtime.buckets[place[0]], place[1]
         if runtime.saved_views.take(tensor, place):
             real = bucket.real[slot]

@@ -156,8 +156,10 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
     reference = weakref.ref(runtime)
 
     def hand_over(parameter: torch.Tensor) -> None:
+        if type(parameter) is nn.Parameter and parameter.grad is None:  # a compiled backward delivered it
+            return
         with torch.DisableTorchFunctionSubclass():  # it may be a stub
-            if (gradient := parameter.grad) is None:  # a compiled backward delivered it
+            if (gradient := parameter.grad) is None:
                 return
             parameter.grad = None
         if (alive := reference()) is None:

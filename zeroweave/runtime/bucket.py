@@ -73,7 +73,7 @@ class Bucket(Flat):
         self._key = storage_key(self.flat)
         self.generation = 0
         """how often the values of the shard have changed"""
-        self._marks = [marks(parameter) for parameter in self.real]
+        self._marks = marks(self.real)
         self._doubt = doubt
         self._references = storage_use_count(self.storage)
         self._shown = False
@@ -149,7 +149,7 @@ class Bucket(Flat):
         compared on the device, and during a call read together at its end. A write into the part of another rank is
         found by that rank.
         """
-        if (now := list(map(marks, self.real))) == self._marks:
+        if (now := marks(self.real)) == self._marks:
             return
         if written := self._changed(now, 0):
             self.accept_writes()
@@ -262,7 +262,7 @@ class Directory:
         """(bucket id, slot index) of a tensor that views a flat; slot -1 where it is not one whole slot."""
         if (hint := self._real.get(id(tensor))) is not None and hint[0][hint[1]] is tensor:
             return hint[2]
-        if (bucket := self._bucket.get(storage_key(tensor))) is None:
+        if (bucket := self.bucket(tensor)) is None:
             return None
         slot = self._slot.get((bucket.id, int(tensor.storage_offset())), -1)
         if slot >= 0 and bucket.layout.slots[slot].numel != tensor.numel():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from zeroweave._torch.storages import contiguous_stride, reinterpreted
 from zeroweave.comm.parts import lay_out
 from zeroweave.comm.transport import Parts
 from zeroweave.runtime.bucket import Bucket
@@ -56,7 +57,7 @@ class GradientFlat:
             self._flat = self._lend(layout.numel, self._bucket.dtype)
             if self._flat is None:
                 self._flat = torch.empty(layout.numel, dtype=self._bucket.dtype, device=self._bucket.device)
-        view = self._lent[slot] = self._flat[place.offset : place.offset + place.numel].view(place.shape)
+        view = self._lent[slot] = reinterpreted(self._flat, place.shape, contiguous_stride(place.shape), place.offset)
         return view
 
     def came(self, slot: int, gradient: torch.Tensor, made: bool = False) -> None:
