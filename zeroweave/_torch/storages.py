@@ -46,7 +46,7 @@ def without_memory(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
     made = reinterpreted(nothing, shape, contiguous_stride(shape), 0)
     if isinstance(nothing, FakeTensor):  # this function does not know them
         made = FakeTensor(nothing.fake_mode, made, nothing.device)
-    return cast(torch.Tensor, made)
+    return made
 
 
 def reinterpreted(tensor: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> torch.Tensor:
