@@ -91,8 +91,7 @@ class Wanted:
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
     `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `micro_steps`: of a window. `refused`:
     what, in words, it cannot have of the options of its groups. `dtypes`: of `param/NAME` and `buffer/NAME`.
-    `try_out`: why an update of a parameter, by NAME and group, fails with such options and such a state, "" where it
-    does not. `clashes`: what of a state the scheduler cannot have.
+    `clashes`: what of a state the scheduler cannot have.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -104,7 +103,6 @@ class Wanted:
     micro_steps: int = 1
     refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    try_out: Callable[[str, int, Mapping[str, Any], Mapping[str, Any]], str] = lambda name, group, options, state: ""
     clashes: Callable[[Mapping[Any, Any]], Sequence[str]] = lambda state: ()
 
 
@@ -198,7 +196,7 @@ class Fitting:
             problems += self._of_ranks()
         if self._wanted.optimizer is None:
             return problems
-        return [*problems, *self._refused(), *self._window(), *self._tried(*self._wanted.optimizer)]
+        return [*problems, *self._refused(), *self._window(), *self._clashing()]
 
     def _of_ranks(self) -> Iterator[str]:
         found = self._manifest.tensors
@@ -246,20 +244,7 @@ class Fitting:
         options = [] if saved is None else [group.options for group in saved.groups]
         return (f"its optimizer's {option}" for option in self._wanted.refused(options))
 
-    def _tried(self, kind: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
-        """What would fail in the next step: states and options that the optimizer has never had."""
-        seen, saved = set(), self.facts.optimizer
-        alike = saved is not None and (saved.kind, len(saved.groups)) == (kind, len(groups))
-        for index, group in enumerate(saved.groups if saved is not None and alike else ()):
-            options = _like(group.options)
-            for name in sorted(self._wanted.trained & set(group.params)):
-                cut = {key: self._manifest.tensors[f"state/{name}/{quoted(key)}"] for key in self.cut.get(name, ())}
-                state = {key: torch.zeros(4, dtype=DTYPES[entry.dtype], device="cpu") for key, entry in cut.items()}
-                state |= self.scalars.get(name, {})
-                like = options, _like(state), self._wanted.dtypes.get(f"param/{name}")
-                if like not in seen and (why := self._wanted.try_out(name, index, group.options, state)):
-                    yield f"its optimizer could not go on with the state of {name}: {why}"
-                seen.add(like)
+    def _clashing(self) -> Iterator[str]:
         scheduler = self.facts.lr_scheduler
         if scheduler is not None and (clashes := self._wanted.clashes(scheduler.state)):
             yield f"its lr_scheduler cannot have {_some(clashes)}"
@@ -322,17 +307,6 @@ def _told(ranks: Sequence[Sequence[str]]) -> list[str]:
 def _kind(dtype: torch.dtype | str) -> tuple[bool, bool]:
     of = DTYPES[dtype] if isinstance(dtype, str) else dtype
     return of.is_floating_point, of.is_complex
-
-
-def _like(value: Any) -> Any:
-    """Equal for what an update treats alike: numbers count by their types only."""
-    if isinstance(value, Mapping):
-        return frozenset((key, _like(each)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), *map(_like, value)
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape
-    return value if isinstance(value, bool | str | None) else type(value)
 
 
 def _some(names: Sequence[str]) -> str:

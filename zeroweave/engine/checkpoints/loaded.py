@@ -14,10 +14,8 @@ from zeroweave.engine.state_dict import extra_states, names_of, persistent_buffe
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
 from zeroweave.layout import Fragment
-from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.options import set_options
-from zeroweave.optim.probe import try_out
-from zeroweave.optim.several import kind_of, members_of
+from zeroweave.optim.several import kind_of
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.account import Balance
 from zeroweave.runtime.bucket import Bucket
@@ -50,21 +48,13 @@ class Loaded:
             f"param/{key}": b.dtype for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)
         }
 
-        def tried(name: str, index: int, options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-            group = optimizer.optimizer.param_groups[index]
-            user = next(one for one in members_of(optimizer.optimizer) if any(group is of for of in one.param_groups))
-            if type(user) not in ELEMENT_WISE:  # its step may do anything, or needs whole matrices
-                return ""
-            dtype = torch.promote_types(dtypes[f"param/{name}"], torch.float32)  # a master's
-            return try_out(user, group, options, state, dtype)
-
         def clashes(state: Mapping[Any, Any]) -> list[str]:
             own = getattr(type(scheduler), "load_state_dict", None)
             if own is None or own.__module__ != "torch.optim.lr_scheduler":
                 return []  # one of the program's own takes what it likes
             return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
 
-        return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused, dtypes, tried, clashes)
+        return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused, dtypes, clashes)
 
     def load_extra(self, fitting: Fitting) -> None:
         """Hands the modules their extra state, which they may refuse."""
