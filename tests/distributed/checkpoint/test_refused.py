@@ -232,10 +232,10 @@ def between_windows(folder: Path) -> None:
                 inside(engine, call)
         engine.backward(loss)
         for name, call in calls.items():
-            with pytest.raises(zw.EngineError, match=rf"{name}\(\) (while gradients wait|between a backward and its)"):
+            with pytest.raises(zw.EngineError, match=rf"{name}\(\) while gradients wait: call it after the step"):
                 call()
         engine.step()
-        for call in (calls["load"], calls["export"]):  # `save` is not refused: see test_accumulation
+        for call in calls.values():
             with pytest.raises(zw.EngineError, match="while gradients wait"):
                 call()
         engine.zero_grad()
@@ -255,7 +255,7 @@ def between_windows(folder: Path) -> None:
         with engine.no_sync():
             engine.backward(engine(batch(engine, 0)).square().mean())
             for call in calls.values():
-                with pytest.raises(zw.EngineError, match=r"while gradients wait|between a backward and its step"):
+                with pytest.raises(zw.EngineError, match="while gradients wait"):
                     call()
         engine.zero_grad()
         assert sorted(p.name for p in folder.iterdir()) == ["first", "latest"]
