@@ -14,7 +14,8 @@ from zeroweave.errors import CheckpointError
 
 def states(device: torch.device) -> dict[str, Any]:
     """By whose they are, for `restore`. `device`: where the engine computes."""
-    name, keys, *others = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, *others = state
     found: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *others),
