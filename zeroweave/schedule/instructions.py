@@ -219,8 +219,3 @@ def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
             case Ready(bucket):
                 out.append(Reduce(bucket))
     return tuple(out)
-
-
-def boundaries(record: tuple[Event, ...]) -> frozenset[int]:
-    """How many of the events of ``project`` come before each ``Micro``."""
-    return frozenset(before for before, event, _ in numbered(record) if isinstance(event, Micro))
