@@ -145,7 +145,7 @@ def reschedule(blocks: int) -> dict[str, Any]:
 def predict(blocks: int, delay: float, compute: float, steps: int) -> list[dict[str, float]]:
     """Predicted and measured seconds of a step, and of waiting in it, for each prefetch."""
     rows = []
-    with training(stack(blocks, compute), enabled=False, prefetch=0, keep="none", fuse=False) as (engine, step):
+    with training(stack(blocks, compute), enabled=False, prefetch=0, keep="none") as (engine, step):
         engine._parts.transport.wrap(lambda inner: Delayed(inner, delay))
         for _ in range(2):
             step()

@@ -18,7 +18,7 @@ SMALL = "--width 16 --layers 2 --rows 4 --backwards 2 --warm 1 --rounds 1 --lowe
 @pytest.mark.matrix
 def test_all_modes_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*SMALL.split(), "--stages", "2", "--engines", "zeroweave,plain", "--out", str(tmp_path)]
-    assert coalesce.main([*arguments, "--set", "compile.fuse=false"]) == 0, capsys.readouterr().out
+    assert coalesce.main([*arguments, "--set", "compile.prefetch=1"]) == 0, capsys.readouterr().out
     *found, plain = json.loads((tmp_path / "coalesce.json").read_text())["rows"]
     assert plain["engine"] == "plain" and plain["backwards_ms"] > 0 and not plain["collectives"] and plain["wire"] == 0
     rows = {row["mode"]: row for row in found}
@@ -31,7 +31,7 @@ def test_all_modes_of_a_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert rows["coalesce"]["wire"] == pytest.approx(flat)
     assert rows["baseline"]["wire"] == pytest.approx(1.5 * flat)
     text = (tmp_path / "coalesce.md").read_text()
-    assert "| zeroweave | 2 | coalesce | 2 |" in text and "zeroweave eager, compile.fuse=false," in text
+    assert "| zeroweave | 2 | coalesce | 2 |" in text and "zeroweave eager, compile.prefetch=1," in text
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_what_is_broken_stays_and_counts_for_nothing(tmp_path: Path, how: Callab
 
 @pytest.mark.parametrize(
     "changes",
-    [{"step": -1}, {"files": {}}, {"world": 0}, {"version": 2}, {"tag": "other"}],
+    [{"step": -1}, {"files": {}}, {"world": 0}, {"version": 1}, {"tag": "other"}],
     ids=str,
 )
 def test_what_contradicts_itself_stays(tmp_path: Path, changes: dict[str, object]) -> None:

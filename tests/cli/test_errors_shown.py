@@ -29,7 +29,7 @@ torch.manual_seed(0)
 module = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU()) for _ in range(4)))
 deadline = 6 if what == "stuck" else 120
 config = {"stage": 3, "deadline_seconds": deadline, "compile": {"enabled": False}}
-engine = zw.initialize(module, SGD(module.parameters(), lr=0.1), config=config)
+engine = zw.initialize(module, zw.element_wise(SGD(module.parameters(), lr=0.1)), config=config)
 for step in range(5):
     odd = step == 3
     if odd and what == "one" and engine.rank == 1:

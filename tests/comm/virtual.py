@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -62,7 +62,6 @@ class VirtualPending:
 class VirtualTransport:
     """One rank that moves nothing: collectives run one after the other, each as long as `costs` say.
 
-    What is issued `together` is one launch, as NCCL's: it pays the start-up once, and all of it is over at its end.
     `calls`: (kind, bucket, issued, over).
     """
 
@@ -72,37 +71,17 @@ class VirtualTransport:
     free: float = 0.0
     rank: int = 0
     world: int = 1
-    _launch: list[tuple[Kind, int, float, VirtualPending]] | None = None
-    """what has been asked for together: kind, bucket, seconds"""
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        launch = self._launch = []
-        yield
-        self._launch = None
-        if launch:
-            self._start(launch)
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def _issue(self, kind: Kind, bucket: int, nbytes: int) -> VirtualPending:
-        pending = VirtualPending(self.clock)
-        one = kind, bucket, self.costs.seconds(kind, bucket, nbytes), pending
-        if self._launch is None:
-            self._start([one])
-        else:
-            self._launch.append(one)
-        return pending
-
-    def _start(self, launch: list[tuple[Kind, int, float, VirtualPending]]) -> None:
-        line = self.costs.gather if launch[0][0] == "all_gather" else self.costs.reduce
-        alone = [seconds for _, _, seconds, _ in launch]
-        joined = alone[0] + sum(max(0.0, each - line.alpha) for each in alone[1:])
-        self.free = max(self.clock.now, self.free) + max(*alone, joined)
-        for kind, bucket, _, pending in launch:
-            pending.end = self.free
-            self.calls.append((kind, bucket, self.clock.now, self.free))
+        self.free = max(self.clock.now, self.free) + self.costs.seconds(kind, bucket, nbytes)
+        self.calls.append((kind, bucket, self.clock.now, self.free))
+        return VirtualPending(self.clock, self.free)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> VirtualPending:
         return self._issue("all_gather", layout.id, flat.nbytes)

@@ -76,7 +76,6 @@ def test_defaults() -> None:
         "prefetch": "auto",
         "keep": "auto",
         "memory_budget": "auto",
-        "fuse": True,
         "record_steps": 3,
         "passes": (),
         "dynamic": None,
@@ -128,7 +127,6 @@ EVERYTHING: dict[str, Any] = {
         "prefetch": 0,
         "keep": ["layers.0"],
         "memory_budget": 1 << 30,
-        "fuse": False,
         "record_steps": 0,
         "passes": ["json:loads"],
         "dynamic": False,
@@ -193,7 +191,6 @@ activation_budget = 0.5
 prefetch = 0
 keep = ["layers.0"]
 memory_budget = 1073741824
-fuse = false
 record_steps = 0
 passes = ["json:loads"]
 dynamic = false

@@ -86,7 +86,7 @@ CASES: dict[str, Callable[[Path, torch.Tensor], list[torch.Tensor]]] = {
     "weights of a file": from_file,
     "samples": samples,
     "offload": lambda _, x: trained(started(stage=3, offload={"params": True, "optimizer": "all"}), x),
-    "an optimizer that is tried out": lambda _, x: trained(started(Doubling), x),
+    "an optimizer of the program's own": lambda _, x: trained(started(lambda p: zw.element_wise(Doubling(p))), x),
 }
 
 

@@ -203,7 +203,7 @@ def asked(steps: int, **settings: Any) -> tuple[int, list[int]]:
 
 @pytest.mark.matrix
 def test_where_nothing_can_be_spared_nobody_is_asked_again() -> None:
-    for settings in ({}, {"keep": "none", "fuse": False}):  # the latter fills nothing that could be spared
+    for settings in ({}, {"keep": "none"}):  # the latter fills nothing that could be spared
         once, kept_once = asked(10, **settings)
         twice, kept_twice = asked(16, **settings)
         assert 0 < once == twice <= 4

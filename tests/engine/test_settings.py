@@ -25,7 +25,6 @@ NUMBER = "a valid integer"
         ({"memory_budget": 1.5}, f"memory_budget must be 'auto' or 'none' or {NUMBER}, not 1.5"),
         ({"memory_budget": "lots"}, f"memory_budget must be 'auto' or 'none' or {NUMBER}, not 'lots'"),
         ({"memory_budget": -1}, "memory_budget must be 'auto' or 'none' or greater than or equal to 0, not -1"),
-        ({"fuse": "no"}, "fuse must be a valid boolean, not 'no'"),
         ({"depth": 0}, "depth must be greater than or equal to 1, not 0"),
         ({"depth": True}, f"depth must be {NUMBER}, not True"),
         ({"keep": "some"}, "keep must be 'auto', 'none' or 'all' or a valid tuple, not 'some'"),
@@ -39,9 +38,9 @@ def test_what_the_config_refuses_is_refused(changes: dict[str, Any], message: st
 
 
 def test_what_it_allows_is_taken_and_none_is_no_change() -> None:
-    nothing: dict[str, Any] = dict.fromkeys(("prefetch", "keep", "memory_budget", "fuse", "depth"))
+    nothing: dict[str, Any] = dict.fromkeys(("prefetch", "keep", "memory_budget", "depth"))
     assert changes_of(**nothing) == {}
-    some: dict[str, Any] = {"prefetch": 0, "memory_budget": 0, "fuse": False, "depth": 1}
+    some: dict[str, Any] = {"prefetch": 0, "memory_budget": 0, "depth": 1}
     assert changes_of(**some) == some
     for keep in (["blocks.0"], ("blocks.0",), iter(["blocks.0"]), {"blocks.0"}):
         assert changes_of(keep=keep) == {"keep": ("blocks.0",)}

@@ -33,7 +33,6 @@ from zeroweave.comm.process_group import make_transport
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.flat import ShardedFlat
-from zeroweave.schedule import Fuse
 
 WAYS = ("kernel", "copy_engine")
 DELAY = 0.02
@@ -193,13 +192,13 @@ def stepped(engine: Any, index: int) -> dict[str, Tensor]:
     return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, bool, bool, int, int, int, int]]:
-    """For each change: are gradients those of kernels, was the schedule followed and fused; buckets with a place and
+def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, bool, int, int, int, int]]:
+    """For each change: are gradients those of kernels, was the schedule followed; buckets with a place and
     without; places, and their bytes. Copy engines gather buckets of `least` bytes and more.
     """
     device, found, index = join(), [], 0
     decided = patch("zeroweave.engine.ways.choose", lambda *arguments: Choice("a test wants it", least))
-    plain = {"prefetch": 0, "keep": "none", "fuse": False}
+    plain = {"prefetch": 0, "keep": "none"}
     with deterministic(), net(device, "kernel", **plain) as ordinary, decided, net(device, "auto", **plain) as engine:
         for change in changes:
             engine.reschedule(**change)
@@ -207,11 +206,10 @@ def schedules(changes: list[dict[str, Any]], least: int) -> list[tuple[bool, boo
             for _ in range(3):
                 same.append(equal(stepped(ordinary, index), stepped(engine, index)))
                 index += 1
-            fused = any(isinstance(i, Fuse) for i in engine.executed)
             followed = engine.executed == engine.schedule.instructions
             places = len(engine.schedule.places)
             memory = len(engine.schedule.place_sizes), engine.stats.memory.symmetric
-            found.append((all(same), followed, fused, places, len(engine.buckets) - places, *memory))
+            found.append((all(same), followed, places, len(engine.buckets) - places, *memory))
     return found
 
 

@@ -280,7 +280,6 @@ def peak(stage: int) -> Peak:
     needed = activations(WIDE)
     before = allocated()
     settings = config(stage, "inductor", torch.bfloat16)
-    settings["compile"]["fuse"] = False  # where gathers are slow to start, several buckets share a launch
     with start(WIDE, settings, torch.bfloat16) as engine:
         for _ in range(4):
             step(engine, tokens(WIDE, device))

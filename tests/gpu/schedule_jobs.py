@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 import zeroweave as zw
 from tests.gpu.jobs import adamw, deterministic, join
-from zeroweave.schedule import Fuse
-from zeroweave.schedule.cost import shared_launches
 
 WIDTH, BLOCKS, ROWS = 512, 6, 64
 
@@ -25,7 +23,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, and small modules behind each other at the end, whose gathers are worth one launch."""
+    """Blocks, and small modules behind each other at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,12 +60,12 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def schedules(changes: list[dict[str, Any]]) -> list[tuple[bool, bool, bool, int, int]]:
-    """For each change: are gradients equal to the plain engine's, was the schedule followed, fused, gathers, graphs."""
+def schedules(changes: list[dict[str, Any]]) -> list[tuple[bool, bool, int, int]]:
+    """For each change: are gradients equal to the plain engine's, was the schedule followed, gathers, graphs."""
     device = join()
     found = []
-    with deterministic(), started(device, prefetch=0, keep="none", fuse=False, record_steps=0) as plain:
-        with started(device, prefetch=0, keep="none", fuse=False, record_steps=0) as engine:
+    with deterministic(), started(device, prefetch=0, keep="none", record_steps=0) as plain:
+        with started(device, prefetch=0, keep="none", record_steps=0) as engine:
             index = 0
             for _ in range(2):
                 step(plain, index), step(engine, index)
@@ -80,9 +78,8 @@ def schedules(changes: list[dict[str, Any]]) -> list[tuple[bool, bool, bool, int
                     same.append(equal(step(plain, index), step(engine, index)))
                     index += 1
                 gathers = sum(kind == "all_gather" for kind, _ in engine.schedule.collectives())
-                fused = any(isinstance(i, Fuse) for i in engine.executed)
                 followed = engine.executed == engine.schedule.instructions
-                found.append((all(same), followed, fused, gathers, engine.stats.graphs - graphs))
+                found.append((all(same), followed, gathers, engine.stats.graphs - graphs))
     return found
 
 
@@ -108,21 +105,3 @@ def recorded() -> tuple[list[tuple[str, float]], float, float, bool, int]:
             followed,
             operations.costs.peak,
         )
-
-
-def launched(gathers: str) -> tuple[int, int, dict[str, tuple[int, int]]]:
-    """How many ``Fuse`` there are, how many of them are one launch, and which collectives are measured as others.
-
-    Of those: (the first of its launch as measured, as issued).
-    """
-    with started(join(), gathers, record_steps=0) as engine:
-        for index in range(3):
-            step(engine, index)
-        with engine.record() as record:
-            step(engine, 3)
-        schedule = record.operations.schedule
-        shared = shared_launches(schedule)
-        firsts = {each.index: (each.launch, shared.get(each.index, (each.index,))[0]) for each in record.operations}
-        others = {schedule.describe(schedule.instructions[n]): two for n, two in firsts.items() if two[0] != two[1]}
-        fused = sum(isinstance(instruction, Fuse) for instruction in schedule.instructions)
-        return fused, len(set(shared.values())), others

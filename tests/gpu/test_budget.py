@@ -11,7 +11,7 @@ from tests.gpu import memory_jobs as jobs
 
 MIB = 2**20
 Ranks = Callable[..., list[Any]]
-PLAIN: dict[str, Any] = {"keep": "none", "memory_budget": "none", "fuse": False}
+PLAIN: dict[str, Any] = {"keep": "none", "memory_budget": "none"}
 """Nothing that is free is filled. Prefetching with a budget may gather so early that nothing is dropped before."""
 
 

@@ -21,7 +21,7 @@ def test_delays_change_no_bit(ranks: Ranks, stage: int, nbytes: int) -> None:
     assert ranks(jobs.late, stage, nbytes, "aot_eager", {}, STEPS) == [(True, True, True)] * 2
 
 
-@pytest.mark.parametrize("changes", [{"prefetch": 3}, {"prefetch": 0, "fuse": False}])
+@pytest.mark.parametrize("changes", [{"prefetch": 3}, {"prefetch": 0}])
 def test_delays_change_no_bit_under_other_schedules(ranks: Ranks, changes: dict[str, Any]) -> None:
     assert ranks(jobs.late, 3, SMALL, "aot_eager", changes, STEPS) == [(True, True, True)] * 2
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from zeroweave.errors import ParameterError, UnsupportedOptimizer
 from zeroweave.optim.check import check_optimizer, check_optimizers
-from zeroweave.optim.several import WholeMatrices, given
+from zeroweave.optim.lion import Lion
+from zeroweave.optim.several import WholeMatrices, element_wise, given
 
 
 @pytest.fixture
@@ -88,7 +89,7 @@ def test_whole_matrices_are_for_those_that_no_fragments_would_do(model: nn.Modul
 
 def test_whole_matrices_do_not_help_everyone(model: nn.Module) -> None:
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ParameterError, match=r"(?s)optimizer Adafactor.*cannot be cut among the ranks.*'row_var' "):
+    with pytest.raises(ParameterError, match=r"optimizer Adafactor.*\n.*rows and columns of whole parameters"):
         check_optimizers(given(WholeMatrices(torch.optim.Adafactor(model.parameters()))), model)
     with pytest.raises(ParameterError, match=r"optimizer LBFGS.*\n.*calls a closure several times"):
         check_optimizers(given(WholeMatrices(torch.optim.LBFGS(model.parameters()))), model)
@@ -115,3 +116,52 @@ def test_lists_of_optimizers(model: nn.Module) -> None:
 def test_not_an_optimizer(model: nn.Module) -> None:
     with pytest.raises(ParameterError, match=r"not a torch\.optim\.Optimizer"):
         check_optimizer(object(), model)  # type: ignore[arg-type]
+
+
+class Own(torch.optim.AdamW):
+    """A class of the program's own."""
+
+
+@pytest.mark.oldest
+def test_a_class_that_is_not_known_is_to_be_declared(model: nn.Module) -> None:
+    with pytest.raises(
+        ParameterError, match=r"optimizer Own.*\n.*not known.*element_wise\(optimizer\).*Whole"
+    ) as caught:
+        check_optimizer(Own(model.parameters()), model)
+    assert "use AdamW, Adam or SGD" in str(caught.value)
+    own = Own(model.parameters())
+    assert element_wise(own) is own
+    check_optimizer(own, model)
+    check_optimizers(given(WholeMatrices(Own(model.parameters()))), model)
+
+
+def test_what_is_known_is_known_by_its_exact_class(model: nn.Module) -> None:
+    kinds = {
+        kind: kind.__module__ == "schedulefree.adamw_schedulefree"
+        for kind in (
+            type("AdamWScheduleFree", (torch.optim.AdamW,), {"__module__": "schedulefree.adamw_schedulefree"}),
+            type("AdamWScheduleFree", (torch.optim.AdamW,), {"__module__": "elsewhere"}),
+            type("Lion", (Lion,), {}),
+        )
+    }
+    assert sorted(kinds.values()) == [False, False, True]
+    for kind, known in kinds.items():
+        if known:
+            check_optimizer(kind(model.parameters()), model)
+        else:
+            with pytest.raises(ParameterError, match="is not known to be element-wise"):
+                check_optimizer(kind(model.parameters()), model)
+
+
+def test_a_declaration_helps_no_one_that_is_known_not_to_be(model: nn.Module) -> None:
+    lamb = type("Lamb", (torch.optim.SGD,), {})
+    for kind in (lamb, torch.optim.Adafactor):
+        with pytest.raises(ParameterError, match="it is not element-wise"):
+            check_optimizer(element_wise(kind(model.parameters())), model)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedLion8bit", "AdamW4bit", "AdamWFp8"])
+def test_state_in_blocks_is_refused_by_name(model: nn.Module, name: str) -> None:
+    kind = type(name, (torch.optim.AdamW,), {})
+    with pytest.raises(ParameterError, match=f"optimizer {name} (.|\n)*blocks of few bits"):
+        check_optimizer(element_wise(kind(model.parameters())), model)

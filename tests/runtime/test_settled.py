@@ -22,12 +22,10 @@ from zeroweave.schedule import (
     Entered,
     Event,
     Facts,
-    Fuse,
     Left,
     Line,
     Micro,
     Ready,
-    Reduce,
     Schedule,
     Unshard,
     Update,
@@ -82,19 +80,13 @@ SWAPPED = (*RECORD[4:6], *RECORD[:4], *RECORD[6:])
 
 
 @pytest.mark.parametrize("by_bucket", [False, True])
-@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("course", ["followed", "departed", "on demand"])
-def test_nothing_is_in_flight_at_the_first_update(course: str, fuse: bool, by_bucket: bool) -> None:
-    facts = Facts(BUCKETS, frozenset(), 2, 1, by_bucket, fuse=fuse, costs=COSTS)
+def test_nothing_is_in_flight_at_the_first_update(course: str, by_bucket: bool) -> None:
+    facts = Facts(BUCKETS, frozenset(), 2, 1, by_bucket, costs=COSTS)
     schedule = compile_schedule(RECORD, facts)
-    assert len(schedule.reduced_together) == (4 if fuse else 0)
     player = played(schedule, SWAPPED if course == "departed" else RECORD, course != "on demand")
     replay = player.runtime.replay
     assert replay.departures == (course == "departed")
-    # a step that departs reduces together what the others do
-    launches = [n for n, i in enumerate(replay.executed) if isinstance(i, Fuse)]
-    reduced = sum(replay.executed[n + 1 : n + 3] in ([Reduce(3), Reduce(2)], [Reduce(1), Reduce(0)]) for n in launches)
-    assert reduced == (2 if fuse and course != "on demand" else 0)
     if by_bucket and course == "followed":
         # what was in flight at the last reduction, and less with each update of what has settled
         assert player.staged == sorted(player.staged, reverse=True)
@@ -150,7 +142,7 @@ def test_an_optimizer_that_steps_as_a_whole_finds_no_staging(stage: int, mode: s
 
 
 @pytest.mark.parametrize("departs", [False, True])
-def test_kept_buckets_are_gathered_in_the_launches_of_the_schedule(departs: bool) -> None:
+def test_kept_buckets_are_gathered_in_the_order_of_the_schedule(departs: bool) -> None:
     """Also by a rank that departs at its first call, while the others do not."""
     first, second = Call("x", "forward"), Call("y", "forward")
     record = (
@@ -161,12 +153,11 @@ def test_kept_buckets_are_gathered_in_the_launches_of_the_schedule(departs: bool
         *map(Ready, range(4)),
         Micro(),
     )
-    sizes = (4096, 8, 8, 8)
-    buckets = tuple(replace(bucket, nbytes=size * ITEM) for bucket, size in zip(BUCKETS, sizes, strict=True))
-    schedule = compile_schedule(record, Facts(buckets, frozenset(range(4)), 2, 0, False, fuse=True))
+    schedule = compile_schedule(record, Facts(BUCKETS, frozenset(range(4)), 2, 1, False))
     player = Noting(schedule.facts)
     replay = player.runtime.replay
     player.runtime.next_window(schedule)
     replay.entered(*((second, (2, 3)) if departs else (first, (0, 1))))
     assert replay.departures == departs
-    assert [i for i in replay.executed if isinstance(i, Fuse | Unshard)] == [Fuse(4), *map(Unshard, range(4))]
+    gathered = [i for i in replay.executed if isinstance(i, Unshard)]
+    assert gathered == list(map(Unshard, range(4)))

@@ -32,6 +32,7 @@ def measured(*readings: tuple[int, int]) -> list[tuple[int, int, int]]:
     class Followed:
         instructions, facts = STEP, None
         sends: Mapping[int, tuple[str, int]] = {}
+        producers: Mapping[int, int] = {}
 
         def describe(self, instruction: Instruction) -> str:
             return ""

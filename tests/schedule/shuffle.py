@@ -30,7 +30,6 @@ def shuffled(schedule: Schedule, costs: Costs | None, rng: random.Random) -> Sch
         depth=rng.randint(1, 4),
         prefetch=rng.choice([0, 1, 2, 3, "auto"]),
         keep=frozenset(rng.sample(ids, rng.randint(0, len(ids)))),
-        fuse=rng.random() < 0.5,
         update_by_bucket=schedule.facts.update_by_bucket and rng.random() < 0.5,
         costs=costs,
     )

@@ -29,7 +29,7 @@ def measured(room: int) -> tuple[Costs, Schedule]:
 
 def follow(costs: Costs, of: Schedule) -> Schedule:
     """What is followed by these costs, with what is free."""
-    settings = ScheduleSettings("auto", "auto", "auto", fuse=of.facts.fuse, depth=of.facts.depth)
+    settings = ScheduleSettings("auto", "auto", "auto", depth=of.facts.depth)
     return settings.schedule(of.record, of.facts, costs, of)
 
 

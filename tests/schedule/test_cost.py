@@ -14,7 +14,6 @@ from zeroweave.schedule import (
     End,
     Entered,
     Facts,
-    Fuse,
     Instruction,
     Left,
     Line,
@@ -48,7 +47,6 @@ FACTS = Facts(
 TAIL = (Reduce(0), Reduce(1), Settle(0), Update(0), Settle(1), Update(1))
 LATE = (Unshard(0), Wait(0), Run(F, (0,)), Reshard(0), Unshard(1), Wait(1), Run(G, (1,)), Reshard(1), *TAIL)
 EARLY = (Unshard(0), Unshard(1), Wait(0), Run(F, (0,)), Reshard(0), Wait(1), Run(G, (1,)), Reshard(1), *TAIL)
-FUSED = (Fuse(2), *EARLY)
 COSTS = Costs(
     compute=(2.0, 3.0, 0.5, 0.0),
     update={0: 0.25, 1: 0.5},
@@ -128,37 +126,6 @@ def test_what_reductions_hold_beside_their_flats_goes_with_their_settling() -> N
     early = of(instructions)
     assert simulate(early, COSTS).memory[8:] == (13, 3, 24, 4, 4, 4)
     assert simulate(early, costs).memory[8:] == (20, 3, 26, 4, 4, 4)
-
-
-def test_gathers_in_one_launch_start_up_once_and_are_over_together() -> None:
-    """The launch takes 0–4.5, a start-up less, a third of it for a. The first call waits for all, and runs to 6.5."""
-    prediction = simulate(of(FUSED), COSTS)
-    assert [(s.start, s.stop) for s in prediction.spans if s.lane == "all_gather"] == [(0.0, 1.5), (1.5, 4.5)]
-    assert prediction.waits == {3: 4.5, 11: 1.5, 13: 0.75}
-    assert prediction.seconds == 13.0
-
-
-@pytest.mark.parametrize(("placed", "seconds"), [((0, 1), 11.5), ((0,), 10.5), ((1,), 10.5)])
-def test_gathers_by_copy_engine_share_no_launch(placed: tuple[int, ...], seconds: float) -> None:
-    """Each starts up by itself and is there when it is over; so is a kernel that is left alone, beside the other."""
-    prediction = simulate(
-        Schedule(FUSED, RECORD, replace(FACTS, placed=frozenset(placed), copied=frozenset(placed))), COSTS
-    )
-    assert [s.stop - s.start for s in prediction.spans if s.lane == "all_gather"] == [1.0, 4.0]
-    assert prediction.waits[3] == 1.0 and prediction.seconds == seconds
-
-
-REDUCED = (*EARLY[:8], Fuse(2), Reduce(0), Reduce(1), Settle(0), Update(0), Settle(1), Update(1))
-
-
-def test_reductions_in_one_launch_are_settled_together() -> None:
-    """It starts with the second, at 8.5, and takes the three seconds of both but for a start-up."""
-    prediction = simulate(of(REDUCED), replace(COSTS, reduce=Line(0.5, 0.0)))
-    assert [(s.start, s.stop) for s in prediction.spans if s.lane == "reduce_scatter"] == [
-        (8.5, 8.5 + 2.5 / 3),
-        (8.5 + 2.5 / 3, 11.0),
-    ]
-    assert prediction.waits[11] == 2.5 and 13 not in prediction.waits
 
 
 def test_costs_of_another_record_are_refused() -> None:
@@ -251,68 +218,6 @@ def test_the_costs_of_a_measured_step_are_those_it_was_made_of(instructions: tup
     assert step.waits == simulate(of(instructions), COSTS).waits
 
 
-@pytest.mark.parametrize("instructions", [FUSED, REDUCED])
-def test_the_costs_of_a_launch_are_divided(instructions: tuple[Instruction, ...]) -> None:
-    """What is measured of a launch predicts it again, whatever start-up the line of all launches has."""
-    line = Line(0.5, 0.25)
-    costs = replace(COSTS, gathers={}, reductions={}, gather=line, reduce=line)
-    schedule = of(instructions)
-    step = measured(schedule, costs)
-    prediction = simulate(schedule, costs)
-    found = costs_of([step])
-    assert step.waits == prediction.waits and found.compute == costs.compute
-    if instructions is REDUCED:  # of the gathers each was alone
-        assert found.gather == line and found.reduce == Line(0.0, (0.5 + 7.5) / 30)
-    assert simulate(schedule, found).seconds == pytest.approx(prediction.seconds, rel=1e-12)
-
-
-def test_a_launch_tells_what_each_takes_by_itself() -> None:
-    """Where others tell the start-up: here c, which is gathered alone."""
-    line, h = Line(0.5, 0.25), Call("h", "forward")
-    record = (*RECORD[:4], Entered(h, (2,)), Left(h), *RECORD[4:])
-    facts = replace(FACTS, buckets=(*FACTS.buckets, BucketFacts(2, "c", 40, False)))
-    instructions = (*FUSED[:9], Unshard(2), Wait(2), Run(h, (2,)), Reshard(2), *TAIL)
-    schedule = Schedule(instructions, record, facts)
-    verify(schedule)
-    costs = replace(COSTS, compute=(2.0, 3.0, 1.0, 0.5, 0.0), activations=(0,) * 5, gathers={}, gather=line)
-    found = costs_of([measured(schedule, costs)])
-    assert found.gather == line
-    assert found.gathers == {0: line(10), 1: line(20), 2: line(40)}
-
-
-def test_a_copy_that_is_over_with_a_kernel_was_not_launched_with_it() -> None:
-    schedule = Schedule(FUSED, RECORD, replace(FACTS, placed=frozenset({0}), copied=frozenset({0})))
-    moments = [Moment(i, 0.0, 0.0) for i in FUSED]
-    step = Step.of(schedule, moments, [("all_gather", 0, 0.0, 5.0), ("all_gather", 1, 0.0, 5.0)])
-    assert [(o.launch, o.seconds) for o in step.operations] == [(1, 5.0), (2, 5.0)]
-
-
-def test_no_schedule_is_faster_than_the_critical_path_where_starts_take_long() -> None:
-    costs = replace(COSTS, gathers={0: 4.0, 1: 0.25})  # b takes less than a start-up
-    assert dependencies(of(FUSED)).critical_path(costs)[0] <= simulate(of(FUSED), costs).seconds
-
-
-def test_what_is_not_over_at_once_was_no_launch() -> None:
-    """As gloo has it, which knows none: each is there by itself, and tells what it takes."""
-    schedule = of(FUSED)
-    marks = [(0.0, 0.0)] * 3 + [(0.0, 1.0), (1.0, 1.0), (3.0, 3.0), (3.0, 5.0)] + [(8.0, 8.0)] * 8
-    moments = [Moment(i, *mark) for i, mark in zip(schedule.instructions, marks, strict=True)]
-    step = Step.of(schedule, moments, [("all_gather", 0, 0.0, 1.0), ("all_gather", 1, 0.0, 5.0)])
-    assert [(o.started, o.over, o.launch, o.after) for o in step.operations] == [
-        (0.0, 1.0, 1, "the start of the step"),
-        (1.0, 5.0, 2, "the all_gather of a, which ran before it"),
-    ]
-    assert step.waits == {3: 1.0, 6: 2.0}
-    assert costs_of([step]).gathers == COSTS.gathers
-
-
-def test_the_collectives_of_a_launch_wait_for_the_same() -> None:
-    first, second, *_ = measured(of(FUSED)).operations
-    assert (first.started, first.over, second.started, second.over) == (0.0, 1.5, 1.5, 4.5)
-    assert first.launch == second.launch == 1
-    assert first.after == second.after == "the start of the step"
-
-
 def _later(compute: tuple[float, ...], event: int, seconds: float) -> tuple[float, ...]:
     return tuple(each + seconds * (n == event) for n, each in enumerate(compute))
 
@@ -377,11 +282,6 @@ def test_the_critical_path() -> None:
         ]
     assert simulate(of(EARLY), COSTS).seconds == 11.5  # so nothing is left to improve
     assert dependencies(Schedule((), (), FACTS)).critical_path(COSTS) == (0.0, ())
-
-
-def test_a_launch_starts_up_once_on_the_critical_path() -> None:
-    seconds, _ = dependencies(of(FUSED)).critical_path(COSTS)
-    assert seconds == 11.5 - COSTS.gather.alpha < simulate(of(FUSED), COSTS).seconds
 
 
 def test_the_critical_path_of_a_step_that_computes_for_long() -> None:

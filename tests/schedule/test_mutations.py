@@ -15,7 +15,6 @@ from zeroweave.schedule import (
     End,
     Entered,
     Free,
-    Fuse,
     Instruction,
     Left,
     Micro,
@@ -44,7 +43,7 @@ def is_legal(schedule: Schedule) -> bool:
     buckets = {bucket.id: bucket for bucket in facts.buckets}
     length = len(instructions)
     for i in instructions:
-        none = isinstance(i, End | Free | Fuse | Offload | Release | Reload)
+        none = isinstance(i, End | Free | Offload | Release | Reload)
         named = i.uses if isinstance(i, Run) else () if none else (i.bucket,)
         if not buckets.keys() >= set(named):
             return False
@@ -140,24 +139,6 @@ def is_legal(schedule: Schedule) -> bool:
         flight = sum(isinstance(i, Reduce) - isinstance(i, Settle) for i in instructions[: n + 1])  # none is slight
         if flight > facts.depth:
             return False
-    for n, i in enumerate(instructions):
-        launch = instructions[n + 1 : n + 1 + i.count] if isinstance(i, Fuse) else ()
-        if isinstance(i, Fuse) and (i.count < 2 or len(launch) < i.count):
-            return False
-        reduces = launch and all(isinstance(each, Reduce) for each in launch)
-        if not reduces and not gathers >= set(range(n + 1, n + 1 + len(launch))):
-            return False
-        if reduces and len({backwards[m] for m, place in enumerate(places) if n < place <= n + i.count}) > 1:
-            return False
-    alone = set(positions(*map(Reduce, buckets)))
-    launches = []  # of reductions
-    for n, i in enumerate(instructions):
-        if isinstance(i, Fuse) and n + 1 in alone:
-            launches.append(instructions[n + 1 : n + 1 + i.count])
-            alone -= set(range(n + 1, n + 1 + i.count))
-    launches += [(instructions[n],) for n in alone]
-    if any(len({launch for launch in launches if Reduce(bucket) in launch}) > 1 for bucket in buckets):
-        return False
     frees = positions(Free())
     if len(frees) > (1 if facts.free else 0):
         return False
@@ -194,9 +175,7 @@ def mutate(rng: random.Random, instructions: tuple[Instruction, ...]) -> tuple[I
             out.insert(max(0, n + rng.randint(-4, 4)), instruction)
         case "retarget":
             instruction = out[n]
-            if isinstance(instruction, Fuse):
-                out[n] = Fuse(instruction.count + rng.choice([-1, 1]))
-            elif isinstance(instruction, Offload | Release | Reload):
+            if isinstance(instruction, Offload | Release | Reload):
                 out[n] = replace(instruction, number=instruction.number + rng.choice([-1, 1]))
             elif not isinstance(instruction, Run | End | Free):
                 out[n] = replace(instruction, bucket=rng.randint(0, 7))
@@ -218,10 +197,9 @@ def test_the_verifier_rejects_mutations(stage: int, everything: bool) -> None:
     keep = frozenset(range(5)) if stage < 3 else frozenset[int]()
     facts = replace(stack_facts(5, 1), kept_by_stage=keep, update_by_bucket=stage == 2)
     if everything:
-        buckets = (replace(facts.buckets[0], nbytes=64), *facts.buckets[1:])  # beside it the others are small
-        facts = replace(facts, buckets=buckets, fuse=True, free=True, stage=True, keep=frozenset({0, 2}))
+        facts = replace(facts, free=True, stage=True, keep=frozenset({0, 2}))
     schedule = compile_schedule(stack(5, micro_steps=1 if stage == 1 else 2, calls=1), facts)
-    assert everything == any(isinstance(i, Fuse) for i in schedule.instructions)
+    assert everything == any(isinstance(i, Stage) for i in schedule.instructions)
     rejected = judge(schedule, random.Random(stage), rounds=150)
     assert rejected >= 100
 

@@ -101,11 +101,10 @@ def test_auto_takes_one_call_where_that_is_as_fast() -> None:
 
 
 @pytest.mark.parametrize("memory", [0, SIZE, 2 * SIZE, 3 * SIZE, 5 * SIZE, 8 * SIZE])
-@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("keep", [frozenset(), "auto"], ids=["none", "auto"])
-def test_the_peak_stays_under_the_budget(keep: object, fuse: bool, memory: int) -> None:
+def test_the_peak_stays_under_the_budget(keep: object, memory: int) -> None:
     least = blocks_of(8, prefetch=0)
-    schedule = blocks_of(8, memory=memory, keep=keep, fuse=fuse)
+    schedule = blocks_of(8, memory=memory, keep=keep)
     assert schedule.costs is not None and least.costs is not None
     peak = simulate(schedule, schedule.costs).peak
     assert peak <= max(memory, simulate(least, least.costs).peak)
@@ -133,7 +132,7 @@ def test_no_random_record_goes_over_a_budget_that_the_plain_schedule_keeps(seed:
     least = compile_schedule(record, replace(facts, prefetch=0))
     floor = min(simulate(each, costs).peak for each in (least, settle(build(record, facts))))
     for memory in (floor, floor + 3, floor + 9, floor + 100):
-        auto = replace(facts, prefetch="auto", keep="auto", memory=memory, fuse=rng.random() < 0.5)
+        auto = replace(facts, prefetch="auto", keep="auto", memory=memory)
         schedule = compile_schedule(record, auto)
         prediction = simulate(schedule, costs)
         assert prediction.peak <= memory

@@ -15,7 +15,6 @@ from zeroweave.schedule import (
     End,
     Entered,
     Event,
-    Fuse,
     Instruction,
     Left,
     Needed,
@@ -64,14 +63,6 @@ class Replay:
         rest = self.instructions[self.cursor :]
         return next((i for i in rest if isinstance(i, EVENTS)), None)
 
-    def due(self) -> list[int]:
-        """The buckets that are reduced next, in one launch."""
-        at = next(n for n in range(self.cursor, len(self.instructions)) if isinstance(self.instructions[n], EVENTS))
-        before = self.instructions[at - 1]
-        launch = self.instructions[at : at + (before.count if isinstance(before, Fuse) else 1)]
-        assert all(isinstance(i, Reduce) for i in launch)
-        return [i.bucket for i in launch if isinstance(i, Reduce)]
-
     def resident(self) -> frozenset[int]:
         return frozenset(+self.holds)
 
@@ -91,13 +82,9 @@ class Replay:
                     self.up_to(End(call))
                 self.trailing()
             case Ready(bucket):
-                self.ready.append(bucket)
-                due = self.due()
-                assert self.ready == due[: len(self.ready)]
-                if self.ready == due:
-                    self.up_to(Reduce(bucket))
-                    self.trailing()
-                    self.ready.clear()
+                assert self.next_event() == Reduce(bucket)
+                self.up_to(Reduce(bucket))
+                self.trailing()
 
     def up_to(self, target: Instruction) -> None:
         while self.execute() != target:
@@ -105,8 +92,7 @@ class Replay:
 
     def trailing(self) -> None:
         while self.cursor < len(self.instructions):
-            following = self.instructions[self.cursor :][:2]
-            if not isinstance(following[isinstance(following[0], Fuse)], Unshard | Reshard | Reload):
+            if not isinstance(self.instructions[self.cursor], Unshard | Reshard | Reload):
                 break
             self.execute()
 

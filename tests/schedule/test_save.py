@@ -23,10 +23,7 @@ def cases() -> list[Schedule]:
     for seed in range(24):
         record, facts = random_case(seed)
         keep = "auto" if seed % 3 == 0 else frozenset({0}) if seed % 3 == 1 else frozenset[int]()
-        # One bucket is large, and the others small enough to be fused.
-        buckets = tuple(replace(bucket, nbytes=1 if bucket.id else 64) for bucket in facts.buckets)
-        facts = replace(facts, buckets=buckets, free=seed % 2 == 0, fuse=seed % 4 < 2, keep=keep, memory=seed or None)
-        facts = replace(facts, stage=seed % 3 == 0)
+        facts = replace(facts, free=seed % 2 == 0, keep=keep, memory=seed or None, stage=seed % 3 == 0)
         if seed % 2:
             record, facts = with_needs(record, random.Random(seed)), replace(facts, offload=True)
         schedule = compile_schedule(record, facts)
@@ -71,7 +68,7 @@ def edit(change: Callable[[dict[str, Any]], object]) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (edit(lambda file: file.update(version=1)), "version is 1; this zeroweave reads version 2 only"),
+        (edit(lambda file: file.update(version=2)), "version is 2; this zeroweave reads version 3 only"),
         (edit(lambda file: file.pop("version")), "version: Field required"),
         (edit(lambda file: file.pop("facts")), "facts: Field required"),
         (edit(lambda file: file["facts"].pop("depth")), "facts.depth: Field required"),

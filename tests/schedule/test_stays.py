@@ -13,7 +13,6 @@ from zeroweave.schedule import (
     Costs,
     Event,
     Facts,
-    Fuse,
     Instruction,
     Line,
     Ready,
@@ -64,10 +63,9 @@ def gathered(schedule: Schedule) -> list[int]:
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
-@pytest.mark.parametrize("fuse", [False, True])
-def test_at_stages_1_and_2_only_what_is_updated_is_gathered(micro_steps: int, fuse: bool) -> None:
+def test_at_stages_1_and_2_only_what_is_updated_is_gathered(micro_steps: int) -> None:
     record = record_of(micro_steps)
-    schedule = compile_schedule(record, facts_of(2, fuse=fuse))
+    schedule = compile_schedule(record, facts_of(2))
     assert schedule.stays == FROZEN
     assert gathered(schedule) == sorted(set(range(BLOCKS)) - FROZEN)
     assert not {i.bucket for i in schedule.instructions if isinstance(i, Reshard)} & FROZEN
@@ -146,15 +144,12 @@ def test_what_an_update_changes_does_not_stay() -> None:
         verify(changed(schedule, without=Reshard(0)))
 
 
-def test_what_stays_has_one_hold_at_the_end_and_is_in_no_launch_of_gathers() -> None:
+def test_what_stays_has_one_hold_at_the_end() -> None:
     schedule = compile_schedule(record_of(), facts_of(2))
     first = schedule.instructions.index(Unshard(1))
     twice = (*schedule.instructions[:first], Unshard(1), *schedule.instructions[first:])
     with pytest.raises(ScheduleError, match=r"layers\.1 is still unsharded"):
         verify(replace(schedule, instructions=twice))
-    rest = [i for i in schedule.instructions if i not in (Unshard(0), Unshard(1))]
-    with pytest.raises(ScheduleError, match="this bucket stays gathered"):
-        verify(replace(schedule, instructions=(Fuse(2), Unshard(0), Unshard(1), *rest)))
 
 
 def test_what_stays_needs_no_place() -> None:

@@ -17,7 +17,6 @@ from zeroweave.schedule import (
     Event,
     Facts,
     Free,
-    Fuse,
     Instruction,
     Left,
     Ready,
@@ -91,11 +90,6 @@ LEGAL = {
     ),
     "staged": schedule(Stage(A), *use(A), *gradient(A), stage=True),
     "activations freed": schedule(*use(A), Reduce(A), Settle(A), Free(), Update(A)),
-    "fused": schedule(
-        *(Fuse(2), Unshard(A), Unshard(B), Wait(A), Wait(B), Run(F, (A, B)), Reshard(A), Reshard(B)),
-        *(*gradient(A)[:2], *gradient(B), Update(A)),
-        buckets=(A, B),
-    ),
     "frozen": schedule(*use(FROZEN), *gradient(A), buckets=(A, FROZEN)),
 }
 
@@ -141,30 +135,6 @@ ILLEGAL = {
     "updated while another reduction is in flight": (
         schedule(*use(A), Reduce(A), Reduce(B), Settle(A), Update(A), Settle(B), Update(B), depth=2, buckets=(A, B)),
         "instruction 7, Update a: updated before all reductions were settled, and buckets are not updated one by one",
-    ),
-    "one gather fused": (
-        schedule(Fuse(1), *use(A), *gradient(A)),
-        "instruction 0, Fuse 1: it takes two collectives to be fused",
-    ),
-    "fewer gathers than fused": (
-        schedule(Fuse(2), *use(A), *gradient(A)),
-        "instruction 2, Wait a: a Fuse before it asks for 1 more gathers",
-    ),
-    "a second hold fused": (
-        schedule(Fuse(2), Unshard(A), *use(A), Reshard(A), *gradient(A)),
-        "instruction 2, Unshard a: a Fuse before it asks for gathers, and this bucket has been gathered",
-    ),
-    "fused at the end": (
-        schedule(*gradient(A)[:1], Fuse(2)),
-        "instruction 2, end of the schedule: a Fuse asks for 2 more collectives",
-    ),
-    "fused inside a launch": (
-        schedule(Fuse(2), Fuse(2), *use(A), *gradient(A)),
-        "instruction 1, Fuse 2: a Fuse before it asks for 2 more collectives",
-    ),
-    "fused after an update": (
-        schedule(*use(A), *gradient(A), Fuse(2)),
-        "instruction 7, Fuse 2: the step is over",
     ),
     "use before wait": (
         schedule(Unshard(A), Run(F, (A,)), Wait(A), Reshard(A), *gradient(A)),

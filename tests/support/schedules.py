@@ -139,4 +139,4 @@ def due_together(seed: int) -> tuple[tuple[Event, ...], Facts]:
         reduce=Line(1.0, 0.25),
         activations=(0,) * events,
     )
-    return tuple(out), replace(facts, fuse=True, costs=costs)
+    return tuple(out), replace(facts, costs=costs)

@@ -18,9 +18,8 @@ from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.distributed import distributed_c10d as c10d
 
 _Group: Any = dist.ProcessGroup
-# The second of each pair is the name before 2.13.
+# The second is the name before 2.13.
 _all_gathers = getattr(_Group, "all_gather_single_coalesced", None) or _Group.allgather_into_tensor_coalesced
-_reduce_scatters = getattr(_Group, "reduce_scatter_single_coalesced", None) or _Group.reduce_scatter_tensor_coalesced
 
 
 def new_process_group(
@@ -110,13 +109,6 @@ def reduce_scatter(
 ) -> dist.Work:
     """Starts to reduce the ranks' flats, of which `output` becomes this rank's part; its work. Why: as `all_gather`."""
     return group._reduce_scatter_base(output, flat, _reduce_scatter_options(op))
-
-
-def reduce_scatter_together(
-    outputs: list[torch.Tensor], flats: list[torch.Tensor], op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
-) -> dist.Work:
-    """Several of them in one launch; their work. Why: as `all_gather_together`."""
-    return _reduce_scatters(group, outputs, flats, _reduce_scatter_options(op))
 
 
 @cache

@@ -12,13 +12,12 @@ import torch
 from pydantic import Field, ValidationError
 
 from zeroweave.checkpoint import plain
-from zeroweave.checkpoint.manifest import DTYPES, NAME, Count, Manifest, Positive, Strict, reason
+from zeroweave.checkpoint.manifest import DTYPES, NAME, Count, Manifest, Strict, reason
 from zeroweave.checkpoint.reader import Reader
 from zeroweave.errors import CheckpointError
 from zeroweave.ranks.control import Control
 
 _OWN_BUFFER: Final = re.compile(r"rank/\d+/buffer/(.*)")
-_GRADIENT: Final = re.compile(r"(?:rank/([0-9]{1,9})/)?grad/(.*)")
 _CLIENT: Final = "client"
 _OWN_DATA: Final = re.compile(r"rank/\d+/data")
 _SHOWN: Final = 20
@@ -28,23 +27,6 @@ _SHOWN: Final = 20
 class Run(Strict):
     micro_steps: Count
     skipped_steps: Count
-
-
-class Accumulation(Strict):
-    """Of an open window."""
-
-    steps: Positive
-    """micro-steps so far"""
-    of: Positive
-    """those that it is to have, unless the program says otherwise: what each loss was divided by"""
-    boundary: bool | None
-    """what the program has said of that"""
-    coalesced: bool
-    """does the next micro-step end it, because a coalesced block has reduced?"""
-    unreduced: bool
-    """are the gradients that ranks have of their own sums, which no reduction has had?"""
-    gradients: list[str]
-    """NAMEs of the parameters that have had one on any rank"""
 
 
 class LossScale(Strict):
@@ -79,7 +61,6 @@ class Facts(Strict):
     run: Run
     loss_scale: LossScale
     client: dict[Any, Any]
-    accumulation: Accumulation | None = None
     optimizer: Optimizer | None = None
     lr_scheduler: Scheduler | None = None
 
@@ -89,10 +70,9 @@ class Wanted:
     """What an engine has: the shapes of its parameters and of its buffers, by NAME, and its optimizer, if any.
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
-    `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `micro_steps`: of a window. `refused`:
-    what, in words, it cannot have of the options of its groups. `dtypes`: of `param/NAME` and `buffer/NAME`.
-    `try_out`: why an update of a parameter, by NAME and group, fails with such options and such a state, "" where it
-    does not. `clashes`: what of a state the scheduler cannot have.
+    `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `refused`: what, in words, it cannot have
+    of the options of its groups. `dtypes`: of `param/NAME` and `buffer/NAME`. `clashes`: what of a state the scheduler
+    cannot have.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -101,18 +81,15 @@ class Wanted:
     lr_scheduler: str | None = None
     trained: Set[str] = frozenset()
     extra: Set[str] = frozenset()
-    micro_steps: int = 1
     refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    try_out: Callable[[str, int, Mapping[str, Any], Mapping[str, Any]], str] = lambda name, group, options, state: ""
     clashes: Callable[[Mapping[Any, Any]], Sequence[str]] = lambda state: ()
 
 
 class Fitting:
     """What of a checkpoint is an engine's.
 
-    `cut`, `scalars`: of the optimizer's state, by NAME of `engine.checkpoints`. `unreduced`: by NAME the tensors of
-    gradients that ranks have each for themselves, in the order of the ranks.
+    `cut`, `scalars`: of the optimizer's state, by NAME of `engine.checkpoints`.
 
     Not `strict`: what is missing stays as it is, and what is left over stays unread. CheckpointError where the
     manifest has values that no engine has written.
@@ -136,10 +113,6 @@ class Fitting:
         self.scalars: dict[str, dict[str, Any]] = {}
         for of, key, name in _of_parameters("scalar", self.values):
             self.scalars.setdefault(of, {})[key] = self.values[name]
-        self._gradients = [match for match in map(_GRADIENT.fullmatch, manifest.tensors) if match]
-        self.unreduced: dict[str, list[str]] = {}
-        for match in sorted((match for match in self._gradients if match[1]), key=lambda match: int(match[1])):
-            self.unreduced.setdefault(match[2], []).append(match[0])
 
     def client(self, reader: Reader) -> dict[str, Any]:
         """What the program has handed in, its tensors in host memory. OSError where a file has gone."""
@@ -179,26 +152,28 @@ class Fitting:
 
     def _firm(self, control: Control) -> list[str]:
         """What does not fit in any case."""
-        found, trained = self._manifest.tensors, self._wanted.trained
+        found = self._manifest.tensors
         wanted = {f"param/{name}": shape for name, shape in self._wanted.parameters.items()}
         wanted |= {self.buffer(name, control.rank): shape for name, shape in self._wanted.buffers.items()}
         known = {of: shape for of, shape in self._wanted.parameters.items() if of in self.cut}
         wanted |= {f"state/{of}/{quoted(key)}": shape for of, shape in known.items() for key in self.cut[of]}
-        wanted |= {match[0]: self._wanted.parameters[match[2]] for match in self._gradients if match[2] in trained}
         wrong = [
             f"{name}: {list(found[name].shape)} instead of {list(shape)}"
             for name, shape in wanted.items()
             if name in found and found[name].shape != shape
         ]
         problems = [f"of another shape: {_some(wrong)}"] if wrong else []
-        dtypes = {**self._wanted.dtypes, **{f"grad/{name}": self._wanted.dtypes[f"param/{name}"] for name in trained}}
-        kinds = [name for name, dtype in dtypes.items() if name in found and _kind(found[name].dtype) != _kind(dtype)]
+        kinds = [
+            name
+            for name, dtype in self._wanted.dtypes.items()
+            if name in found and _kind(found[name].dtype) != _kind(dtype)
+        ]
         problems += [f"of another kind of dtype: {_some(kinds)}"] if kinds else []
         if control.world != self._manifest.world:
             problems += self._of_ranks()
         if self._wanted.optimizer is None:
             return problems
-        return [*problems, *self._refused(), *self._window(), *self._tried(*self._wanted.optimizer)]
+        return [*problems, *self._refused(), *self._clashing()]
 
     def _of_ranks(self) -> Iterator[str]:
         found = self._manifest.tensors
@@ -222,7 +197,7 @@ class Fitting:
             problems = {"missing": sorted(wanted - found), "unexpected": sorted(present - known)}
             told += [f"{what}: {_some(names)}" for what, names in problems.items() if names]
         if self._wanted.optimizer is not None:
-            told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler(), *self._frozen()]
+            told += [*self._optimizer(*self._wanted.optimizer), *self._scheduler()]
         return told
 
     def _optimizer(self, kind: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -246,20 +221,7 @@ class Fitting:
         options = [] if saved is None else [group.options for group in saved.groups]
         return (f"its optimizer's {option}" for option in self._wanted.refused(options))
 
-    def _tried(self, kind: str, groups: Sequence[Sequence[str]]) -> Iterator[str]:
-        """What would fail in the next step: states and options that the optimizer has never had."""
-        seen, saved = set(), self.facts.optimizer
-        alike = saved is not None and (saved.kind, len(saved.groups)) == (kind, len(groups))
-        for index, group in enumerate(saved.groups if saved is not None and alike else ()):
-            options = _like(group.options)
-            for name in sorted(self._wanted.trained & set(group.params)):
-                cut = {key: self._manifest.tensors[f"state/{name}/{quoted(key)}"] for key in self.cut.get(name, ())}
-                state = {key: torch.zeros(4, dtype=DTYPES[entry.dtype], device="cpu") for key, entry in cut.items()}
-                state |= self.scalars.get(name, {})
-                like = options, _like(state), self._wanted.dtypes.get(f"param/{name}")
-                if like not in seen and (why := self._wanted.try_out(name, index, group.options, state)):
-                    yield f"its optimizer could not go on with the state of {name}: {why}"
-                seen.add(like)
+    def _clashing(self) -> Iterator[str]:
         scheduler = self.facts.lr_scheduler
         if scheduler is not None and (clashes := self._wanted.clashes(scheduler.state)):
             yield f"its lr_scheduler cannot have {_some(clashes)}"
@@ -269,19 +231,6 @@ class Fitting:
         kind = None if saved is None else saved.kind
         if self._strict and kind != wanted:
             yield f"its lr_scheduler is {kind or 'none'}, not {wanted or 'none'}"
-
-    def _frozen(self) -> Iterator[str]:
-        frozen = sorted({match[2] for match in self._gradients} & self._wanted.parameters.keys() - self._wanted.trained)
-        if self._strict and frozen:
-            yield f"it was saved in the middle of a window, with gradients of what is frozen: {_some(frozen)}"
-
-    def _window(self) -> Iterator[str]:
-        saved, mine = self.facts.accumulation, self._wanted.micro_steps
-        if saved is not None and saved.steps * mine % saved.of:
-            yield (
-                f"it was saved behind {saved.steps} of {saved.of} micro-steps of a window, which is no whole number of "
-                f"{mine}: set gradient_accumulation_steps to {saved.of}"
-            )
 
     def data(self, rank: int, world: int) -> Any:
         """The position of that rank's loader. CheckpointError where there is none."""
@@ -322,17 +271,6 @@ def _told(ranks: Sequence[Sequence[str]]) -> list[str]:
 def _kind(dtype: torch.dtype | str) -> tuple[bool, bool]:
     of = DTYPES[dtype] if isinstance(dtype, str) else dtype
     return of.is_floating_point, of.is_complex
-
-
-def _like(value: Any) -> Any:
-    """Equal for what an update treats alike: numbers count by their types only."""
-    if isinstance(value, Mapping):
-        return frozenset((key, _like(each)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value), *map(_like, value)
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape
-    return value if isinstance(value, bool | str | None) else type(value)
 
 
 def _some(names: Sequence[str]) -> str:

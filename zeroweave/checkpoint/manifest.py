@@ -34,7 +34,7 @@ LARGEST: Final = 1 << 30
 _BEGIN: Final = b'{"checksum":"'
 _ZEROS: Final = b"0" * 32
 _HEAD: Final = re.compile(
-    rb'\{"checksum":"[0-9a-f]{32}","format":"zeroweave checkpoint","version":1,"tag":"(?P<tag>[A-Za-z0-9._-]{1,128})",'
+    rb'\{"checksum":"[0-9a-f]{32}","format":"zeroweave checkpoint","version":2,"tag":"(?P<tag>[A-Za-z0-9._-]{1,128})",'
     rb'"step":(?P<step>[0-9]{1,19}),'
 )
 HEAD: Final = 512
@@ -126,7 +126,7 @@ class Manifest(Strict):
 
     checksum: Hash = _ZEROS.decode()
     format: Literal["zeroweave checkpoint"] = "zeroweave checkpoint"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     tag: FileName
     step: Count
     """optimizer steps that the run has made, with those that were skipped"""

@@ -14,9 +14,11 @@ from zeroweave.errors import CheckpointError
 
 def states(device: torch.device) -> dict[str, Any]:
     """By whose they are, for `restore`. `device`: where the engine computes."""
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, *others = state
     found: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=True),
+        "numpy": (name, keys.tolist(), *others),
         "cpu": torch.get_rng_state(),
     }
     if device.type == "cuda":

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from zeroweave.comm.around import Apart
+from zeroweave.comm.around import Around
 from zeroweave.comm.transport import Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
 
 
-class Grouped(Apart):
+class Grouped(Around):
     """Hands each collective to the transport of its layout's sharding group, in the order in which they are asked for.
 
     `transports`: by the group's name; that of "world" has all ranks, and whatever belongs to no group.
@@ -21,17 +21,11 @@ class Grouped(Apart):
         super().__init__(transports[WORLD])
         self._transports = transports
 
-    def _of(self, group: str) -> Transport:
-        """The transport of a group; in a scope, in a launch of its own behind that of another group."""
-        transport = self._transports[group]
-        self._launch(transport)
-        return transport
-
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
-        return self._of(layout.group).all_gather(flat, shard, layout)
+        return self._transports[layout.group].all_gather(flat, shard, layout)
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        return self._of(layout.group).reduce_scatter(out, parts, layout, op)
+        return self._transports[layout.group].reduce_scatter(out, parts, layout, op)
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
         return self._transports[layout.group].all_reduce(out, parts, layout, op)

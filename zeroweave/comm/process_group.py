@@ -17,7 +17,6 @@ from zeroweave._torch.distributed import (
     all_gather_together,
     new_process_group,
     reduce_scatter,
-    reduce_scatter_together,
 )
 from zeroweave._torch.storages import lent
 from zeroweave.comm.clock import Clock, Mark
@@ -65,7 +64,7 @@ class _Work:
 
     def over(self, clock: Clock) -> Mark:
         assert self._work is not None
-        return self._work.over(clock) if isinstance(self._work, _Launch) else clock.after(self._work.wait, self._tell)
+        return clock.after(self._work.wait, self._tell)
 
     def _tell(self, stamp: Callable[[], None]) -> None:
         assert isinstance(self._work, dist.Work)
@@ -93,16 +92,14 @@ def _await(wait: Callable[[], object], ledger: Ledger, count: int, on_host: bool
 
 
 class _Launch:
-    """Collectives of one kind that are issued together, at the end of the scope in which they were asked for."""
+    """Gathers that are issued together, at the end of the scope in which they were asked for."""
 
     def __init__(self) -> None:
         self._outputs: list[torch.Tensor] = []
         self._inputs: list[torch.Tensor] = []
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         """inputs that are still to be made, and of what"""
-        self._op: dist.ReduceOp.RedOpType | None = None
         self._work: dist.Work | None = None
-        self._over: Mark | None = None
 
     def gather(self, output: torch.Tensor, mine: torch.Tensor, shard: torch.Tensor) -> None:
         """`mine` is the shard, or what is still to be made of it."""
@@ -111,30 +108,16 @@ class _Launch:
         if mine is not shard:
             self._casts.append((mine, shard))
 
-    def reduce(self, output: torch.Tensor, flat: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        self._outputs.append(output)
-        self._inputs.append(flat)
-        self._op = op
-
     def issue(self, group: dist.ProcessGroup) -> None:
         if not self._outputs:
             return
         for mine, shard in self._casts:
             cast_(mine, shard)
-        if self._op is None:
-            self._work = all_gather_together(self._outputs, self._inputs, group)
-        else:
-            self._work = reduce_scatter_together(self._outputs, self._inputs, self._op, group)
+        self._work = all_gather_together(self._outputs, self._inputs, group)
 
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-
-    def over(self, clock: Clock) -> Mark:
-        """One mark for all of it, which says that they were one launch."""
-        if self._over is None:
-            self._over = clock.after(self.wait)
-        return self._over
 
 
 class ProcessGroupTransport:
@@ -247,7 +230,6 @@ class ProcessGroupTransport:
         return dist.ReduceOp.SUM
 
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:
-        work: dist.Work | _Launch
         with _recording_nothing(), beside(self._side):
             if isinstance(parts, torch.Tensor) and parts.dtype == out.dtype:
                 flat = parts
@@ -260,9 +242,6 @@ class ProcessGroupTransport:
             if min(chunks) != max(chunks):
                 inputs = list(lent(flat).split(list(chunks)))
                 work = dist.reduce_scatter(lent(out), inputs, op=kind, group=self.group, async_op=True)
-            elif self._launch is not None:
-                work = self._launch
-                work.reduce(lent(out), lent(flat), kind)
             else:
                 work = reduce_scatter(lent(out), lent(flat), kind, self.group)
         return _Work(work, self.ledger, self._on_host, flat, out, *tensors_of(parts))

@@ -30,14 +30,10 @@ class Timed(Around):
     def __init__(self, inner: Transport, clock: Clock, log: list[Timing]) -> None:
         super().__init__(inner)
         self._clock, self._log = clock, log
-        self._asked: list[tuple[str, int, Mark, Pending]] | None = None
         self._begun: Mark | None = None
 
     def _note(self, kind: str, bucket: int, issued: Mark, pending: Pending) -> Pending:
-        if self._asked is not None:
-            self._asked.append((kind, bucket, issued, pending))
-        else:
-            self._log.append(Timing(kind, bucket, issued, pending.over(self._clock)))
+        self._log.append(Timing(kind, bucket, issued, pending.over(self._clock)))
         return pending
 
     @contextmanager
@@ -48,17 +44,6 @@ class Timed(Around):
             yield
         finally:
             self._begun = None
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        asked = self._asked = []
-        try:
-            with self._inner.together():
-                yield
-        finally:
-            self._asked = None
-        for each in asked:  # nothing was under way before
-            self._note(*each)
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor, layout: BucketLayout) -> Pending:
         issued = self._clock.mark() if self._begun is None else self._begun

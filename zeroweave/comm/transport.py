@@ -61,10 +61,7 @@ class Pending(Protocol):
         """Makes the current stream (on CPU: the caller) wait for the result. To be called exactly once."""
 
     def over(self, clock: Clock) -> Mark:
-        """When the result is there, by `clock`. To be asked for before `wait`; nobody waits for it.
-
-        The same for all collectives of one launch, to the bit.
-        """
+        """When the result is there, by `clock`. To be asked for before `wait`; nobody waits for it."""
 
 
 class Gatherer(Protocol):
@@ -88,7 +85,7 @@ class Transport(Gatherer, Protocol):
         """A new 1-D tensor for a shard; from here so that a transport can choose the kind of memory."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside, gathers only, or reduce-scatters only, are issued: in one launch where the backend can.
+        """Inside, gathers only are issued: in one launch where the backend can.
 
         Equally on all ranks: NCCL hangs where one rank launches together what another launches one after the other.
         """

@@ -150,9 +150,6 @@ class CompileConfig(Section):
     """Bytes of device memory that "auto" may fill; "auto": what is free once steps were measured, less a reserve;
     "none": gathers one bucket more ahead, keeps none. On a CPU "auto" is "none"."""
 
-    fuse: bool = True
-    """Issue the gathers, or the reductions, of neighbouring small buckets in one launch."""
-
     record_steps: Annotated[int, Field(ge=0)] = 3
     """How many steps are timed before "auto" decides; 0: it never does."""
 

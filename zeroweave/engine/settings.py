@@ -112,7 +112,6 @@ class ScheduleSettings:
     prefetch: int | Literal["auto"]
     keep: Literal["auto", "none", "all"] | tuple[str, ...]
     memory_budget: int | Literal["auto", "none"]
-    fuse: bool
     depth: int
     stage: bool = False
 
@@ -140,7 +139,6 @@ class ScheduleSettings:
             base,
             prefetch=self.prefetch,
             keep=self._kept(base, memory),
-            fuse=self.fuse,
             depth=self.depth,
             stage=self.stage,
             memory=memory,
@@ -183,7 +181,6 @@ class PlanChanges(TypedDict, total=False):
 
     keep: Keep | None
     memory_budget: int | Literal["auto", "none"] | None
-    fuse: bool | None
     depth: int | None
 
 
@@ -210,7 +207,7 @@ def settings_of(config: Config) -> ScheduleSettings:
     # The optimizer's states take what room there is: both would take the same.
     shared = wanted.memory_budget == "auto" and config.offload.optimizer == "adaptive"
     most = "none" if shared else wanted.memory_budget
-    return ScheduleSettings(wanted.prefetch, wanted.keep, most, wanted.fuse, depth)
+    return ScheduleSettings(wanted.prefetch, wanted.keep, most, depth)
 
 
 def passes_of(config: Config) -> list[Pass]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
@@ -79,25 +79,6 @@ class Window(Observer):
     def resume(self, micro_steps: int) -> None:
         """Goes on behind that many micro-steps, with a new window."""
         self.micro_steps = micro_steps
-
-    # ------------------------------------------------------------------ in the middle
-    def settle(self) -> dict[str, Any] | None:
-        """What `reopen` goes on with, once all that was reduced is settled; None between two windows."""
-        if not self._steps:
-            return None
-        self._runtime.gradients.reductions.settle_all()
-        self._scaler.settle_clipping()
-        return {
-            "steps": self._steps,
-            "of": self._config.gradient_accumulation_steps,
-            "boundary": self.said,
-            "coalesced": self._coalesced,
-        }
-
-    def reopen(self, steps: int, boundary: bool | None, coalesced: bool) -> None:
-        """That many micro-steps have been, and the runtime has their gradients. Else see the constructor."""
-        self._steps, self.said, self._coalesced = steps, boundary, coalesced
-        self._parts.stubs.gradients_wait()
 
     def window_began(self) -> None:
         self._scheduler.window_began()
@@ -257,16 +238,11 @@ class Window(Observer):
             raise EngineError(f"{what} inside a forward or backward: {instead}")
 
     def refuse_waiting(self, what: str) -> None:
-        """While gradients wait."""
-        if self._parts.stubs.gradients_pending:
+        """In the middle of a window."""
+        if self._parts.stubs.gradients_pending or self._steps:
             raise EngineError(
                 f"{what} while gradients wait: call it after the step() that ends the window, or zero_grad()"
             )
-
-    def refuse_unstepped(self, what: str) -> None:
-        """While gradients wait that `micro_steps` does not count yet."""
-        if self._backwards:
-            raise EngineError(f"{what} between a backward and its step(): call it after step() or zero_grad()")
 
     def refuse_block(self) -> None:
         """Where `coalesce_grad_reduction()` cannot begin. UnsupportedWindow where it never can."""

@@ -168,11 +168,16 @@ class ZeroweaveAccelerator(Accelerator):
 
     # ------------------------------------------------------------------ checkpoints
     def save_state(self, output_dir: StrPath | None = None, safe_serialization: bool = True) -> str:
-        """As Accelerate's, also in the middle of an accumulation; returns the folder. Collective.
+        """As Accelerate's; returns the folder. EngineError in the middle of an accumulation. Collective.
 
         Accelerate writes schedulers, samplers and registered objects, and each engine a checkpoint in the folder
         `zeroweave` of it. What an earlier call has left in the folder is removed first.
         """
+        if not self.sync_gradients:  # before anything is removed
+            raise EngineError(
+                "save_state() in the middle of an accumulation, of which a checkpoint has no gradients: call it after "
+                "the optimizer.step() that ends it, where accelerator.sync_gradients is true"
+            )
         if output_dir is not None and not self.project_configuration.automatic_checkpoint_naming:
             self._remove_engines(Path(output_dir))
         with self._engines_apart() as engines:

@@ -12,8 +12,7 @@ from torch import nn
 
 from zeroweave.errors import ParameterError, UnsupportedOptimizer
 from zeroweave.optim.lion import Lion
-from zeroweave.optim.probe import kept_of_wholes, probe
-from zeroweave.optim.several import WHOLE_MATRIX, Given
+from zeroweave.optim.several import Given, is_declared_element_wise
 from zeroweave.optim.states import uncuttable
 from zeroweave.parameters.foreign import own_parameters
 
@@ -24,21 +23,24 @@ ELEMENT_WISE = frozenset({Lion}).union(
     for name in "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 )
 
-# Optimizers that look at more than one element at a time, or that need other gradients than dense ones, by
-# the lower-case names of their classes and base classes.
-_NOT_ELEMENT_WISE = {
+_OF_PACKAGES = frozenset({f"schedulefree.{name}ScheduleFree" for name in ("AdamW", "RAdam", "SGD")})
+"""Package and class of element-wise optimizers that are not imported here. They step all parameters together."""
+
+_FACTORED = "computes with rows and columns of whole parameters, and keeps states of their sizes"
+_NEVER = {
     "lbfgs": "calls a closure several times a step",
     "sparseadam": "needs sparse gradients",
     **dict.fromkeys(
-        ("adafactor", "came", "galoreadamw", "shampoo", "distributedshampoo", "sm3", "soap", "adammini"),
-        "computes with rows and columns of whole parameters",
+        ("adafactor", "came", "galoreadamw", "shampoo", "distributedshampoo", "sm3", "soap", "adammini"), _FACTORED
     ),
+}
+"""Optimizers that whole parameters do not help, by the lower-case names of their classes and base classes."""
+
+_OF_WHOLES = {
     **dict.fromkeys(("muon", "adamuon", "kron", "psgd"), "computes with whole matrices"),
     **dict.fromkeys(("lamb", "fusedlamb", "lars", "larc", "novograd"), "computes norms of whole parameters"),
 }
-
-_NEVER = ("lbfgs", "sparseadam")
-"""Those that whole parameters do not help."""
+"""Those that look at more than one element at a time."""
 
 _SHOWN = 8
 """Names that a warning tells."""
@@ -70,11 +72,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, whole: b
     """Passes if `optimizer` can run on fragments of `model`'s parameters; else one ParameterError.
 
     It names everything that is wrong: an optimizer whose class or whose step's signature says that it is not
-    element-wise, parameters that are not the model's or occur twice, and state that cannot be cut. Where nothing is,
-    and the class is none of torch's, a copy of the optimizer is tried out; see `probe`. UnsupportedOptimizer, which is
-    a ParameterError, for an object that is no torch.optim.Optimizer. `whole`: it gets whole parameters, and may compute
-    what it likes; what it keeps has to be of their shapes all the same. Changes nothing. To be called before the
-    parameters are put to rest.
+    element-wise, a class that is not known and not declared to be element-wise, parameters that are not the model's or
+    occur twice, and state that cannot be cut. UnsupportedOptimizer, which is a ParameterError, for an object that is no
+    torch.optim.Optimizer. `whole`: it gets whole parameters, and may compute what it likes. Changes nothing. To be
+    called before the parameters are put to rest.
     """
     reasons = [*_class_reasons(optimizer, whole)]
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -85,13 +86,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, whole: b
                 f"it holds state that cannot be cut like its parameters ({', '.join(lasting)}); build a new optimizer "
                 "for zeroweave.initialize, or use AdamW, Adam or SGD"
             )
-        if not reasons and whole and type(optimizer) not in WHOLE_MATRIX and (kept := kept_of_wholes(optimizer)):
+        if not reasons and not whole and not _is_element_wise(optimizer):
             reasons.append(
-                f"it keeps what cannot be cut among the ranks as a parameter is ({', '.join(kept)}): an optimizer of "
-                "whole matrices keeps tensors of the parameter's shape, or one value"
+                "its class is not known to be element-wise, and a rank holds parts of parameters; pass "
+                "zeroweave.element_wise(optimizer) if a step on a part of a parameter equals that part of a step on "
+                "the whole, zeroweave.WholeMatrices(optimizer) if it updates each parameter by itself from the whole; "
+                "or use AdamW, Adam or SGD"
             )
-        if not reasons and not whole and type(optimizer) not in ELEMENT_WISE:
-            reasons += probe(optimizer)
     if reasons:
         lines = "\n".join(f"  {reason}" for reason in reasons)
         kind = ParameterError if isinstance(optimizer, torch.optim.Optimizer) else UnsupportedOptimizer
@@ -112,6 +113,12 @@ def in_no_group(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Paramet
     )
 
 
+def _is_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    kind = type(optimizer)
+    of_package = f"{kind.__module__.partition('.')[0]}.{kind.__qualname__}"
+    return kind in ELEMENT_WISE or of_package in _OF_PACKAGES or is_declared_element_wise(optimizer)
+
+
 def _class_reasons(optimizer: object, whole: bool) -> Iterator[str]:
     if not isinstance(optimizer, torch.optim.Optimizer):
         yield (
@@ -125,14 +132,15 @@ def _class_reasons(optimizer: object, whole: bool) -> Iterator[str]:
             "use AdamW or Adam, with precision.optimizer 'compact', or with offload.optimizer for states in host memory"
         )
         return
-    for base in type(optimizer).__mro__:
-        if (why := _NOT_ELEMENT_WISE.get(base.__name__.lower())) is not None:
-            if whole and base.__name__.lower() not in _NEVER:
-                break
+    for name in (base.__name__.lower() for base in type(optimizer).__mro__):
+        if name in _NEVER:
+            yield f"it is not element-wise: it {_NEVER[name]}, and a rank holds fragments; use AdamW, Adam or SGD"
+            return
+        if name in _OF_WHOLES and not whole:
             yield (
-                f"it is not element-wise: it {why}, of which a rank holds fragments; use AdamW, Adam or SGD, or "
-                "zeroweave.WholeMatrices(optimizer) if it updates each parameter by itself from a dense gradient, and "
-                "keeps states of its shape"
+                f"it is not element-wise: it {_OF_WHOLES[name]}, of which a rank holds fragments; use AdamW, Adam or "
+                "SGD, or zeroweave.WholeMatrices(optimizer) if it updates each parameter by itself from a dense "
+                "gradient, and keeps states of its shape"
             )
             return
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]  # without self

@@ -1,4 +1,4 @@
-"""Several optimizers as one, and those that are to have whole matrices.
+"""Several optimizers as one, those that are to have whole matrices, and those that are declared element-wise.
 
 initialize(model, [Muon(matrices), AdamW(others)])        what people train matrices with
 initialize(model, WholeMatrices(Own(model.parameters())))  an optimizer of one's own that computes with matrices
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 
@@ -30,6 +30,26 @@ class WholeMatrices:
     """
 
     optimizer: torch.optim.Optimizer
+
+
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+_DECLARED: Final = "zeroweave_element_wise"
+
+
+def element_wise(optimizer: _Optimizer) -> _Optimizer:
+    """Declares that `optimizer` is element-wise; returns the same object.
+
+    Element-wise means: a step on a part of each parameter, with that part of its gradient and its state, equals that
+    part of a step on the whole. An optimizer that does not do this trains with wrong numbers. The optimizers of
+    torch that are element-wise, `zeroweave.Lion` and those of the package schedulefree need no declaration.
+    """
+    vars(optimizer).update({_DECLARED: True})
+    return optimizer
+
+
+def is_declared_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    """True if `element_wise` was called with it."""
+    return bool(vars(optimizer).get(_DECLARED))
 
 
 class Given(NamedTuple):

@@ -44,9 +44,6 @@ def _summary(manifest: Manifest) -> Iterator[str]:
     match values.get("optimizer"):
         case {"kind": kind, "groups": [*groups]}:
             yield f"optimizer: {kind}, groups of parameters: {len(groups)}"
-    match values.get("accumulation"):
-        case {"steps": steps, "of": of}:
-            yield f"in the middle of a window: behind {steps} of {of} micro-steps"
     if "data" in values:
         own = any(name.endswith("/data") for name in values)
         yield f"data: {'a position for each rank' if own else 'one position for all ranks'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -98,7 +98,7 @@ def instructions(shown: Courses, courses: tuple[Course, ...]) -> Table:
 def exposed(shown: Courses) -> tuple[Table, str]:
     """Where the computation waits longest, and a sentence about the rest."""
     schedule, first = shown.schedule, shown.courses[0]
-    issued, after = _issuers(schedule), {each.index: f" behind {each.after}" for each in shown.operations}
+    issued, after = schedule.producers, {each.index: f" behind {each.after}" for each in shown.operations}
 
     def cause(index: int) -> str:
         """What it waits for there."""
@@ -126,38 +126,16 @@ def exposed(shown: Courses) -> tuple[Table, str]:
     return Table("Where the computation waits longest", head, tuple(rows), frozenset({len(head) - 1})), more
 
 
-def _issuers(schedule: Schedule) -> dict[int, int]:
-    """For each Wait and Settle, by index, that of the Unshard or Reduce that starts what it waits for."""
-    gathers: dict[int, int] = {}
-    reductions: dict[int, deque[int]] = {}
-    found: dict[int, int] = {}
-    for index, instruction in enumerate(schedule.instructions):
-        match instruction:
-            case Unshard(bucket) if index in schedule.gathers:
-                gathers[bucket] = index
-            case Wait(bucket) if bucket in gathers:
-                found[index] = gathers[bucket]
-            case Reduce(bucket):
-                reductions.setdefault(bucket, deque()).append(index)
-            case Settle(bucket):
-                found[index] = reductions[bucket].popleft()
-    return found
-
-
 def collectives(shown: Courses) -> Table:
     """The collectives of a step, by kind, and how long the computation waits for them."""
     schedule, sizes = shown.schedule, shown.schedule.facts.sizes
-    kinds: list[tuple[str, Lane, type, type]] = [
-        ("gathers", "all_gather", Unshard, Wait),
-        ("reductions", "reduce_scatter", Reduce, Settle),
-    ]
-    head, rows = ["", "calls", "launches", "bytes of flats"], []
+    kinds: list[tuple[str, Lane, type]] = [("gathers", "all_gather", Wait), ("reductions", "reduce_scatter", Settle)]
+    head, rows = ["", "calls", "bytes of flats"], []
     for course in shown.courses:
         head += [f"{course.name}: takes, ms", "exposed, ms"]
-    for name, kind, issuer, waiter in kinds:
+    for name, kind, waiter in kinds:
         buckets = [bucket for each, bucket in schedule.collectives() if each == kind]
-        launches = len(buckets) - sum(len(each) - 1 for each in schedule.launches if isinstance(each[0], issuer))
-        row = [name, str(len(buckets)), str(launches), size(sum(sizes[bucket] for bucket in buckets))]
+        row = [name, str(len(buckets)), size(sum(sizes[bucket] for bucket in buckets))]
         for course in shown.courses:
             waits = (s for index, s in course.waits.items() if isinstance(schedule.instructions[index], waiter))
             row += [ms(course.busy(kind)), ms(sum(waits))]

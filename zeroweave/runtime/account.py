@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -19,18 +17,6 @@ from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradient_flat import GradientFlat, Lend
 
 _ONCE: Final = "compute with it in the model's forward only, or remove the hooks and use engine.gradients()"
-
-
-@dataclass(frozen=True, slots=True)
-class Balance:
-    """What an account holds between two backwards, once all reductions are settled."""
-
-    shard: torch.Tensor | None
-    """[numel / world] what was reduced"""
-    unreduced: Mapping[int, torch.Tensor]
-    """slot -> what was not, on this rank"""
-    had_gradient: Set[int]
-    """slots"""
 
 
 class Account:
@@ -243,22 +229,6 @@ class Account:
         if not self.parts:
             self.flat.clear()  # what was lent for gradients that nobody wanted
         self.issued = self.reported = self._armed = False
-
-    # ------------------------------------------------------------------ between two backwards
-    def balance(self) -> Balance:
-        """What another run goes on with. It shares the tensors."""
-        local = self.local is not None
-        unreduced = {slot: self._sums[slot] for slot in sorted(self.had_gradient)} if local else dict(self.parts)
-        return Balance(self.shard, unreduced, frozenset(self.had_gradient))
-
-    def resume(self, balance: Balance, folded: bool) -> None:
-        """Goes on with that, as a new account. `folded`: what was not reduced is a local sum."""
-        self._keep(None if balance.shard is None else balance.shard.to(self.dtype))
-        self.had_gradient = set(balance.had_gradient)
-        self.parts = dict(balance.unreduced)
-        self._fresh = bool(self.parts)
-        if folded:
-            self.add_up()
 
     # ------------------------------------------------------------------ the settled gradient
     def take(self) -> torch.Tensor | None:

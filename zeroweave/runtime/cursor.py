@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
-from zeroweave.schedule import End, Fuse, Instruction, Reduce, Reload, Reshard, Run, Stage, Unshard, Update, Wait
+from zeroweave.schedule import End, Instruction, Reduce, Reload, Reshard, Run, Stage, Unshard, Update, Wait
 
 _EVENTS: Final = (Run, End, Reduce, Update)
 _AT_ONCE: Final = (Unshard, Reshard, Reload, Stage)
@@ -19,10 +19,6 @@ class _View(NamedTuple):
     """the next event or update; None where nothing like that comes any more"""
     place: int
     """its index"""
-    reductions: tuple[int, ...]
-    """the buckets of its launch, if it is a reduction"""
-    behind: int
-    """the place behind it and its launch"""
     trail: int
     """the next instruction that waits"""
 
@@ -39,25 +35,13 @@ class Cursor:
         self.index = 0
         events = [i for i, instruction in enumerate(instructions) if isinstance(instruction, Run | End | Reduce)]
         self._micro_steps = dict(zip(events, micro_steps, strict=True))
-        view = _View(None, len(instructions), (), len(instructions), len(instructions))
+        view = _View(None, len(instructions), len(instructions))
         self._views = [view] * (len(instructions) + 1)
         for index in reversed(range(len(instructions))):
-            self._views[index] = view = self._view(index, view)
-
-    def _view(self, index: int, further: _View) -> _View:
-        """The view from a place, by that from the next one."""
-        event, place, reductions, behind, trail = further
-        instruction = first = self._instructions[index]
-        if isinstance(instruction, Fuse):
-            stop = index + 1 + instruction.count
-            first = self._instructions[index + 1]
-            if isinstance(first, Reduce):
-                launch = cast(Sequence[Reduce], self._instructions[index + 1 : stop])
-                reductions, behind = tuple(each.bucket for each in launch), stop
-        elif isinstance(instruction, _EVENTS):
-            event, place, behind = instruction, index, index + 1
-            reductions = (instruction.bucket,) if isinstance(instruction, Reduce) else ()
-        return _View(event, place, reductions, behind, trail if isinstance(first, _AT_ONCE) else index)
+            instruction = instructions[index]
+            event, place = (instruction, index) if isinstance(instruction, _EVENTS) else (view.event, view.place)
+            view = _View(event, place, view.trail if isinstance(instruction, _AT_ONCE) else index)
+            self._views[index] = view
 
     def restart(self) -> None:
         """Nothing has been taken."""
@@ -69,15 +53,16 @@ class Cursor:
         return self._views[self.index].event
 
     @property
-    def reductions(self) -> tuple[int, ...]:
-        """The buckets of the next event and its launch, if it is a reduction."""
-        return self._views[self.index].reductions
+    def reduction(self) -> int | None:
+        """The bucket of the next event, if that is a reduction."""
+        event = self.event
+        return event.bucket if isinstance(event, Reduce) else None
 
     def beyond(self, kind: type[Instruction]) -> Instruction | None:
         """The next event or update that is not of this kind."""
         view = self._views[self.index]
         while isinstance(view.event, kind):
-            view = self._views[view.behind]
+            view = self._views[self._behind(view)]
         return view.event
 
     def events(self, micro_step: int) -> Iterator[Instruction]:
@@ -85,7 +70,7 @@ class Cursor:
         view = self._views[self.index]
         while view.event is not None and self._micro_steps.get(view.place) == micro_step:
             yield view.event
-            view = self._views[view.behind]
+            view = self._views[self._behind(view)]
 
     def to_waits(self, buckets: Collection[int]) -> Iterator[Instruction]:
         """Takes all up to the last wait for one of these buckets that comes before the next event."""
@@ -94,8 +79,8 @@ class Cursor:
         return self._take(waits[-1] + 1 if waits else self.index)
 
     def to_event(self) -> Iterator[Instruction]:
-        """Takes all up to and including the next event or update; of a launch, all that belong to it."""
-        return self._take(self._views[self.index].behind)
+        """Takes all up to and including the next event or update."""
+        return self._take(self._behind(self._views[self.index]))
 
     def trail(self) -> Iterator[Instruction]:
         """Takes what follows and waits for nothing: all up to the next wait or event.
@@ -107,6 +92,10 @@ class Cursor:
     def rest(self) -> Iterator[Instruction]:
         """Takes all that are left."""
         return self._take(len(self._instructions))
+
+    def _behind(self, view: _View) -> int:
+        """The place behind the event of a view."""
+        return min(view.place + 1, len(self._instructions))
 
     def _take(self, end: int) -> Iterator[Instruction]:
         start, self.index = self.index, max(self.index, end)

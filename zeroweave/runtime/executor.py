@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from itertools import groupby, islice
+from itertools import groupby
 from typing import cast
 
 from zeroweave._torch.modes import unseen
@@ -16,7 +15,6 @@ from zeroweave.runtime.timeline import Timeline
 from zeroweave.runtime.transfers import Snapshot
 from zeroweave.schedule.instructions import (
     Free,
-    Fuse,
     Instruction,
     Offload,
     Reduce,
@@ -76,20 +74,18 @@ class Staging:
 class Executor:
     """Executes instructions, and knows the holds that they have taken.
 
-    `together`: the scope in which gathers, or reductions, are issued in one launch. `free`: what `Free` does; None:
-    there is none. `offloading`: what moves activations; None: nothing does.
+    `free`: what `Free` does; None: there is none. `offloading`: what moves activations; None: nothing does.
     """
 
     def __init__(
         self,
         buckets: Mapping[int, Bucket],
         gradients: Gradients,
-        together: Callable[[], AbstractContextManager[None]],
         free: Callable[[], None] | None,
         offloading: Offloading | None,
     ) -> None:
         self._buckets, self._gradients = buckets, gradients
-        self._together, self._free, self._offloading = together, free, offloading
+        self._free, self._offloading = free, offloading
         self.lingering = Lingering(buckets)
         self.staging = Staging()
         self.holds: Counter[int] = Counter()
@@ -102,7 +98,7 @@ class Executor:
         self._timeline = timeline
 
     def execute(self, instructions: Iterator[Instruction]) -> None:
-        """Executes them in order; what a `Fuse` counts, in one launch. Updates are for `finish`."""
+        """Executes them in order. Updates are for `finish`."""
         timeline = self._timeline
         with unseen():
             for instruction in instructions:
@@ -133,9 +129,6 @@ class Executor:
                         self._offloading.move(instruction, timeline)
                 if timeline is not None:
                     timeline.add(instruction, before)
-                if isinstance(instruction, Fuse):
-                    with self._together():
-                        self.execute(islice(instructions, instruction.count))
 
     def finish(self, instructions: Iterable[Instruction], update: Callable[[Sequence[int]], object]) -> None:
         """Executes the end of a window. `update(bucket ids)` is what neighbouring `Update`s do.

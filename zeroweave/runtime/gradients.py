@@ -14,7 +14,7 @@ import torch
 
 from zeroweave.comm.gauge import Gauge
 from zeroweave.comm.transport import ReduceOp, Transport
-from zeroweave.runtime.account import Account, Balance
+from zeroweave.runtime.account import Account
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradient_flat import Lend
 from zeroweave.runtime.reductions import Reductions
@@ -210,16 +210,6 @@ class Gradients:
         self.unreduced = not reduced
         for account in self._accounts.values():
             account.end_backward()
-
-    def balance(self, bucket_id: int) -> Balance:
-        """What a bucket's account holds between two backwards. All reductions are settled."""
-        return self._accounts[bucket_id].balance()
-
-    def resume(self, bucket_id: int, balance: Balance, unreduced: bool) -> None:
-        """A new window goes on with what another run had of a bucket; `unreduced`, of all buckets, as it was there."""
-        self.unreduced = unreduced
-        self._accounts[bucket_id].resume(balance, folded=unreduced)
-        self._look()
 
     @property
     def accounts(self) -> Mapping[int, Account]:

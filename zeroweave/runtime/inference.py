@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.gradients import Gradients
@@ -23,10 +22,9 @@ class Inference(Replay):
         buckets: Mapping[int, Bucket],
         gradients: Gradients,
         kept_by_stage: frozenset[int],
-        together: Callable[[], AbstractContextManager[None]],
         optional: frozenset[int],
     ) -> None:
-        super().__init__(buckets, gradients, kept_by_stage, together, Record(), optional=optional)
+        super().__init__(buckets, gradients, kept_by_stage, Record(), optional=optional)
         layouts = [bucket.layout for bucket in buckets.values()]
         self._facts = Facts(
             tuple(BucketFacts(b.id, b.name, b.nbytes, trainable=False) for b in layouts),

@@ -12,7 +12,6 @@ rank gathers with the others, and reduces zeros.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 from zeroweave.runtime.activation_offload import Offloading
 from zeroweave.runtime.bucket import Bucket
@@ -27,7 +26,6 @@ from zeroweave.schedule.instructions import (
     End,
     Entered,
     Free,
-    Fuse,
     Instruction,
     Left,
     Micro,
@@ -45,9 +43,9 @@ from zeroweave.schedule.instructions import (
 class Replay:
     """Executes one window (the steps between two optimizer steps) and records its events.
 
-    `kept_by_stage`: the buckets that stay unsharded until the window's end; `optional`: see `Policy`. `together`: the
-    scope in which gathers, or reductions, are issued in one launch. `free`: what `Free` does; None: there is none.
-    `offloading`: what moves activations; None: nothing does. Counters are kept over windows.
+    `kept_by_stage`: the buckets that stay unsharded until the window's end; `optional`: see `Policy`. `free`:
+    what `Free` does; None: there is none. `offloading`: what moves activations; None: nothing does. Counters are kept
+    over windows.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class Replay:
         buckets: Mapping[int, Bucket],
         gradients: Gradients,
         kept_by_stage: frozenset[int],
-        together: Callable[[], AbstractContextManager[None]],
         record: Record,
         free: Callable[[], None] | None = None,
         offloading: Offloading | None = None,
@@ -65,7 +62,7 @@ class Replay:
         self.keeps_all = bool(kept_by_stage - optional)
         """True at stages 1 and 2, where ranks may enter different calls"""
         self._frees, self._offloading = free is not None, offloading
-        self.executor = Executor(buckets, gradients, together, free, offloading)
+        self.executor = Executor(buckets, gradients, free, offloading)
         self.lingering = self.executor.lingering
         self.record = record
         self.schedule: Schedule | None = None
@@ -199,7 +196,7 @@ class Replay:
         """The outermost backward is over; what was not complete is reduced as it is."""
         if reduced:
             while waiting := self._gradients.unissued():
-                if (due := self._next_reductions()) and due[0] in waiting:
+                if (due := self._next_reduction()) is not None and due in waiting:
                     self._reduce_next(due)
                 elif self._catches_up and any(isinstance(e, Reduce) and e.bucket in waiting for e in self._events()):
                     self._leave_out()
@@ -215,21 +212,19 @@ class Replay:
         self.reducing = False
 
     def _reduce_now(self, bucket: int) -> None:
-        """Reduces a bucket, and what is reduced with it, although the schedule has something else next."""
+        """Reduces a bucket although the schedule has something else next."""
         self._depart(Reduce(bucket))
         if not self._gradients.is_unissued(bucket):
             return  # it had its turn by that
-        launch = self._reduced_with(bucket)
-        for each in launch:
-            if each not in self._passed:
-                self.record.add(Ready(each))
-        self._issue(launch)
+        if bucket not in self._passed:
+            self.record.add(Ready(bucket))
+        self._issue(bucket)
 
     def reduce_late(self, buckets: Iterable[int]) -> None:
         """Reduces again, before the optimizer step, what had its turn before all of its gradients came."""
         for bucket in buckets:
             self._depart(Reduce(bucket))
-            self._issue((bucket,))
+            self._issue(bucket)
 
     def arrive(self) -> bool:
         """The window's computations are over. Did they follow the schedule to the end?"""
@@ -273,20 +268,18 @@ class Replay:
         self._begin()
 
     # ------------------------------------------------------------------ following the schedule
-    def _next_reductions(self) -> tuple[int, ...]:
-        """The buckets of the schedule's next event, if that is a reduction whose turn has come, and of its launch."""
-        due = self._cursor.reductions
-        return due if due and self.following and not self._open.outlasted else ()
+    def _next_reduction(self) -> int | None:
+        """The bucket of the schedule's next event, if that is a reduction whose turn has come."""
+        return self._cursor.reduction if self.following and not self._open.outlasted else None
 
     def reduce_due(self) -> None:
         """Reduces what is complete, if the schedule has it next; a bucket that was complete early has waited for it."""
-        while self.reducing and (due := self._next_reductions()) and all(map(self._is_due, due)):
+        while self.reducing and (due := self._next_reduction()) is not None and self._is_due(due):
             self._reduce_next(due)
 
-    def _reduce_next(self, due: tuple[int, ...]) -> None:
-        """Reduces the buckets of the schedule's next event, although announced gradients may be missing."""
-        for bucket in due:
-            self.record.add(Ready(bucket))
+    def _reduce_next(self, due: int) -> None:
+        """Reduces the bucket of the schedule's next event, although announced gradients may be missing."""
+        self.record.add(Ready(due))
         self.executor.execute(self._cursor.to_event())
         self.executor.execute(self._cursor.trail())
 
@@ -331,8 +324,8 @@ class Replay:
         """Carries out the schedule's next event without the program: it computes nothing, and reduces what there is."""
         assert self.schedule is not None
         match event := self._cursor.event:
-            case Reduce():
-                self._reduce_next(self._cursor.reductions)
+            case Reduce(bucket):
+                self._reduce_next(bucket)
             case Run(call, uses):
                 self._left_out.append(self.record.add(Entered(call, uses)))
                 self.executor.execute(self._cursor.to_event())
@@ -390,49 +383,35 @@ class Replay:
         self._execute(Wait(bucket))
 
     def _gather_kept(self, until: int | None = None) -> None:
-        """Gathers kept buckets in the order and the launches that all ranks agreed on, used on this rank or not."""
-        for launch in self._keep_order():
-            missing = [bucket for bucket in launch if not self.executor.holds[bucket]]
-            self.on_demand += len(missing) if self.schedule is not None else 0
-            self._launch(list(map(Unshard, missing)))
-            if until in launch:
+        """Gathers kept buckets in the order that all ranks agreed on, used on this rank or not."""
+        for bucket in self._keep_order():
+            if not self.executor.holds[bucket]:
+                self.on_demand += self.schedule is not None
+                self._execute(Unshard(bucket))
+            if bucket == until:
                 break
 
-    def _keep_order(self) -> list[list[int]]:
-        if self.schedule is None:
-            return [[bucket] for bucket in sorted(self.kept_by_stage)]
+    def _keep_order(self) -> list[int]:
         kept = self.kept_by_stage
-        return [
-            [each.bucket for each in launch if isinstance(each, Unshard) and each.bucket in kept]
-            for launch in self.schedule.launches
-        ]
-
-    def _reduced_with(self, bucket: int) -> tuple[int, ...]:
-        """What is reduced in one launch with a bucket, also here: NCCL hangs where ranks launch unequally."""
-        if self.schedule is None or not self._gradients.is_unissued(bucket):  # what comes late comes alone
-            return (bucket,)
-        return self.schedule.reduced_together.get(bucket, (bucket,))
+        if self.schedule is None:
+            return sorted(kept)
+        return [i.bucket for i in self.schedule.instructions if isinstance(i, Unshard) and i.bucket in kept]
 
     def _issue_in_turn(self) -> None:
         # Kept buckets have one order whatever a rank computes, as nothing is gathered between their reductions.
         for bucket in self._gradients.unissued() if self.keeps_all else tuple(self._passed):
-            launch = self._reduced_with(bucket)
-            if all(each in self._passed for each in launch):
+            if bucket in self._passed:
                 if self._gradients.is_unissued(bucket):
-                    self._issue(launch)
+                    self._issue(bucket)
             elif self.keeps_all:
                 return
 
-    def _issue(self, launch: tuple[int, ...]) -> None:
+    def _issue(self, bucket: int) -> None:
         while flying := self._gradients.reductions.in_flight:
-            if len(flying) + len(launch) <= self._depth and set(launch).isdisjoint(flying):
+            if len(flying) < self._depth and bucket not in flying:
                 break
             self._execute(Settle(flying[0]))
-        self._launch(list(map(Reduce, launch)))
-
-    def _launch(self, instructions: Sequence[Instruction]) -> None:
-        """Executes gathers, or reductions, as one launch."""
-        self._execute(*[Fuse(len(instructions))] * (len(instructions) > 1), *instructions)
+        self._execute(Reduce(bucket))
 
     def _execute(self, *instructions: Instruction) -> None:
         self.executor.execute(iter(instructions))

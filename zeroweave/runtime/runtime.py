@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -100,11 +99,10 @@ class Runtime:
         self.activations = Activations(policy.free_threshold, offloading)
         self._trained = [b for b in self.buckets.values() if b.layout.trainable]
         free = None if policy.free_threshold is None else self.activations.free
-        together = partial(self.transfers.together, transport)
         kept = policy.kept_by_stage
-        self.replay = Replay(self.buckets, self.gradients, kept, together, record, free, offloading, policy.optional)
+        self.replay = Replay(self.buckets, self.gradients, kept, record, free, offloading, policy.optional)
         self.replay.lingering.stay(policy.stays)
-        self._inference = Inference(self.buckets, self.gradients, kept, together, policy.optional)
+        self._inference = Inference(self.buckets, self.gradients, kept, policy.optional)
         self.compiled_calls = self.eager_calls = 0
         self._frame: Frame | None = None
         self._backward: int | None = None

@@ -254,7 +254,6 @@ class Transfers:
         self._up, self._down, self._aside = streams(device), streams(device), streams(device)
         self._leaving: deque[_Leaving] = deque()
         self._calls = 0
-        self._together = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> HostTensor:
         """A new tensor [numel] in host memory."""
@@ -323,16 +322,6 @@ class Transfers:
         self.retire(0)
 
     # ------------------------------------------------------------------ gathers
-    @contextmanager
-    def together(self, transport: Transport) -> Iterator[None]:
-        """The scope of `Transport.together`: its gathers are launched at the end, on the stream current there."""
-        with transport.together():
-            self._together = True
-            try:
-                yield
-            finally:
-                self._together = False
-
     def gather(self, transport: Transport, flat: torch.Tensor, shard: HostTensor, layout: BucketLayout) -> Pending:
         """Uploads this rank's shard and starts the all-gather behind that; see `Transport.all_gather`.
 
@@ -341,10 +330,10 @@ class Transfers:
         with self._issuing():
             upload = self.upload([shard])
             # The collective waits for the stream of the upload, and the computation does not.
-            with nullcontext() if self._together else self._up.here():
+            with self._up.here():
                 (staged,) = upload.wait()
                 pending = transport.all_gather(flat, self._up.lend(staged), layout)
-                event = None if self._together else self._up.mark()
+                event = self._up.mark()
         self.staged.add(staged.nbytes)
         return _Gathering(pending, event, staged, self.staged.add)
 

@@ -29,7 +29,6 @@ from zeroweave.schedule.instructions import End as End
 from zeroweave.schedule.instructions import Entered as Entered
 from zeroweave.schedule.instructions import Event as Event
 from zeroweave.schedule.instructions import Free as Free
-from zeroweave.schedule.instructions import Fuse as Fuse
 from zeroweave.schedule.instructions import Instruction as Instruction
 from zeroweave.schedule.instructions import Left as Left
 from zeroweave.schedule.instructions import Micro as Micro

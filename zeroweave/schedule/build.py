@@ -22,7 +22,6 @@ from zeroweave.schedule.instructions import (
     Entered,
     Event,
     Free,
-    Fuse,
     Instruction,
     Left,
     Micro,
@@ -175,8 +174,6 @@ class Schedule:
                 return f"{type(instruction).__name__} {call.name}" + (f" #{number}" if number else "")
             case Free():
                 return "Free"
-            case Fuse(count):
-                return f"Fuse {count}"
             case Unshard(bucket) if bucket in self.stays:
                 return f"Unshard {name(bucket)} (stays)"
             case Unshard(bucket) if bucket in self.places:
@@ -215,7 +212,7 @@ class Schedule:
                 if inside(instruction.call.name):
                     return True
                 return isinstance(instruction, Run) and any(inside(self.facts.name(b)) for b in instruction.uses)
-            return not isinstance(instruction, Free | Fuse) and inside(self.facts.name(instruction.bucket))
+            return not isinstance(instruction, Free) and inside(self.facts.name(instruction.bucket))
 
         return tuple(self._spell(line) for line in self._lines if any(map(touches, line)))
 
@@ -235,26 +232,25 @@ class Schedule:
         return tuple(self.sends.values())
 
     @cached_property
-    def fused(self) -> dict[int, range]:
-        """By the index of each instruction behind a ``Fuse``: the indices of all that it counts."""
-        runs = [range(n + 1, n + 1 + i.count) for n, i in enumerate(self.instructions) if isinstance(i, Fuse)]
-        return {index: run for run in runs for index in run}
+    def producers(self) -> dict[int, int]:
+        """By the index of each ``Wait`` and ``Settle``: that of the ``Unshard`` or ``Reduce`` which it waits for.
 
-    @cached_property
-    def launches(self) -> tuple[tuple[Unshard | Reduce, ...], ...]:
-        """The ``Unshard`` and ``Reduce`` instructions in order, those of one ``Fuse`` together."""
-        out: dict[int, tuple[Unshard | Reduce, ...]] = {}
+        A ``Wait`` for what stays from the step before has none.
+        """
+        found: dict[int, int] = {}
+        gathers: dict[int, int] = {}  # bucket -> its last gather
+        flying: dict[int, deque[int]] = {}  # bucket -> its reductions that are not settled
         for index, instruction in enumerate(self.instructions):
-            if isinstance(instruction, Unshard | Reduce):
-                first = self.fused.get(index, (index,))[0]
-                out[first] = (*out.get(first, ()), instruction)
-        return tuple(out.values())
-
-    @cached_property
-    def reduced_together(self) -> dict[int, tuple[int, ...]]:
-        """The buckets whose reductions are one launch, by each of them; the same in every backward."""
-        launches = [tuple(i.bucket for i in launch if isinstance(i, Reduce)) for launch in self.launches]
-        return {bucket: launch for launch in launches if len(launch) > 1 for bucket in launch}
+            match instruction:
+                case Unshard(bucket) if index in self.gathers:
+                    gathers[bucket] = index
+                case Wait(bucket) if bucket in gathers:
+                    found[index] = gathers[bucket]
+                case Reduce(bucket):
+                    flying.setdefault(bucket, deque()).append(index)
+                case Settle(bucket):
+                    found[index] = flying[bucket].popleft()
+        return found
 
     @cached_property
     def reduce_order(self) -> tuple[int, ...]:
@@ -312,13 +308,12 @@ class Schedule:
         return schedule
 
     def words(self) -> list[str]:
-        """What all ranks must have in common: collectives in order, launches, buckets, settings."""
+        """What all ranks must have in common: collectives in order, buckets, settings."""
         facts = self.facts
         words = [f"{kind} {facts.name(bucket)}" for kind, bucket in self.collectives()]
-        words += [f"one launch: {', '.join(map(self.describe, launch))}" for launch in self.launches if len(launch) > 1]
         words += [f"{b.id} {b.name!r} {b.nbytes} {b.trainable}" for b in facts.buckets]
         words += [f"{sorted(facts.kept_by_stage)} {facts.depth} {facts.prefetch} {facts.update_by_bucket} {facts.free}"]
-        words += [f"{facts.keep if facts.keep == 'auto' else sorted(facts.keep)} {facts.fuse} {facts.memory}"]
+        words += [f"{facts.keep if facts.keep == 'auto' else sorted(facts.keep)} {facts.memory}"]
         words += ["activations are moved to host memory"] * facts.offload
         words += ["buckets are staged for checkpoints"] * facts.stage
         words += [f"{facts.name(bucket)} stays gathered" for bucket in sorted(self.stays)]

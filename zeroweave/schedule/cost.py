@@ -7,20 +7,18 @@ waiting for communication left out. Whatever a pass moves, these stay.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 from zeroweave.errors import ScheduleError
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.facts import Costs, Kind
+from zeroweave.schedule.facts import Costs
 from zeroweave.schedule.instructions import (
     Call,
     End,
-    Fuse,
     Instruction,
     Offload,
     Reduce,
@@ -59,7 +57,7 @@ class Prediction:
     seconds: of the step. starts: when the compute stream comes to each instruction. waits: how long it waits for
     communication, for each instruction that waits at all, by index. memory: bytes of flats, reductions in flight and
     activations after each instruction. copied: seconds of the gathers by copy engine. over: when what each collective
-    brings is there, by the index of the instruction that starts it; its span is a part of its launch.
+    brings is there, by the index of the instruction that starts it.
     """
 
     seconds: float
@@ -87,17 +85,10 @@ def is_event(instruction: Instruction) -> bool:
 
 def reductions(schedule: Schedule) -> list[tuple[int, int]]:
     """The event, by its number, of each ``Reduce``, and the index of the ``Settle`` that makes its result usable."""
-    found: list[tuple[int, int]] = []
-    flying: dict[int, deque[int]] = {}
-    event = -1
-    for index, instruction in enumerate(schedule.instructions):
-        event += is_event(instruction)
-        match instruction:
-            case Reduce(bucket):
-                flying.setdefault(bucket, deque()).append(event)
-            case Settle(bucket):
-                found.append((flying[bucket].popleft(), index))
-    return found
+    events = accumulate(map(is_event, schedule.instructions))
+    number = [event - 1 for event in events]
+    settles = (index for index in schedule.producers if isinstance(schedule.instructions[index], Settle))
+    return [(number[schedule.producers[index]], index) for index in settles]
 
 
 def held_by_reductions(schedule: Schedule, held: Sequence[int]) -> list[int]:
@@ -171,39 +162,8 @@ def most_by_event(schedule: Schedule, memory: Sequence[int]) -> list[int]:
 
 def collective_seconds(schedule: Schedule, index: int, costs: Costs) -> float:
     """How long the collective takes that an ``Unshard`` or a ``Reduce`` starts, once it runs."""
-    bucket = _bucket(schedule, index)
-    kind: Kind = "reduce_scatter" if isinstance(schedule.instructions[index], Reduce) else "all_gather"
+    kind, bucket = schedule.sends[index]
     return costs.seconds(kind, bucket, schedule.facts.sizes[bucket])
-
-
-def _bucket(schedule: Schedule, index: int) -> int:
-    """That of a collective."""
-    instruction = schedule.instructions[index]
-    assert isinstance(instruction, Unshard | Reduce)
-    return instruction.bucket
-
-
-def shared_launches(schedule: Schedule) -> dict[int, tuple[int, ...]]:
-    """By its index, each collective that shares a launch: the indices of all of that launch.
-
-    Those of one ``Fuse`` that are neighbours by kernel do: copies have no launch to share.
-    """
-    found: dict[int, tuple[int, ...]] = {}
-    for index, fused in schedule.fused.items():
-        if isinstance(schedule.instructions[index], Reduce):
-            found[index] = tuple(fused)
-        elif not schedule.by_copy_engine("all_gather", _bucket(schedule, index)):
-            run = (*found.get(index - 1, ()), index) if index > fused[0] else (index,)
-            found |= dict.fromkeys(run, run)
-    return {index: run for index, run in found.items() if len(run) > 1}
-
-
-def divided(start: float, over: float, sizes: Sequence[int]) -> list[tuple[float, float]]:
-    """The time of a launch from ``start`` to ``over``, in parts that are proportional to its collectives' bytes."""
-    total = max(1, sum(sizes))
-    bounds = [start + (over - start) * part / total for part in accumulate(sizes)]
-    bounds[-1] = over
-    return list(pairwise([start, *bounds]))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Prediction:
@@ -215,8 +175,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     been in use until then) and the collective before it is; ``Wait`` and ``Settle`` hold the compute stream
     until theirs is done. What a ``Run`` computes comes before the instructions behind it. ``End`` and ``Reduce``
     take no time: what the program computes behind them comes after the instructions that wait for nothing.
-    Collectives that share a launch pay their start-up time once. It takes no less than the longest of them alone, and
-    all are over when it is; reductions start at the last of them. Copies of activations run in the order of their
+    Copies of activations run in the order of their
     issue; ``Release`` waits for its copy, the event behind the need of a call's activations for theirs. Costs must be
     the record's.
     """
@@ -225,10 +184,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
     flats, away = flats_of(schedule), away_of(schedule, costs.moves)
     now = copied = 0.0  # of the compute lane; seconds of gathers by copy engine
     free = {False: 0.0, True: 0.0}  # of the lanes of collectives: by kernel, by copy engine
-    launches, event = shared_launches(schedule), -1
+    event = -1
     over: dict[int, float] = {}
-    gathered: dict[int, int] = {}  # bucket -> its gather
-    flying: dict[int, deque[int]] = {}  # bucket -> its reductions that are not settled
     waits: dict[int, float] = {}
     memory: list[int] = []
     starts: list[float] = []
@@ -239,20 +196,15 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         spans.append(Span("compute", index, now, now + seconds))
         return now + seconds
 
-    def send(lane: Kind, *indices: int) -> None:
-        """Collectives in one launch."""
+    def send(index: int) -> None:
         nonlocal copied
-        buckets = [_bucket(schedule, index) for index in indices]
-        copies = schedule.by_copy_engine(lane, buckets[0])
-        alone = [collective_seconds(schedule, index, costs) for index in indices]
-        alpha = (costs.gather if lane == "all_gather" else costs.reduce).alpha
+        lane, bucket = schedule.sends[index]
+        copies = schedule.by_copy_engine(lane, bucket)
         start = max(now, free[copies])
-        end = start + max(*alone, alone[0] + sum(max(0.0, each - alpha) for each in alone[1:]))
+        end = start + collective_seconds(schedule, index, costs)
         copied += (end - start) * copies
-        parts = divided(start, end, [schedule.facts.sizes[bucket] for bucket in buckets])
-        spans.extend(Span(lane, index, *part) for index, part in zip(indices, parts, strict=True))
-        over.update(dict.fromkeys(indices, end))
-        free[copies] = end
+        spans.append(Span(lane, index, start, end))
+        over[index] = free[copies] = end
 
     def wait(index: int, until: float) -> float:
         if until > now:
@@ -260,33 +212,25 @@ def simulate(schedule: Schedule, costs: Costs) -> Prediction:
         return max(now, until)
 
     for index, instruction in enumerate(schedule.instructions):
-        if behind is not None and not isinstance(instruction, Unshard | Reshard | Fuse | Reload | Stage):
+        if behind is not None and not isinstance(instruction, Unshard | Reshard | Reload | Stage):
             now, behind = compute(*behind), None
         if is_event(instruction):
             now = wait(index, copies.needed(event + 1))
         starts.append(now)
         match instruction:
-            case Unshard(bucket):
-                if index in schedule.gathers:
-                    gathered[bucket] = index
-                    launch = launches.get(index, (index,))
-                    if index == launch[0]:
-                        send("all_gather", *launch)
-            case Wait(bucket):
-                now = wait(index, over[gathered[bucket]] if bucket in gathered else 0.0)
+            case Unshard() if index in schedule.gathers:
+                send(index)
+            case Wait() | Settle():
+                if (producer := schedule.producers.get(index)) is not None:
+                    now = wait(index, over[producer])
             case Run() | End() | Reduce():
                 if isinstance(instruction, Reduce):
-                    flying.setdefault(instruction.bucket, deque()).append(index)
-                    launch = launches.get(index, (index,))
-                    if index == launch[-1]:
-                        send("reduce_scatter", *launch)
+                    send(index)
                 event += 1
                 if isinstance(instruction, Run):
                     now = compute(index, costs.compute[event])
                 else:
                     behind = index, costs.compute[event]
-            case Settle(bucket):
-                now = wait(index, over[flying[bucket].popleft()])
             case Offload(call, number) | Reload(call, number):
                 spans.append(copies.start(index, (call, number), now))
             case Release(call, number):

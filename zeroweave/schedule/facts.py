@@ -166,7 +166,6 @@ class Facts:
     stage: begin to copy each bucket for a checkpoint before it is updated (see passes/stage.py).
     keep: buckets that stay gathered from one use to the next; "auto": as many as the memory has room for (see
     passes/keep.py).
-    fuse: issue neighbouring gathers, or reductions, of small buckets in one launch (see passes/fuse.py).
     placed: buckets that are gathered at a fixed address, each in a place of its own or one that it shares with others
     that are gathered at other times (see places.py).
     copied: those of them that copy engines gather.
@@ -184,7 +183,6 @@ class Facts:
     offload: bool = False
     stage: bool = False
     keep: Annotated[frozenset[int] | Literal["auto"], Field(alias=IN_FILES["keep"])] = frozenset()
-    fuse: bool = False
     placed: frozenset[int] = frozenset()
     copied: frozenset[int] = frozenset()
     memory: int | None = None

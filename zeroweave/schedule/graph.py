@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import Literal, TypeAlias
 
 from zeroweave.schedule.build import Schedule
-from zeroweave.schedule.cost import collective_seconds, is_event, shared_launches
+from zeroweave.schedule.cost import collective_seconds, is_event
 from zeroweave.schedule.facts import Costs, Kind
 from zeroweave.schedule.instructions import Call, End, Reduce, Reshard, Run, Settle, Unshard, Update, Wait
 
@@ -69,7 +69,7 @@ class Graph:
 
     def _seconds(self, costs: Costs) -> Iterator[tuple[float, float | None]]:
         """Seconds of the compute stream for each instruction, and of the collective that it starts, if any."""
-        launches, event = shared_launches(self.schedule), -1
+        event = -1
         for index, instruction in enumerate(self.schedule.instructions):
             event += is_event(instruction)
             compute, send = costs.compute[event] if is_event(instruction) else 0.0, None
@@ -78,9 +78,6 @@ class Graph:
                     pass
                 case Unshard() | Reduce():
                     send = collective_seconds(self.schedule, index, costs)
-                    if index != launches.get(index, (index,))[0]:  # the first has paid the start-up
-                        line = costs.reduce if isinstance(instruction, Reduce) else costs.gather
-                        send = max(0.0, send - line.alpha)
                 case Update(b):
                     compute = costs.update.get(b, 0.0)
             yield compute, send
@@ -95,7 +92,6 @@ def dependencies(schedule: Schedule) -> Graph:
     read: dict[int, int] = {}  # bucket -> the start or the end of the last call that reads it
     begun: dict[Call, list[tuple[int, ...]]] = {}  # what calls use that may have an End
     dropped: dict[int, int] = {}
-    reduced: dict[int, list[int]] = {}
     settled: dict[int, int] = {}
     updated: dict[int, int] = {}
     collective: dict[bool, int] = {}  # the last one by kernel, and by copy engine
@@ -117,13 +113,13 @@ def dependencies(schedule: Schedule) -> Graph:
                 queue(index, "all_gather", bucket)
                 gather[bucket] = index
             case Wait(bucket):
-                edge(gather.get(bucket), index, "values")
+                edge(schedule.producers.get(index), index, "values")
                 waited[bucket] = index
             case Reshard(bucket):
                 edge(read.get(bucket, gather.get(bucket)), index, "storage")
                 dropped[bucket] = index
             case Settle(bucket):
-                edge(reduced[bucket].pop(0), index, "gradient")
+                edge(schedule.producers[index], index, "gradient")
                 settled[bucket] = index
             case Update(bucket):
                 edge(settled.get(bucket), index, "gradient")
@@ -141,5 +137,4 @@ def dependencies(schedule: Schedule) -> Graph:
                     read.update(dict.fromkeys(begun[instruction.call].pop(), index))
                 elif isinstance(instruction, Reduce):
                     queue(index, "reduce_scatter", instruction.bucket)
-                    reduced.setdefault(instruction.bucket, []).append(index)
     return Graph(schedule, tuple(edges))

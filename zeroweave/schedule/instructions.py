@@ -7,11 +7,9 @@ Instructions
     values usable. ``Run`` starts a call, which reads the buckets in ``uses`` until it ends. ``Reshard`` drops
     a hold; the storage goes with the last one. ``Reduce`` starts the reduce-scatter of a bucket's gradients,
     ``Settle`` copies or adds its result into the gradient shard, ``Update`` runs the optimizer on the
-    bucket's fragments. ``Free`` lets go of the activations that no backward has used up. ``Fuse``
-    issues the collectives of the next ``count`` instructions, all ``Unshard`` or all ``Reduce``, in one launch, these
-    when the gradients of the last bucket are complete. ``Offload`` starts to copy what a forward call has saved into
-    host memory, ``Release`` waits for that copy and gives the
-    device memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the step's equal ones,
+    bucket's fragments. ``Free`` lets go of the activations that no backward has used up. ``Offload``
+    starts to copy what a forward call has saved into host memory, ``Release`` waits for that copy and gives the device
+    memory back, ``Reload`` starts to bring it back. The call is the ``number``-th of the step's equal ones,
     from 0. ``Stage`` starts to copy what a checkpoint wants of a bucket into host memory, before an ``Update`` writes
     it; while no checkpoint is being saved it does nothing.
 
@@ -92,11 +90,6 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class Fuse:
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class Offload:
     call: Call
     number: int = 0
@@ -120,7 +113,7 @@ class Stage:
 
 
 Instruction: TypeAlias = (
-    Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Fuse | Offload | Release | Reload | Stage
+    Unshard | Wait | Run | End | Reshard | Reduce | Settle | Update | Free | Offload | Release | Reload | Stage
 )
 
 
@@ -226,8 +219,3 @@ def project(record: tuple[Event, ...]) -> tuple[Run | End | Reduce, ...]:
             case Ready(bucket):
                 out.append(Reduce(bucket))
     return tuple(out)
-
-
-def boundaries(record: tuple[Event, ...]) -> frozenset[int]:
-    """How many of the events of ``project`` come before each ``Micro``."""
-    return frozenset(before for before, event, _ in numbered(record) if isinstance(event, Micro))

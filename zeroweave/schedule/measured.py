@@ -54,10 +54,9 @@ class Measured:
 
 
 def _marks(step: Step) -> StepMarks:
-    over = {each.launch: each.over for each in step.operations}  # of each launch, that of its last one
     return StepMarks(
         moments=tuple((moment.start, moment.stop, moment.allocated) for moment in step.moments),
-        collectives=tuple((each.kind, each.bucket, each.issued, over[each.launch]) for each in step.operations),
+        collectives=tuple((each.kind, each.bucket, each.issued, each.over) for each in step.operations),
         copies=tuple((each.index, each.nbytes, each.start, each.stop) for each in step.copies),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median_high
@@ -13,7 +13,6 @@ from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import (
     Span,
     away_of,
-    divided,
     flats_of,
     held_by_reductions,
     is_event,
@@ -28,7 +27,6 @@ from zeroweave.schedule.instructions import (
     Release,
     Settle,
     Update,
-    Wait,
 )
 from zeroweave.schedule.moves import moves_of
 
@@ -61,9 +59,7 @@ class Operation:
 
     It was ``issued`` at the instruction ``index`` of the schedule, ``started`` when the collective before it was
     over, and was ``over``. ``exposed``: how long the compute stream waited for it. ``after``: what it had to wait
-    for before it could start, in words. ``launch``: the index of the first collective of its launch. Where a launch
-    has several, ``started`` and ``over`` bound the part of its time that belongs to this one's bytes; all have arrived
-    when the last part is over.
+    for before it could start, in words.
     """
 
     kind: Kind
@@ -76,7 +72,6 @@ class Operation:
     over: float
     exposed: float
     after: str
-    launch: int
 
     @property
     def seconds(self) -> float:
@@ -156,54 +151,35 @@ class Step:
         if tuple(moment.instruction for moment in moments) != schedule.instructions:
             raise ScheduleError("the step did not follow its schedule")
         sent = _sent(schedule, collectives)
-        launches = _launches(schedule, sent)
         free = {False: 0.0, True: 0.0}  # of the queues of collectives: by kernel, by copy engine
         last = "the start of the step"
         lane = {False: "", True: ""}
         operations: list[Operation] = []
-        flying: dict[int, deque[int]] = {}  # bucket -> its reductions' places in operations
-        gathered: dict[int, int] = {}
-        arrived: list[float] = []  # when all of its launch was over, by place in operations
-        over, after, parts = 0.0, "", deque[tuple[float, float]]()  # of the launch that is being gone through
+        places: dict[int, int] = {}  # in operations, by the index of the instruction
         waits: dict[int, float] = {}
         for index, moment in enumerate(moments):
             instruction, until = moment.instruction, moment.start
-            awaited: int | None = None  # place in operations
-            match instruction:
-                case Wait(bucket):
-                    awaited = gathered.get(bucket)
-                case Settle(bucket) if flying.get(bucket):
-                    awaited = flying[bucket].popleft()
-                case Release():
-                    until = moment.stop
+            awaited = places.get(schedule.producers.get(index, -1))
             if awaited is not None:
-                until = arrived[awaited]
+                until = operations[awaited].over
+            elif isinstance(instruction, Release):
+                until = moment.stop
             if (waited := min(moment.stop, until) - moment.start) > 0:
                 waits[index] = waited
                 if awaited is not None:
                     each = operations[awaited]
                     operations[awaited] = replace(each, exposed=each.exposed + waited)
             if index in sent:
-                kind, bucket, issued, _ = sent[index]
-                if kind == "all_gather":
-                    gathered[bucket] = len(operations)
-                else:
-                    flying.setdefault(bucket, deque()).append(len(operations))
+                kind, bucket, issued, over = sent[index]
+                places[index] = len(operations)
                 facts = schedule.facts.by_id[bucket]
                 beside = schedule.by_copy_engine(kind, bucket)
-                launch = launches[index]
-                if index == launch[0]:
-                    begun = max(sent[each][2] for each in launch)
-                    over = max(sent[each][3] for each in launch)
-                    # One that is over before its predecessor ran beside it, as gloo's may.
-                    start = free[beside] if begun < free[beside] < over else begun
-                    after = f"{lane[beside]}, which ran before it" if start > begun else last
-                    free[beside] = max(over, free[beside])
-                    parts = deque(divided(start, over, [schedule.facts.sizes[sent[each][1]] for each in launch]))
-                begin, end = parts.popleft()
+                # One that is over before its predecessor ran beside it, as gloo's may.
+                start = free[beside] if issued < free[beside] < over else issued
+                after = f"{lane[beside]}, which ran before it" if start > issued else last
+                free[beside] = max(over, free[beside])
                 what = kind, facts.id, facts.name, facts.nbytes, index
-                operations.append(Operation(*what, issued, begin, end, 0.0, after, launch[0]))
-                arrived.append(over)
+                operations.append(Operation(*what, issued, start, over, 0.0, after))
                 lane[beside] = f"the {kind} of {facts.name}"
             if is_event(instruction):
                 last = schedule.describe(instruction)
@@ -221,22 +197,6 @@ def _sent(
     for index, (kind, bucket) in schedule.sends.items():
         if queue := times.get((kind, bucket)):
             found[index] = kind, bucket, *queue.popleft()
-    return found
-
-
-def _launches(schedule: Schedule, sent: Mapping[int, tuple[Kind, int, float, float]]) -> dict[int, tuple[int, ...]]:
-    """The launch of each collective, by index: the indices of all its collectives.
-
-    A ``Fuse`` may be several launches: gloo has none, and a launch is of one communicator. Those that were one are over
-    at the same moment.
-    """
-    found: dict[int, tuple[int, ...]] = {}
-    for index, (_, _, _, over) in sent.items():
-        before = found.get(index - 1, ())
-        joins = index - 1 in sent and index in schedule.fused.get(index - 1, ()) and sent[index - 1][3] == over
-        copies = any(schedule.by_copy_engine(*sent[each][:2]) for each in (*before, index))
-        run = (*before, index) if joins and not copies else (index,)
-        found |= dict.fromkeys(run, run)
     return found
 
 
@@ -301,30 +261,12 @@ def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
 
 
 def _times(steps: Sequence[Step], kind: Kind) -> tuple[Line, dict[int, float]]:
-    """The line of all launches by their bytes, and what each bucket's collective takes by itself.
-
-    Of a launch that several share only the whole is known. The start-up of the line is paid once in it, and the rest is
-    divided by bytes.
-    """
+    """The line of all collectives by their bytes, and the shortest time of each bucket's."""
     sizes = steps[0].schedule.facts.sizes
-    times: dict[tuple[int, ...], float] = {}  # the shortest of each launch, by its buckets
-    for step in steps:
-        launches: dict[int, list[Operation]] = {}
-        for each in step.operations:
-            if each.kind == kind:
-                launches.setdefault(each.launch, []).append(each)
-        for launch in launches.values():
-            buckets = tuple(each.bucket for each in launch)
-            seconds = launch[-1].over - launch[0].started
-            times[buckets] = min(seconds, times.get(buckets, seconds))
-    line = Line.fit((sum(sizes[bucket] for bucket in buckets), seconds) for buckets, seconds in times.items())
-    alone: dict[int, float] = {}
-    for buckets, seconds in times.items():
-        nbytes, start_up = sum(sizes[bucket] for bucket in buckets), min(line.alpha, seconds)
-        for bucket in set(buckets):
-            own = seconds if len(buckets) == 1 else start_up + (seconds - start_up) * sizes[bucket] / nbytes
-            alone[bucket] = min(own, alone.get(bucket, own))
-    return line, dict(sorted(alone.items()))
+    times: dict[int, float] = {}
+    for each in (each for step in steps for each in step.operations if each.kind == kind):
+        times[each.bucket] = min(each.seconds, times.get(each.bucket, each.seconds))
+    return Line.fit((sizes[bucket], seconds) for bucket, seconds in times.items()), dict(sorted(times.items()))
 
 
 def _compute(step: Step) -> list[float]:

@@ -15,7 +15,7 @@ from zeroweave.errors import ScheduleError
 from zeroweave.schedule.facts import IN_FILES, Costs, Facts, Kind
 from zeroweave.schedule.instructions import Event, Instruction
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 def _by_kind(union: Any) -> Any:
@@ -60,7 +60,7 @@ class File(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True)
 
-    version: Literal[2]
+    version: Literal[3]
     facts: Facts
     record: tuple[Annotated[Event, _ByKind], ...]
     instructions: tuple[Annotated[Instruction, _ByKind], ...]

@@ -12,7 +12,6 @@ from zeroweave.schedule.instructions import (
     End,
     Event,
     Free,
-    Fuse,
     Instruction,
     Offload,
     Reduce,
@@ -25,7 +24,6 @@ from zeroweave.schedule.instructions import (
     Unshard,
     Update,
     Wait,
-    boundaries,
     project,
 )
 from zeroweave.schedule.moves import Move
@@ -74,8 +72,7 @@ def verify(schedule: Listing) -> None:
     updated exactly once, and after the first update nothing is run, reduced or gathered.
     Activations: freed once at most, where ``free`` asks for it, after the last call, and the same holds after that.
     Moved, where ``offload`` asks for it, after the call and once: out, gone, and on the way back before the last event
-    in front of their need. A ``Fuse`` is followed by as many gathers as it says, or as many reductions of one backward;
-    a bucket is reduced together with the same ones each time, so that a rank that departs knows which. Checkpoints:
+    in front of their need. Checkpoints:
     where ``stage`` asks for it, every bucket is staged once, before the first update. Calls: ``Run``, ``End`` and
     ``Reduce`` are the record's, in its order. Buckets are known.
     """
@@ -126,10 +123,6 @@ class _State:
         self.staged: set[int] = set()
         self.freed = False
         self.moves = _Moves(schedule)
-        self.boundaries = boundaries(schedule.record)
-        self.fused = 0  # collectives that the last Fuse still asks for
-        self.launch: list[Unshard | Reduce] = []  # those of the last Fuse
-        self.together: dict[int, tuple[int, ...]] = {}  # bucket -> what it was reduced with
 
     def step(self, index: int, instruction: Instruction) -> None:
         """Apply one instruction; ScheduleError, which says why, where it is wrong."""
@@ -138,19 +131,11 @@ class _State:
             raise ScheduleError(f"unknown bucket {unknown[0]}")
         if (self.updated or self.freed) and not isinstance(instruction, Settle | Update | Reshard):
             raise ScheduleError(f"the step is over: {'an Update' if self.updated else 'a Free'} has come before it")
-        if self.fused:
-            self._fused(instruction)
-        else:
-            self.launch = []
         if isinstance(instruction, Run | End | Reduce):
             self.moves.event()
         match instruction:
             case Unshard(bucket):
                 self._unshard(bucket)
-            case Fuse(count):
-                if count < 2:
-                    raise ScheduleError("it takes two collectives to be fused")
-                self.fused = count
             case Wait(bucket):
                 if not self.holds[bucket]:
                     raise ScheduleError("nobody has unsharded the bucket")
@@ -166,8 +151,6 @@ class _State:
                 self._reshard(bucket)
             case Reduce(bucket):
                 self._reduce(bucket)
-                if not self.fused:
-                    self._reduced_together(bucket)
             case Settle(bucket):
                 if bucket not in self.in_flight:
                     raise ScheduleError("settled without a reduction in flight")
@@ -189,32 +172,11 @@ class _State:
             case Offload() | Release() | Reload():
                 self.moves.move(index, instruction)
 
-    def _fused(self, instruction: Instruction) -> None:
-        """The next instruction of a launch."""
-        kind = type(self.launch[0]) if self.launch else None
-        if not isinstance(instruction, Unshard | Reduce) or (kind is not None and type(instruction) is not kind):
-            more = {Unshard: "gathers", Reduce: "reductions", None: "collectives"}[kind]
-            raise ScheduleError(f"a Fuse before it asks for {self.fused} more {more}")
-        if kind is Reduce and self.moves.events in self.boundaries:
-            raise ScheduleError("a Fuse before it asks for reductions of one backward")
-        if isinstance(instruction, Unshard) and self.holds[instruction.bucket]:
-            raise ScheduleError("a Fuse before it asks for gathers, and this bucket has been gathered")
-        if isinstance(instruction, Unshard) and instruction.bucket in self.stays:
-            raise ScheduleError("a Fuse before it asks for gathers, and this bucket stays gathered")
-        self.launch.append(instruction)
-        self.fused -= 1
-
-    def _reduced_together(self, bucket: int) -> None:
-        """It must be together with the same buckets each time."""
-        members = tuple(i.bucket for i in self.launch) or (bucket,)
-        if any(self.together.setdefault(member, members) != members for member in members):
-            raise ScheduleError("reduced in one launch with others than before")
-
     @staticmethod
     def _buckets(instruction: Instruction) -> tuple[int, ...]:
         if isinstance(instruction, Run):
             return instruction.uses
-        if isinstance(instruction, End | Free | Fuse | Offload | Release | Reload):
+        if isinstance(instruction, End | Free | Offload | Release | Reload):
             return ()
         return (instruction.bucket,)
 
@@ -281,8 +243,6 @@ class _State:
 
     def finish(self) -> None:
         """ScheduleError for what is missing at the end."""
-        if self.fused:
-            raise ScheduleError(f"a Fuse asks for {self.fused} more collectives")
         self.moves.finish()
         for bucket in self.facts.buckets:
             if self.holds[bucket.id] > (not bucket.trainable):

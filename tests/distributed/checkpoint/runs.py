@@ -107,7 +107,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     ),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "counting": lambda parameters: Counting(parameters, lr=0.1),
+    "counting": lambda parameters: zw.element_wise(Counting(parameters, lr=0.1)),
     "rprop": lambda parameters: torch.optim.Rprop(parameters, lr=1e-2),
     "nadam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
     "asgd": lambda parameters: torch.optim.ASGD(parameters, lr=1e-2, t0=1),

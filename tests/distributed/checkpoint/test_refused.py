@@ -69,18 +69,11 @@ def test_what_does_not_fit(pools: Pools, tmp_path: Path) -> None:
     pools(2).run(misfits, tmp_path)
 
 
-def _without_moment(fields: dict[str, Any]) -> None:
-    del fields["tensors"]["state/up.bias/exp_avg"]
-
-
 def _as_integers(fields: dict[str, Any]) -> None:
     fields["tensors"]["param/up.bias"]["dtype"] = "I32"
 
 
 HOSTILE: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
-    ("could not go on with the state of up.bias: KeyError: 'exp_avg'", _without_moment),
-    ("could not go on with the state of up.bias", lambda fields: fields["values"].update({"scalar/up.bias/step": "x"})),
-    ("could not go on", lambda fields: fields["values"]["optimizer"]["groups"][0]["options"].update(lr="x")),
     ("lr_scheduler cannot have 'step'", lambda fields: fields["values"]["lr_scheduler"]["state"].update(step=5)),
     ("cannot have 'last_epoch'", lambda fields: fields["values"]["lr_scheduler"]["state"].update(last_epoch="x")),
     ("of another kind of dtype: param/up.bias", _as_integers),
@@ -107,28 +100,6 @@ def hostile(folder: Path) -> None:
             engine.load(folder, "two", data=Five())
         engine.load(folder, "one")
         train(engine, 1)
-
-
-class Counting(torch.optim.AdamW):
-    steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        Counting.steps += 1
-        return super().step(closure)
-
-
-def quiet(folder: Path) -> None:
-    model = Plain()
-    with zw.initialize(model, Counting(model.parameters()), {"compile": MODES["eager"]}) as engine:
-        train(engine, 1)
-        engine.save(folder, "one")
-        before = Counting.steps
-        engine.load(folder, "one")
-        assert Counting.steps == before
-
-
-def test_no_step_of_a_programs_own_optimizer_runs_in_load(pools: Pools, tmp_path: Path) -> None:
-    pools(1).run(quiet, tmp_path)
 
 
 class Five:
@@ -261,10 +232,10 @@ def between_windows(folder: Path) -> None:
                 inside(engine, call)
         engine.backward(loss)
         for name, call in calls.items():
-            with pytest.raises(zw.EngineError, match=rf"{name}\(\) (while gradients wait|between a backward and its)"):
+            with pytest.raises(zw.EngineError, match=rf"{name}\(\) while gradients wait: call it after the step"):
                 call()
         engine.step()
-        for call in (calls["load"], calls["export"]):  # `save` is not refused: see test_accumulation
+        for call in calls.values():
             with pytest.raises(zw.EngineError, match="while gradients wait"):
                 call()
         engine.zero_grad()
@@ -284,7 +255,7 @@ def between_windows(folder: Path) -> None:
         with engine.no_sync():
             engine.backward(engine(batch(engine, 0)).square().mean())
             for call in calls.values():
-                with pytest.raises(zw.EngineError, match=r"while gradients wait|between a backward and its step"):
+                with pytest.raises(zw.EngineError, match="while gradients wait"):
                     call()
         engine.zero_grad()
         assert sorted(p.name for p in folder.iterdir()) == ["first", "latest"]

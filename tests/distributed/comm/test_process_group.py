@@ -48,11 +48,10 @@ def collected(launches: bool) -> tuple[list[Any], list[Any], int]:
         ]
     for each in pending:
         each.wait()
-    with transport.together() if launches else nullcontext():
-        pending = [
-            transport.reduce_scatter(out, {0: values(each.slots[0].numel, out.dtype, each.id)}, each, "predivide")
-            for out, each in zip(outs, LAYOUTS, strict=True)
-        ]
+    pending = [
+        transport.reduce_scatter(out, {0: values(each.slots[0].numel, out.dtype, each.id)}, each, "predivide")
+        for out, each in zip(outs, LAYOUTS, strict=True)
+    ]
     for each in pending:
         each.wait()
     return [f.tolist() for f in flats], [out.tolist() for out in outs], transport.ledger.count

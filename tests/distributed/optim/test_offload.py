@@ -32,7 +32,7 @@ class Whole(torch.optim.AdamW):
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "whole": lambda parameters: Whole(parameters, lr=1e-2),
+    "whole": lambda parameters: zw.element_wise(Whole(parameters, lr=1e-2)),
 }
 OFFLOADS: dict[str, dict[str, Any]] = {
     "optimizer": {"optimizer": "all"},

@@ -121,7 +121,7 @@ def counting(stage: int, mode: str) -> int:
     module, steps = build(MLP), 0
     small, *rest = sorted(module.parameters(), key=Tensor.numel)
     with zw.initialize(
-        module, Counting([{"params": [small]}, {"params": rest}], 1e-2), settings(stage, mode)
+        module, zw.element_wise(Counting([{"params": [small]}, {"params": rest}], 1e-2)), settings(stage, mode)
     ) as engine:
         for index in range(4):
             engine.backward(loss_of(engine, index, torch.float32))

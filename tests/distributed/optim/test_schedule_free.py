@@ -66,7 +66,7 @@ def distance(engine: Any, plain: nn.Module) -> float:
 def beside_plain(stage: int, more: dict[str, Any]) -> list[float]:
     """How far both are apart, in training and in evaluation, with calls in the middle of windows."""
     plain, model = net(), net()
-    theirs, mine = Averaged(plain.parameters()), Averaged(model.parameters())
+    theirs, mine = Averaged(plain.parameters()), zw.element_wise(Averaged(model.parameters()))
     engine: Any = zw.initialize(
         model, mine, {"stage": stage, "compile": {"enabled": False}, "gradient_accumulation_steps": 2, **more}
     )
@@ -118,7 +118,9 @@ def resumed(folder: Path) -> float:
 
     def made() -> Any:
         model = net()
-        return zw.initialize(model, Averaged(model.parameters()), {"stage": 2, "compile": {"enabled": False}})
+        return zw.initialize(
+            model, zw.element_wise(Averaged(model.parameters())), {"stage": 2, "compile": {"enabled": False}}
+        )
 
     def learn(engine: Any, steps: range) -> None:
         for step in steps:
@@ -143,15 +145,3 @@ def resumed(folder: Path) -> float:
 
 def test_a_run_goes_on_from_a_checkpoint_of_the_evaluated_point(pools: Pools, tmp_path: Path) -> None:
     assert pools(2).run(resumed, tmp_path) == [0.0, 0.0]
-
-
-def test_a_method_that_depends_on_other_elements_is_refused() -> None:
-    class Normalizing(Averaged):
-        def eval(self) -> None:
-            super().eval()
-            for p in (p for group in self.param_groups for p in group["params"] if p.numel()):
-                p.data.div_(p.data.norm())
-
-    model = net()
-    with pytest.raises(zw.ParameterError, match="element-wise"):
-        zw.initialize(model, Normalizing(model.parameters()))

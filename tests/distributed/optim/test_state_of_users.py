@@ -23,7 +23,9 @@ def engine_of(make: Callable[[Any], torch.optim.Optimizer]) -> Any:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     model[0].bias.requires_grad_(False)
-    return zw.initialize(model, make(model.parameters()), SETTINGS)
+    made = make(model.parameters())
+    optimizer = zw.element_wise(made) if isinstance(made, torch.optim.Optimizer) else made
+    return zw.initialize(model, optimizer, SETTINGS)
 
 
 def learn(engine: Any, steps: int = 1) -> None:

@@ -27,7 +27,7 @@ def setting_of(draw: random.Random, mode: str) -> Setting:
     stage = draw.choices((1, 2, 3), (1, 2, 7))[0]
     windows = draw.choice(WINDOWS)
     quiet = draw.random() < 0.3
-    compiling: dict[str, Any] = {"prefetch": draw.choice(("auto", "auto", 0, 1, 3)), "fuse": draw.random() < 0.7}
+    compiling: dict[str, Any] = {"prefetch": draw.choice(("auto", "auto", 0, 1, 3))}
     if stage == 3:
         compiling["keep"] = draw.choice(("auto", "auto", "none", "all"))
     config = {

@@ -75,7 +75,7 @@ def reschedule_32_blocks() -> tuple[int, int]:
         for changes in (
             {"prefetch": 2},
             {"keep": "all"},
-            {"keep": ["blocks.3", "blocks.31"], "fuse": False},
+            {"keep": ["blocks.3", "blocks.31"]},
             {"depth": 1},
         ):
             made = engine.reschedule(**changes)

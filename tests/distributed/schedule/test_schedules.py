@@ -29,10 +29,9 @@ BUDGET = 20_000
 """bytes that "memory" lets flats and gradient flats take: five blocks of some 4 kB"""
 PREFETCH = (0, 1, 2, "memory")
 KEEP = ("none", "half", "all")
-FUSE = (False, True)
 DEPTH = (1, 2, 4)
-ALL = list(itertools.product(PREFETCH, KEEP, FUSE, DEPTH))
-SOME = covering([PREFETCH, KEEP, FUSE, DEPTH])
+ALL = list(itertools.product(PREFETCH, KEEP, DEPTH))
+SOME = covering([PREFETCH, KEEP, DEPTH])
 Row = tuple[Any, ...]
 
 
@@ -45,7 +44,7 @@ def training(stage: int, mode: str, gas: int) -> Iterator[tuple[Any, Callable[[]
         "stage": stage,
         "gradient_accumulation_steps": gas,
         "deadline_seconds": 200.0,
-        "compile": {**MODES[mode], "prefetch": 0, "keep": "none", "fuse": False},
+        "compile": {**MODES[mode], "prefetch": 0, "keep": "none"},
     }
     with zw.initialize(module, torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9), config) as engine:
 
@@ -64,9 +63,9 @@ def training(stage: int, mode: str, gas: int) -> Iterator[tuple[Any, Callable[[]
 
 def settings_of(row: Row, operations: Any) -> dict[str, Any]:
     """Arguments of `compile_schedule`."""
-    prefetch, keep, fuse, depth = row
+    prefetch, keep, depth = row
     names = [bucket.name for bucket in operations.schedule.facts.buckets]
-    wanted: dict[str, Any] = {"keep": names[::2] if keep == "half" else keep, "fuse": fuse, "depth": depth}
+    wanted: dict[str, Any] = {"keep": names[::2] if keep == "half" else keep, "depth": depth}
     if prefetch == "memory":
         return wanted | {"prefetch_ahead": "auto", "memory_budget": BUDGET}
     return wanted | {"prefetch_ahead": prefetch}

@@ -67,13 +67,10 @@ class Checkpoints:
         """both: what a checkpoint has that a signal asks for"""
 
     @contextmanager
-    def alone(self, call: str, in_window: bool = False) -> Iterator[None]:
-        """Guards a call that all ranks make, between two windows; or `in_window`, between two micro-steps.
-
-        A save that still goes on is over then.
-        """
+    def alone(self, call: str) -> Iterator[None]:
+        """Guards a call that all ranks make, between two windows. A save that still goes on is over then."""
         with self._parts.guard(call):
-            self._refuse(f"{call}()", in_window)
+            self._refuse(f"{call}()")
             self._parts.guard.meet()
             self.finish()
             yield
@@ -85,7 +82,7 @@ class Checkpoints:
         if not isinstance(client_state, Mapping | None):
             raise EngineError(f"client_state is a {type(client_state).__name__}: pass a dictionary, or nothing")
         client = dict(client_state or {})
-        with self.alone("save", in_window=True):
+        with self.alone("save"):
             if self._parts.optimizer is not None:  # what groups hold by now has no name, or no values that were trained
                 self._parts.optimizer.groups.refuse_changed()
             # The directory that the process works in may be another one by the time that a thread writes.
@@ -221,12 +218,11 @@ class Checkpoints:
                 except Exception as error:  # whatever it is, the other ranks wait to be told
                     raise CheckpointError(f"{type(config).__name__}.save_pretrained: {words(error)}") from error
 
-    def _refuse(self, what: str, in_window: bool) -> None:
+    def _refuse(self, what: str) -> None:
         self._window.refuse_inside(what)
         self._window.refuse_coalescing(what)
         self._window.refuse_computing(what, "call it between them")
-        refuse = self._window.refuse_unstepped if in_window else self._window.refuse_waiting
-        refuse(what)
+        self._window.refuse_waiting(what)
 
 
 def _check(path: StrPath, tag: str | None) -> None:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from zeroweave.checkpoint.fitting import Accumulation, Fitting, Wanted, quoted
+from zeroweave.checkpoint.fitting import Fitting, Wanted, quoted
 from zeroweave.checkpoint.reader import Reader
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.state_dict import extra_states, names_of, persistent_buffers
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
-from zeroweave.layout import Fragment
-from zeroweave.optim.check import ELEMENT_WISE
 from zeroweave.optim.options import set_options
-from zeroweave.optim.probe import try_out
-from zeroweave.optim.several import kind_of, members_of
+from zeroweave.optim.several import kind_of
 from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.runtime.account import Balance
 from zeroweave.runtime.bucket import Bucket
 
 
@@ -44,19 +40,11 @@ class Loaded:
         groups = [[names[id(p)] for p in group["params"]] for group in optimizer.optimizer.param_groups]
         kind = None if scheduler is None else kind_of(scheduler)
         told = kind_of(optimizer.optimizer), groups
-        steps, refused = self._parts.config.gradient_accumulation_steps, optimizer.offload.refused_in
+        refused = optimizer.offload.refused_in
         buckets = self._runtime.buckets.values()
         dtypes = {
             f"param/{key}": b.dtype for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)
         }
-
-        def tried(name: str, index: int, options: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-            group = optimizer.optimizer.param_groups[index]
-            user = next(one for one in members_of(optimizer.optimizer) if any(group is of for of in one.param_groups))
-            if type(user) not in ELEMENT_WISE:  # its step may do anything, or needs whole matrices
-                return ""
-            dtype = torch.promote_types(dtypes[f"param/{name}"], torch.float32)  # a master's
-            return try_out(user, group, options, state, dtype)
 
         def clashes(state: Mapping[Any, Any]) -> list[str]:
             own = getattr(type(scheduler), "load_state_dict", None)
@@ -64,7 +52,7 @@ class Loaded:
                 return []  # one of the program's own takes what it likes
             return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
 
-        return Wanted(parameters, buffers, told, kind, trained, extra, steps, refused, dtypes, tried, clashes)
+        return Wanted(parameters, buffers, told, kind, trained, extra, refused, dtypes, clashes)
 
     def load_extra(self, fitting: Fitting) -> None:
         """Hands the modules their extra state, which they may refuse."""
@@ -91,8 +79,6 @@ class Loaded:
         self._parts.progress.resume(reader.manifest.step)
         self._window.resume(facts.run.micro_steps)
         self._step.resume(facts.run.skipped_steps, facts.loss_scale.model_dump())
-        if facts.accumulation is not None and optimizer is not None:
-            self._reopen(reader, fitting, facts.accumulation, self._step.loss_scale / facts.loss_scale.value)
 
     def _load_parameters(self, bucket: Bucket, reader: Reader) -> None:
         layout, shard = bucket.layout, bucket.values().to("cpu", copy=True)
@@ -126,38 +112,6 @@ class Loaded:
                 state[key] = value.to(at, copy=True) if isinstance(value, torch.Tensor) else value
         return states
 
-    def _reopen(self, reader: Reader, fitting: Fitting, window: Accumulation, scale: float) -> None:
-        """Goes on in the middle of a window, whose gradients count `scale` times what they did.
-
-        The ranks that have summed up their own gradients go on with these, as long as they and the stage are the same.
-        Else each takes its part of the ranks' mean: other ranks could not tell whose sums are whose, and another stage
-        may have no room for any.
-        """
-        config, manifest = self._parts.config, reader.manifest
-        same = (manifest.world, manifest.stage) == (self._control.world, config.stage)
-        saved, had_gradient = _Gradients(reader, fitting.unreduced, scale, same), frozenset(window.gradients)
-        for bucket in self._runtime.buckets.values():
-            if bucket.layout.trainable:
-                balance = self._balance(bucket, saved, had_gradient)
-                self._runtime.gradients.resume(bucket.id, balance, window.unreduced and same)
-        steps = window.steps * config.gradient_accumulation_steps // window.of
-        self._window.reopen(steps, window.boundary, window.coalesced)
-
-    def _balance(self, bucket: Bucket, saved: _Gradients, had_gradient: Set[str]) -> Balance:
-        """What the account of a bucket is to hold. `had_gradient`: NAMEs."""
-        layout = bucket.layout
-        names = [layout.keys(slot.name)[bucket.number] for slot in layout.slots]
-        shard: torch.Tensor | None = None
-        for index, name in enumerate(names):
-            place = layout.fragment(index, bucket.rank)
-            if (reduced := saved.reduced(name, place)) is not None:
-                if shard is None:
-                    shard = torch.zeros(layout.shard_numel, dtype=reduced.dtype, device=bucket.device)
-                bucket.fragment(shard, index).copy_(reduced)
-        own = ((index, saved.own(f"rank/{self._control.rank}/grad/{name}")) for index, name in enumerate(names))
-        unreduced = {index: value.to(bucket.device) for index, value in own if value is not None}
-        return Balance(shard, unreduced, {index for index, name in enumerate(names) if name in had_gradient})
-
     def _load_buffers(self, reader: Reader, fitting: Fitting) -> None:
         for name, buffer in persistent_buffers(self._parts.model):
             saved = fitting.buffer(name, self._control.rank)
@@ -165,41 +119,8 @@ class Loaded:
                 buffer.copy_(reader.whole(saved))
 
 
-class _Gradients:
-    """The gradients of a checkpoint, each times `scale`. `unreduced`: see `Fitting`; `same`: see `Loaded._reopen`."""
-
-    def __init__(self, reader: Reader, unreduced: Mapping[str, Sequence[str]], scale: float, same: bool) -> None:
-        self._reader, self._unreduced, self._scale, self._same = reader, unreduced, scale, same
-
-    def reduced(self, name: str, place: Fragment) -> torch.Tensor | None:
-        """A fragment of what was reduced, with the mean of what was not, where ranks do not go on with their own.
-
-        In float32 at least, and added up in the order of the ranks. None where there is neither.
-        """
-        manifest = self._reader.manifest
-        terms = [] if self._same else [(own, manifest.world) for own in self._unreduced.get(name, ())]
-        if f"grad/{name}" in manifest.tensors:
-            terms.append((f"grad/{name}", 1))
-        total: torch.Tensor | None = None
-        for term, divisor in terms:
-            mine = _wide(self._reader.read(term, place.offset, place.numel)).mul_(self._scale / divisor)
-            total = mine if total is None else total.add_(mine)
-        return total
-
-    def own(self, name: str) -> torch.Tensor | None:
-        """The tensor of this name, which is a rank's own, if it is there and the ranks go on with their own."""
-        if not self._same or name not in self._reader.manifest.tensors:
-            return None
-        value = self._reader.whole(name)
-        return value if self._scale == 1.0 else _wide(value).mul_(self._scale)
-
-
 def _clashes(scheduler: Any, key: Any, value: Any) -> bool:
     """Would a value take the place of a method, or of the number of steps without being one?"""
     if not isinstance(key, str) or callable(getattr(type(scheduler), key, None)):
         return True
     return key in ("last_epoch", "_step_count") and not isinstance(value, int | float | torch.Tensor)
-
-
-def _wide(value: torch.Tensor) -> torch.Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -60,7 +60,7 @@ class Saved:
 
         `apart`: in another thread, while the engine goes on.
         """
-        told = {**self._position(data), **self._extra(), **self._accumulation()}
+        told = {**self._position(data), **self._extra()}
         return partial(self._content, self._own_buffers(), told, client, apart)
 
     def _own_buffers(self) -> dict[str, torch.Tensor]:
@@ -88,25 +88,6 @@ class Saved:
             return {name: mine}
         return {} if mine == first else {f"rank/{rank}/{name}": mine}
 
-    def _accumulation(self) -> dict[str, Any]:
-        """How far an open window is, and which parameters have had a gradient: by rank 0. Collective."""
-        if (window := self._window.settle()) is None:
-            return {}
-        gradients = self._runtime.gradients
-        had = self._parts.agreements.union("which gradients exist", gradients.had_gradient())
-        if self._control.rank:
-            return {}
-        names = [
-            layout.keys(slot.name)[number]
-            for layout in (bucket.layout for bucket in self._trained())
-            for number in range(layout.groups)
-            for slot in layout.slots
-        ]
-        return {"accumulation": {**window, "unreduced": gradients.unreduced, "gradients": list(compress(names, had))}}
-
-    def _trained(self) -> Iterator[Bucket]:
-        return (bucket for _, bucket in sorted(self._runtime.buckets.items()) if bucket.layout.trainable)
-
     def _content(
         self, buffers: Mapping[str, torch.Tensor], told: Mapping[str, Any], client: Mapping[str, Any], apart: bool
     ) -> Content:
@@ -118,7 +99,6 @@ class Saved:
         outlines = ((bucket, bucket.shard.to("meta")) for bucket in buckets)
         parts = [part for bucket, shard in outlines for part, _ in self._pieces(bucket, shard, self._outline)]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
-        others += [pair for bucket in self._trained() for pair in self._gradients(bucket)]
         values = {f"rank/{rank}/random": plain.encode(random_numbers.states(self._parts.device), "random"), **told}
         values |= {name: value for bucket in buckets for name, value in self._scalars(bucket)}
         if rank == 0:
@@ -173,17 +153,6 @@ class Saved:
                 if key in cut:
                     part = f"state/{name}/{quoted(key)}"
                     yield Part(part, shape, value.dtype, place.offset, place.numel), value
-
-    def _gradients(self, bucket: Bucket) -> Iterator[tuple[Part, torch.Tensor]]:
-        """What this rank has of the gradients of an open window: of those reduced its part, of its own all."""
-        layout, balance = bucket.layout, self._runtime.gradients.balance(bucket.id)
-        if balance.shard is not None:
-            for index, name, place in _fragments(bucket):
-                mine = bucket.fragment(balance.shard, index)
-                yield Part(f"grad/{name}", layout.slots[index].shape, mine.dtype, place.offset, place.numel), mine
-        for index, value in balance.unreduced.items():
-            name = layout.keys(layout.slots[index].name)[bucket.number]
-            yield Part.of(f"rank/{self._control.rank}/grad/{name}", value), value
 
     def _scalars(self, bucket: Bucket) -> Iterator[tuple[str, Any]]:
         """What the optimizer keeps of whole parameters, encoded: told by the first rank that has something of one."""

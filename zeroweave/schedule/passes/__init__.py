@@ -12,7 +12,6 @@ from typing import Final, TypeAlias
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.passes.free import free
-from zeroweave.schedule.passes.fuse import fuse
 from zeroweave.schedule.passes.insert import insert
 from zeroweave.schedule.passes.keep import keep
 from zeroweave.schedule.passes.offload import offload
@@ -24,6 +23,6 @@ Pass: TypeAlias = Callable[[Schedule], Schedule]
 
 # offload in front of keep, which fills the memory that it frees; insert once more after prefetch, which may carry a
 # bucket's Unshard up to its own Reshard.
-PASSES: Final[tuple[Pass, ...]] = (insert, offload, keep, prefetch, insert, fuse, settle, free, stage)
+PASSES: Final[tuple[Pass, ...]] = (insert, offload, keep, prefetch, insert, settle, free, stage)
 
-__all__ = ["PASSES", "Pass", "free", "fuse", "insert", "keep", "offload", "prefetch", "settle", "stage"]
+__all__ = ["PASSES", "Pass", "free", "insert", "keep", "offload", "prefetch", "settle", "stage"]

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 
 from zeroweave.schedule.build import Schedule
 from zeroweave.schedule.cost import simulate
-from zeroweave.schedule.instructions import Instruction, Reduce, Settle, Update
+from zeroweave.schedule.instructions import Instruction, Settle, Update
 
 
 def settle(schedule: Schedule) -> Schedule:
@@ -16,8 +16,7 @@ def settle(schedule: Schedule) -> Schedule:
     After:   Reduce 2 · Run 1 · Settle 2 · Reduce 1 · Run 0 · Reduce 0
 
     ``depth`` stays the most reductions in flight: a Settle only moves up, where the compute stream does not wait
-    for it, and the gradient flat is free earlier. In front of a launch of reductions, not into it. Changes nothing
-    without measured costs.
+    for it, and the gradient flat is free earlier. Changes nothing without measured costs.
     """
     costs = schedule.costs
     if costs is None:
@@ -26,21 +25,15 @@ def settle(schedule: Schedule) -> Schedule:
     events = [span.index for span in prediction.spans if span.lane == "compute"]
     begins = [span.start for span in prediction.spans if span.lane == "compute"]
     instructions = schedule.instructions
-    issued: dict[int, list[int]] = {}  # bucket -> its Reduces that are not settled
     moved: dict[int, list[Instruction]] = {}
     taken: set[int] = set()
     for index, instruction in enumerate(instructions):
         match instruction:
-            case Reduce(bucket):
-                issued.setdefault(bucket, []).append(index)
-            case Settle(bucket):
-                reduction = issued[bucket].pop(0)
-                last = schedule.fused.get(reduction, (reduction,))[-1]
-                # Both indices and times go up, and the launch's last event begins before it is over.
-                found = bisect_left(begins, prediction.over[reduction], lo=bisect_right(events, last))
+            case Settle():
+                reduction = schedule.producers[index]
+                # Both indices and times go up, and the event of a reduction begins before it is over.
+                found = bisect_left(begins, prediction.over[reduction], lo=bisect_right(events, reduction))
                 event = events[found] if found < len(events) else index
-                if event in schedule.fused:
-                    event = schedule.fused[event][0] - 1
                 if event < index and not isinstance(instructions[event], Update):
                     moved.setdefault(event, []).append(instruction)
                     taken.add(index)
