@@ -33,8 +33,8 @@ STEPS = 400
 """More than `KILLS` times `TRAINS` seconds have, by `STEP`."""
 STEP = 0.015
 """Seconds that a step takes at least."""
-GONE = 60.0
-"""Seconds in which all processes of a job must be gone after a kill."""
+GONE = 120.0
+"""Seconds in which all processes of a job must be gone after a kill. torchrun gives those that it ends 30."""
 
 PROGRAM = f"""
 import os, pathlib, sys, time
