@@ -326,8 +326,11 @@ def export(
         from zeroweave.checkpoint.offline import verified
 
         with verified(checkpoint) as reader:
-            export_checkpoint(reader, folder, None if dtype is None else getattr(torch, dtype), shard_bytes)
+            kind = None if dtype is None else getattr(torch, dtype)
+            left_out = export_checkpoint(reader, folder, kind, shard_bytes)
     print(f"wrote {folder}")
+    if left_out:
+        print(f"zeroweave: the export leaves out extra state of modules: {left_out} entries", file=sys.stderr)
 
 
 @ckpt.command(name="import", short_help="Take weights of torch.save, or a ZeRO checkpoint.")

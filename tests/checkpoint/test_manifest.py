@@ -122,3 +122,11 @@ def test_numbers_that_are_no_counts(manifest: Manifest, number: Any) -> None:
 def test_other_versions(manifest: Manifest, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="of no version that can be read"):
         parse(lying(manifest, changes))
+
+
+@pytest.mark.parametrize("values", [b'"\xff"', b"[" * 500_000 + b"]" * 500_000])
+def test_what_is_no_text_or_nested_too_deeply(manifest: Manifest, values: bytes) -> None:
+    content = manifest.sealed().replace(b'"values":{', b'"values":{"a":' + values + b",", 1).replace(b",}", b"}")
+    checksum = xxhash.xxh3_128_hexdigest(content[:13] + b"0" * 32 + content[45:]).encode()
+    with pytest.raises(CheckpointError, match=r"manifest.json: "):
+        parse(content[:13] + checksum + content[45:])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.cells import cell_len
+from rich.text import Text
 from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
@@ -18,7 +21,9 @@ import zeroweave as zw
 from tests.support.commands import zeroweave
 from tests.support.harness import Pools
 from zeroweave import cli
+from zeroweave.checkpoint.manifest import Entry, Manifest
 from zeroweave.checkpoint.pickled import convert
+from zeroweave.report.checkpoints import inspect
 
 TAGS = [f"step-{step:08d}" for step in (1, 2, 3)]
 
@@ -96,6 +101,33 @@ def test_inspect_shows_the_latest_of_a_folder_or_the_one_that_is_named(original:
     assert ["param/first.weight", "F32", "9", "×", "9", "324", "B", "1"] in rows
     assert ["buffer/norm.num_batches_tracked", "I64", "scalar", "8", "B", "1"] in rows
     assert invoke("inspect", original / "run" / TAGS[0]).output.startswith("step-00000001: step 1")
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_inspect_fits_a_terminal_of_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are folded, and nothing of them is lost. Long tags, kinds and client states are broken, too."""
+    name = f"state/{'model.layers.127.mlp.experts.' * 4}weight/exp_avg_sq"
+    entries = {name: Entry(shape=(151936, 16384, 1024), dtype="F8_E4M3", pieces=())}
+    values = {"optimizer": {"kind": "Kind" * 30, "groups": []}, "client": {f"key {n}": n for n in range(30)}}
+    for tag in (f"{'tag-' * 30}{n}" for n in range(3)):
+        made = Manifest(tag=tag, step=1 << 60, world=1, stage=3, files={}, tensors={}, values=values)
+        made = made.model_copy(update={"tensors": entries})
+        (tmp_path / tag).mkdir()
+        (tmp_path / tag / "manifest.json").write_bytes(made.sealed())
+    monkeypatch.setattr("zeroweave.checkpoint.manifest._check", lambda manifest: None)  # the tensor has no bytes
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    inspect(tmp_path / tag)
+    lines = Text.from_ansi(terminal.getvalue()).plain.splitlines()
+    assert max(map(cell_len, lines)) == 80, lines
+    table = lines[next(n for n, line in enumerate(lines) if line.startswith(" tensor ")) + 2 :]
+    assert "".join(line.split()[0] for line in table if line.strip()) == name
+    assert "151936 × 16384 × 1024" in table[0]
 
 
 # ---------------------------------------------------------------------- verify
@@ -177,6 +209,26 @@ def test_export_gives_what_the_engine_exports(original: Path, tmp_path: Path) ->
     assert all(mine[name].dtype == theirs[name].dtype and torch.equal(mine[name], theirs[name]) for name in mine)
     assert exported(tmp_path / "out").keys() == exported(original / "exported").keys()
     assert (tmp_path / "out" / "config.json").read_text() == '{"width": 9}'
+
+
+class Counting(nn.Linear):
+    """Has extra state."""
+
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        pass
+
+
+def test_export_tells_that_it_leaves_out_extra_state(original: Path, tmp_path: Path) -> None:
+    config = {"compile": {"enabled": False}}
+    with zw.initialize(nn.Sequential(Counting(4, 4), Counting(4, 4)), torch.optim.AdamW, config) as engine:
+        engine.save(tmp_path / "run")
+    done = invoke("export", tmp_path / "run", tmp_path / "out")
+    assert done.exit_code == 0
+    assert done.stderr == "zeroweave: the export leaves out extra state of modules: 2 entries\n"
+    assert invoke("export", original / "run", tmp_path / "other").stderr == ""
 
 
 def test_export_in_another_dtype_and_in_several_files(original: Path, tmp_path: Path) -> None:

@@ -76,8 +76,11 @@ def export(
         sync(path.parent)
 
 
-def export_checkpoint(reader: Reader, path: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
-    """Makes the folder `path` of what `reader` has, as `engine.export` does of an engine; one tensor at a time."""
+def export_checkpoint(reader: Reader, path: Path, dtype: torch.dtype | None, shard_bytes: int) -> int:
+    """Makes the folder `path` of what `reader` has, as `engine.export` does of an engine; one tensor at a time.
+
+    Returns how many entries of extra state it leaves out: such a folder has no place for them.
+    """
     manifest = reader.manifest
     try:
         model = Model.model_validate(plain.decode(manifest.values.get("model")))
@@ -92,6 +95,8 @@ def export_checkpoint(reader: Reader, path: Path, dtype: torch.dtype | None, sha
         parts.append(Part(key, entry.shape, cast(own, dtype), 0, entry.numel))
     tensors = (rounding.cast(reader.whole(sources[part.name]), part.dtype) for part in parts)
     export(path, parts, tensors, shard_bytes, partial(_write_configs, model))
+    extra = manifest.values.get("extra")
+    return len(extra) if isinstance(extra, dict) else 0
 
 
 def cast(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -173,8 +173,7 @@ def parse(content: bytes) -> Manifest:
     if content.count(b"[") + content.count(b"{") > _CONTAINERS + len(content) // _PER_CONTAINER:
         raise CheckpointError(f"{NAME} has more lists and mappings than tensors and values need")
     try:
-        manifest = Manifest.model_validate_json(content)
-        json.loads(content, object_pairs_hook=_no_twice)
+        manifest = Manifest.model_validate(json.loads(content.decode(), object_pairs_hook=_no_twice))
     except (ValueError, RecursionError) as error:
         if not isinstance(error, ValidationError):
             raise CheckpointError(f"{NAME}: {error}") from None
@@ -185,10 +184,11 @@ def parse(content: bytes) -> Manifest:
     return manifest
 
 
-def _no_twice(pairs: list[tuple[str, Any]]) -> None:
-    """ValueError where a mapping has a key twice: other readers would take the other value."""
-    if len(pairs) > 1 and len(names := {name for name, _ in pairs}) < len(pairs):
-        raise ValueError(f"a mapping has a key twice among {', '.join(sorted(names)[:5])}")
+def _no_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping. ValueError where it has a key twice: other readers would take the other value."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"a mapping has a key twice among {', '.join(sorted(found)[:5])}")
+    return found
 
 
 def reason(error: ValidationError) -> str:

@@ -64,14 +64,14 @@ class Board:
         """Collective over `process_group`: rank 0 keeps a store on a free port and tells the others where.
 
         Returns what opens the board: that waits for rank 0's answer, and may be watched. The address is the loopback
-        where all ranks run on one machine, else MASTER_ADDR where that is rank 0's, else rank 0's host name.
+        where all ranks have the same, else MASTER_ADDR where that is rank 0's, else rank 0's host name.
         """
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         timeout = timedelta(seconds=deadline_seconds)
         # MASTER_ADDR belongs to the first rank of the job, which need not be in this group.
         first_of_job = dist.get_rank() == 0 and os.environ.get("MASTER_ADDR")
         places = [("", "")] * world
-        dist.all_gather_object(places, (machine(), first_of_job or socket.gethostname()), group=process_group)
+        dist.all_gather_object(places, (_network(), first_of_job or socket.gethostname()), group=process_group)
         host = "127.0.0.1" if len({where for where, _ in places}) == 1 else places[0][1]
         server = _serve(host, timeout) if rank == 0 else None
         told: list[tuple[int, str, bytes]] = [(0, "", b"")] * world
@@ -202,6 +202,14 @@ def _serve(host: str, timeout: timedelta) -> dist.TCPStore:  # type: ignore[name
 
 def _closed() -> Store:
     raise ConnectionError("the board is closed")
+
+
+def _network() -> str:
+    """Names this process's loopback: containers of one machine may each have their own, under the same host name."""
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/net")
+    return f"{machine()} {namespace}"
 
 
 def machine() -> str:
