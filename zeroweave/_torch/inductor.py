@@ -59,8 +59,10 @@ def inductor_compile(
     from torch._inductor.virtualized import V
 
     fake_mode, devices = _fake_mode(graph), _devices(graph, inputs)
+    around = torch._guards.TracingContext.try_get()
     with (
         torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
+        torch._guards.TracingContext.report_output_strides() as strides,
         V.set_fake_mode(fake_mode),
         _told_apart_by_processor(devices),
         config.patch(get_cpp_wrapper_config()) if config.cpp_wrapper else nullcontext(),
@@ -70,7 +72,10 @@ def inductor_compile(
             graph = _recursive_joint_graph_passes(graph, input_device=devices[0] if devices else None)
         pin_output_strides(graph)
         cpp = config.cpp_wrapper
-        return compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference, cpp_wrapper=cpp)
+        code = compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference, cpp_wrapper=cpp)
+    if around is not None and around.output_strides is not None and strides is not None:
+        around.output_strides.extend(strides)  # AOTAutograd compiles the backward for them: those of views may differ
+    return code
 
 
 def _without_offsets(graph: torch.fx.GraphModule, inputs: Sequence[Any], fake_mode: Any) -> Sequence[Any]:
@@ -196,8 +201,7 @@ def inductor_settings() -> str:
 def pin_output_strides(graph: torch.fx.GraphModule) -> None:
     """Makes Inductor return every output with the strides that it has in the graph.
 
-    Why: a context of its own cannot report other strides to AOTAutograd, which compiles the backward for
-    them.
+    Why: what the program gets is to lie as it does without a compiler. Views keep the order of their strides only.
     """
     output = graph.graph.output_node()
     nodes = output.args[0]
