@@ -1,7 +1,8 @@
 """What `make site` adds to MkDocs: links out of `docs/` work in the site as they do in the repository.
 
 A link such as `../examples/moe.py` or `../benchmarks/README.md` leads to a copy of that file in the site's folder
-`repository`: a page where it is Markdown, else the file. MkDocs calls the functions.
+`repository`: a page where it is Markdown, else the file. The table of error codes becomes a page with a heading
+for each code. MkDocs calls the functions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from mkdocs.structure.pages import Page
 
 _OUT = re.compile(r"(?<=\]\()\.\./(?P<path>[^)#\s]+)")
 """the address of a link from a page of `docs/` to a file outside of it"""
+_CODES = "zeroweave/error_codes.md"
 _IN = re.compile(r"(?<=\]\()(?!\w+:|#)(?P<path>[^)#\s]+)")
 """any relative address"""
 
@@ -27,7 +29,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked = {found["path"] for page in pages for found in _OUT.finditer(page.content_string)}
     for path in sorted(linked):
         text = (root / path).read_text()
-        if path.endswith(".md"):
+        if path == _CODES:
+            text = error_codes(text)
+        elif path.endswith(".md"):
             text = _IN.sub(lambda found, path=path: _from_copy(root, path, found["path"]), text)
         files.append(File.generated(config, f"repository/{path}", content=text, inclusion=InclusionLevel.NOT_IN_NAV))
     return files
@@ -38,6 +42,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.generated_by is not None:
         return markdown
     return _OUT.sub(lambda found: f"repository/{found['path']}", markdown)
+
+
+def error_codes(table: str) -> str:
+    """The page of error codes."""
+    lines = ["# Error codes", "", "`zeroweave explain CODE` prints the same in a terminal."]
+    for row in table.splitlines()[2:]:
+        code, cause, example, mend = row.removeprefix("| ").removesuffix(" |").split(" | ")
+        lines += ["", f"## {code}", "", cause, "", f"*Example:* {example}", "", f"*What to do:* {mend}"]
+    return "\n".join(lines) + "\n"
 
 
 def _from_copy(root: Path, document: str, address: str) -> str:

@@ -291,7 +291,7 @@ def refusals(folder: Path) -> None:
         loss = engine(batch(engine, 0)).square().mean()
         engine.backward(loss)
         told = message(lambda: engine.save(folder, "unstepped"))
-        assert told == "save() between a backward and its step(): call it after step() or zero_grad()"
+        assert told == "[ZW402] save() between a backward and its step(): call it after step() or zero_grad()"
         engine.step()
         engine.save(folder, "open")
         with engine.no_sync():

@@ -150,8 +150,8 @@ def test_other_settings_on_another_rank(
     key, usual, other = values
     said = pools(2).run(other_settings, config, bucket)
     assert said == [
-        f"{key} must be the same on all ranks: it is {usual} on rank 0 and {other} on rank 1",
-        f"{key} must be the same on all ranks: it is {other} on rank 1 and {usual} on rank 0",
+        f"[ZW101] {key} must be the same on all ranks: it is {usual} on rank 0 and {other} on rank 1",
+        f"[ZW101] {key} must be the same on all ranks: it is {other} on rank 1 and {usual} on rank 0",
     ]
 
 
