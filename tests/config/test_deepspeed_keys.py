@@ -100,7 +100,7 @@ def test_what_is_near_nothing_is_to_be_removed() -> None:
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
     absent = tmp_path / "nope.json"
-    assert refused(absent) == [f"{absent}: the config file cannot be read: No such file or directory"]
+    assert refused(absent) == [f"[ZW104] {absent}: the config file cannot be read: No such file or directory"]
     assert refused(str(absent))[0].startswith(f"[ZW104] {absent}: ")
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps({"overlap_com": True}))
