@@ -177,8 +177,8 @@ def taken_graph_id() -> str:
 
 def test_a_graph_id_that_one_rank_uses_elsewhere_is_refused_by_all(pools: Pools) -> None:
     first, second = pools(2).run(taken_graph_id)
-    assert first == "graph_id 0 belongs to another runtime of this process"
-    assert second == f"rank 0 could not register graph 0: {first}"
+    assert first == "[ZW401] graph_id 0 belongs to another runtime of this process"
+    assert second == f"[ZW401] rank 0 could not register graph 0: {first.removeprefix('[ZW401] ')}"
 
 
 def sharded(persistent: bool) -> tuple[list[bool], list[int]]:
