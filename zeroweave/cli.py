@@ -1,4 +1,4 @@
-"""The command line: `zeroweave demo`, `run`, `schedule`, `report`, `plan`, `doctor` and `ckpt`."""
+"""The command line: `zeroweave demo`, `run`, `schedule`, `report`, `plan`, `doctor`, `explain` and `ckpt`."""
 
 from __future__ import annotations
 
@@ -230,6 +230,19 @@ def doctor() -> None:
         raise typer.Exit(1)
     limits = ["within limits"] * ("limited" in states) + ["slower than it could"] * ("slow" in states)
     print(", ".join(["zeroweave works here", *limits]))
+
+
+@app.command(short_help="Explain the code of an error.")
+def explain(code: Annotated[str, typer.Argument(metavar="CODE", help="such as ZW101")]) -> None:
+    """Explain the code that an error's message begins with: the cause, an example, and what to do."""
+    from importlib.resources import files
+
+    table = (files("zeroweave") / "error_codes.md").read_text(encoding="utf-8")
+    head, _, *rows = ([cell.strip(" *") for cell in line.strip("|\n").split(" | ")] for line in table.splitlines())
+    known = {row[0]: row for row in rows}
+    if (row := known.get(code.strip("[]").upper())) is None:
+        raise typer.BadParameter(f"there is no {code!r}; the codes are {', '.join(known)}", param_hint="CODE")
+    print(*(f"{name}: {cell.replace('**', '')}" for name, cell in zip(head, row, strict=True)), sep="\n")
 
 
 ckpt = typer.Typer(

@@ -31,7 +31,9 @@ def expert_group(parallel_size: int) -> dist.ProcessGroup | None:
     if parallel_size == 1:
         return None
     if not dist.is_initialized():
-        raise EngineError("expert_group() needs a process group: call torch.distributed.init_process_group() before")
+        raise EngineError(
+            "[ZW402] expert_group() needs a process group: call torch.distributed.init_process_group() before"
+        )
     world = dist.get_world_size()
     _check_size(parallel_size, world)
     groups = [dist.new_group(list(range(first, first + parallel_size))) for first in range(0, world, parallel_size)]
@@ -50,10 +52,10 @@ def find_experts(model: nn.Module, config: ExpertsConfig) -> frozenset[int]:
     missing = [each for each in config.parameters if not any(fnmatchcase(name, each) for name, _ in named)]
     if missing:
         raise ConfigError(
-            f"experts.parameters: no parameter matches {', '.join(map(repr, missing))}; patterns are matched against "
-            f"the names of model.named_parameters(), such as {named[0][0]!r}"
+            f"[ZW106] experts.parameters: no parameter matches {', '.join(map(repr, missing))}; patterns are matched "
+            f"against the names of model.named_parameters(), such as {named[0][0]!r}"
             if named
-            else "experts.parameters: the model has no parameters"
+            else "[ZW106] experts.parameters: the model has no parameters"
         )
     return frozenset(id(p) for name, p in named if any(fnmatchcase(name, each) for each in config.parameters))
 
@@ -61,6 +63,6 @@ def find_experts(model: nn.Module, config: ExpertsConfig) -> frozenset[int]:
 def _check_size(parallel_size: int, world: int) -> None:
     if parallel_size < 1 or world % parallel_size:
         raise ConfigError(
-            f"experts.parallel_size {parallel_size} does not divide the {world} ranks: every rank belongs to a group "
-            "of that many"
+            f"[ZW103] experts.parallel_size {parallel_size} does not divide the {world} ranks: every rank belongs to a "
+            "group of that many"
         )

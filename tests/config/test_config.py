@@ -253,7 +253,7 @@ def test_the_runtime_by_name_has_the_debug_switches_among_its_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         RuntimeConfig.load({"sync_before_reduction": True})
     assert str(caught.value) == (
-        "unknown key 'sync_before_reduction' in the config; did you mean 'sync_before_reduce'?"
+        "[ZW102] unknown key 'sync_before_reduction' in the config; did you mean 'sync_before_reduce'?"
     )
 
 

@@ -252,7 +252,7 @@ def test_all_keys_that_cannot_be_followed_are_named_at_once() -> None:
         "steps_per_print": 1,
     }
     lines = refused(source).splitlines()
-    assert lines[0] == "the DeepSpeed config cannot be followed:"
+    assert lines[0] == "[ZW105] the DeepSpeed config cannot be followed:"
     assert [re.split(" is | must |:", line)[0] for line in lines[1:]] == [
         "- zero_optimization.offload_param.device",
         "- zero_optimization.zero_quantized_weights",

@@ -106,7 +106,7 @@ def test_a_file_is_refused_by_its_keys(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(name)
     first, *lines = str(caught.value).splitlines()
-    assert first == f"{FILES / name}.json: the DeepSpeed config cannot be followed:"
+    assert first == f"[ZW105] {FILES / name}.json: the DeepSpeed config cannot be followed:"
     assert [re.split(" is | must ", line.removeprefix("- "))[0] for line in lines] == REFUSED[name]
     assert all(re.search(r" is .*: | must be ", line) for line in lines), "a line without a reason"
 

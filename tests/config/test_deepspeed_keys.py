@@ -100,11 +100,11 @@ def test_what_is_near_nothing_is_to_be_removed() -> None:
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
     absent = tmp_path / "nope.json"
-    assert refused(absent) == [f"{absent}: the config file cannot be read: No such file or directory"]
-    assert refused(str(absent))[0].startswith(f"{absent}: ")
+    assert refused(absent) == [f"[ZW104] {absent}: the config file cannot be read: No such file or directory"]
+    assert refused(str(absent))[0].startswith(f"[ZW104] {absent}: ")
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps({"overlap_com": True}))
-    assert refused(wrong)[0] == f"{wrong}: the DeepSpeed config cannot be followed:"
+    assert refused(wrong)[0] == f"[ZW105] {wrong}: the DeepSpeed config cannot be followed:"
 
 
 def test_a_deepspeed_config_for_an_engine(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_a_deepspeed_config_for_an_engine(tmp_path: Path) -> None:
     for given in (source, path, str(path)):
         with pytest.raises(ConfigError) as caught:
             zw.initialize(nn.Linear(2, 2), config=given)
-        message = str(caught.value).removeprefix(f"{path}: ")
+        message = str(caught.value).replace(f"{path}: ", "")
         assert message == (
-            "'zero_optimization', 'bf16' of a DeepSpeed config: read it with "
+            "[ZW105] 'zero_optimization', 'bf16' of a DeepSpeed config: read it with "
             "zeroweave.Config.from_deepspeed(path_or_dict), and pass what that returns"
         )
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"[ZW105] {path}: ")

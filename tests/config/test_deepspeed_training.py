@@ -247,7 +247,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         zw.load_deepspeed(path)
     first, *lines = str(caught.value).splitlines()
-    assert first == f"{path}: the DeepSpeed config cannot be followed:"
+    assert first == f"[ZW105] {path}: the DeepSpeed config cannot be followed:"
     assert [line.split(" is ")[0].split(":")[0].split(" must")[0] for line in lines] == [
         "- zenflow",
         "- bf16.on",

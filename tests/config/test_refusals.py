@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from zeroweave.errors import ConfigError
 def refused(source: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         Config.load(source)
-    return str(caught.value)
+    found = re.fullmatch(r"\[ZW10[1-6]\] (.*)", str(caught.value), flags=re.DOTALL)
+    assert found is not None, caught.value
+    return found[1]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def test_what_is_added_is_named(
             lambda: list(engine.stream_state_dict()),
             lambda: engine.full_parameters().__enter__(),
         ):
-            with pytest.raises(ParameterError, match=rf"^{name}: added to the model since zeroweave.initialize"):
+            with pytest.raises(
+                ParameterError, match=rf"^\[ZW\d+\] {name}: added to the model since zeroweave.initialize"
+            ):
                 call()
             engine.zero_grad()
         take_away(model)
@@ -100,7 +102,7 @@ def test_what_is_added_is_named(
         assert engine.state_dict().keys() == model_keys(model)
         model.late = nn.Sequential()
         add(model)
-        with pytest.raises(ParameterError, match=rf"^{name}: added to the model since zeroweave.initialize"):
+        with pytest.raises(ParameterError, match=rf"^\[ZW\d+\] {name}: added to the model since zeroweave.initialize"):
             engine(torch.ones(4, 8))
     train(model)  # the engine has ended, and the model is an ordinary one, with what was added
 

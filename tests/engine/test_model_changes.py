@@ -96,7 +96,7 @@ def test_resizing_under_an_engine_names_the_method(stage: int) -> None:
     model = made()
     with initialized(model, stage=stage) as engine:
         with pytest.raises(
-            ParameterError, match=r"^resize_token_embeddings\(\.\.\.\) under an engine: .*engine\.destroy"
+            ParameterError, match=r"^\[ZW\d+\] resize_token_embeddings\(\.\.\.\) under an engine: .*engine\.destroy"
         ):
             model.resize_token_embeddings(16)
         train(model, engine)  # nothing was changed
@@ -109,7 +109,9 @@ def test_modules_that_were_replaced_are_named(stage: int) -> None:
         old = model.embed, model.head
         with engine.full_parameters():
             model.resize_token_embeddings(16)
-        with pytest.raises(ParameterError, match=r"^embed, head: the module was replaced .*resize_token_embeddings"):
+        with pytest.raises(
+            ParameterError, match=r"^\[ZW\d+\] embed, head: the module was replaced .*resize_token_embeddings"
+        ):
             engine(torch.ones(4, 8))
         model.embed, model.head = old
         engine.zero_grad()

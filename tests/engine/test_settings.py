@@ -33,7 +33,7 @@ NUMBER = "a valid integer"
     ids=repr,
 )
 def test_what_the_config_refuses_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(EngineError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(EngineError, match=rf"^\[ZW401\] {re.escape(message)}$"):
         changes_of(**changes)
 
 

@@ -206,7 +206,9 @@ def test_extra_state_that_is_no_value_is_refused_by_name(tmp_path: Path) -> None
     module = made("extra state")
     with started(module) as engine:
         module[0].seen["count"] = object()
-        with pytest.raises(zw.EngineError, match=r"^0\._extra_state\['count'\] is a object, which a checkpoint cannot"):
+        with pytest.raises(
+            zw.EngineError, match=r"^\[ZW\d+\] 0\._extra_state\['count'\] is a object, which a checkpoint cannot"
+        ):
             engine.save(tmp_path)
 
 

@@ -17,7 +17,7 @@ from zeroweave.errors import EngineError
 from zeroweave.plan.calibration import Calibration
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
 from zeroweave.plan.model import source_of
-from zeroweave.plan.plan import Plans, Row, advise, make
+from zeroweave.plan.plan import Plans, Row, advise, config_of, make
 from zeroweave.plan.rank import PlannedRank
 from zeroweave.plan.show import lines, picture
 from zeroweave.schedule import simulate
@@ -75,7 +75,7 @@ def test_a_step_has_every_product_of_the_model(compiled: bool) -> None:
 
 
 def test_code_that_asks_for_values_is_refused_by_the_name_of_its_module() -> None:
-    with pytest.raises(EngineError, match=r"^'1' needs values of tensors"):
+    with pytest.raises(EngineError, match=r"^\[ZW\d+\] '1' needs values of tensors"):
         rank("peeking").measure()
 
 
@@ -219,7 +219,21 @@ def test_the_command_plans_a_world_of_1024_ranks(tmp_path: Path) -> None:
     state = {(row["stage"], row["world"]): row["parameters"] + row["optimizer"] for row in rows}
     assert state[3, 1024] < state[3, 2]
     assert "1024 ranks: take" in result.output
+    shown = [line.partition(" ranks: ") for line in result.output.splitlines() if line.startswith("config of ")]
+    assert [head.rsplit(" ", 1)[1] for head, _, _ in shown] == ["2", "1024"]
+    assert all(Config.load(json.loads(text)).precision.params == "bfloat16" for _, _, text in shown)
     ElementTree.parse(tmp_path / "plan.svg")
+
+
+def test_a_row_has_a_config_to_paste() -> None:
+    settings = {"precision": {"params": "bfloat16"}, "compile": {"activation_budget": 0.0}, "gradient_clipping": None}
+    told = {name: config_of(replace(ROW, schedule=name), settings, 72) for name in ("prefetch 1", "auto", "keep auto")}
+    base = {"stage": 3, "precision": {"params": "bfloat16"}}
+    assert told["prefetch 1"] == {**base, "compile": {"activation_budget": 0.0, "prefetch": 1, "keep": "none"}}
+    assert told["auto"] == {**base, "compile": {"activation_budget": 0.0}}
+    assert told["keep auto"] == {**base, "compile": {"activation_budget": 0.0, "memory_budget": 72}}
+    assert config_of(replace(ROW, stage=2), {}, 72) == {"stage": 2}
+    assert json.loads(json.dumps(told)) == told and all(Config.load(config).stage == 3 for config in told.values())
 
 
 @pytest.mark.matrix
@@ -227,6 +241,7 @@ def test_the_command_plans_as_it_is_asked(tmp_path: Path) -> None:
     calibration = tmp_path / "h100.json"
     Calibration("NVIDIA H100 80GB HBM3", 8, 1, {"matmul": 6e14, "host": 5e10}, {"beside": 0.25}).save(calibration)
     asked = ["--seq", "8", "--world", "2", "--offload", "optimizer,params", "--gas", "2", "--clip"]
+    asked += ["--activation-budget", "0.5"]
     files = ["--calibration", str(calibration), "--json", str(tmp_path / "plan.json")]
     result = CliRunner().invoke(cli.app, ["plan", "tests.plan.models:llama", *asked, *files])
     assert result.exit_code == 0, result.output
@@ -234,6 +249,7 @@ def test_the_command_plans_as_it_is_asked(tmp_path: Path) -> None:
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert {row["stage"] for row in plan["rows"]} == {3} and all(row["host"] for row in plan["rows"])
     assert plan["config"]["gradient_accumulation_steps"] == 2 and plan["config"]["gradient_clipping"]
+    assert plan["config"]["compile"] == {"activation_budget": 0.5}
     assert plan["hardware"]["gpu"]["memory"] == GPUS["h100"].memory
     share = plan["hardware"]["efficiency"]
     assert share["beside"] == 0.25 and share["matmul"] == pytest.approx(6e14 / GPUS["h100"].half)

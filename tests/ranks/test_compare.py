@@ -44,7 +44,7 @@ def test_equal_lists() -> None:
 
 def test_all_ranks_hear_of_the_first_difference() -> None:
     said = on_ranks(once(["a", "b"]), once(["a", "b"]), once(["a", "c", "d"]))
-    assert said == ["the ranks made different schedules: at 1, rank 0 has 'b' and rank 2 has 'c'"] * 3
+    assert said == ["[ZW501] the ranks made different schedules: at 1, rank 0 has 'b' and rank 2 has 'c'"] * 3
 
 
 def test_a_list_that_goes_on() -> None:
@@ -54,7 +54,7 @@ def test_a_list_that_goes_on() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     said = on_ranks(once(["a"], deadline=0.3), lambda board: None)
-    assert said == ["rank 1 did not come to change 1 of the schedule within the deadline of 0.3 s", ""]
+    assert said == ["[ZW502] rank 1 did not come to change 1 of the schedule within the deadline of 0.3 s", ""]
 
 
 def test_a_rank_may_be_one_comparison_ahead() -> None:

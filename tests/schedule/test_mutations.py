@@ -234,6 +234,6 @@ def judge(schedule: Schedule, rng: random.Random, rounds: int) -> int:
             verify(mutated)
         else:
             rejected += 1
-            with pytest.raises(ScheduleError, match=r"^instruction \d+, "):
+            with pytest.raises(ScheduleError, match=r"^\[ZW\d+\] instruction \d+, "):
                 verify(mutated)
     return rejected

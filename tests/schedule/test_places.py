@@ -87,7 +87,7 @@ def test_the_verifier_looks_for_itself(places: dict[int, int], message: str) -> 
     verify(right)
     with pytest.raises(ScheduleError) as error:
         verify(wrong)
-    assert str(error.value) == message
+    assert str(error.value) == f"[ZW701] {message}"
 
 
 @daily("seed", SEEDS[:20], SEEDS[20:60])

@@ -99,7 +99,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, spoil: Callable[[str],
     path.write_text(spoil(path.read_text()))
     with pytest.raises(ScheduleError) as raised:
         Measured.load(path)
-    assert str(raised.value).startswith(f"{path}: ") and said in str(raised.value)
+    assert str(raised.value).startswith(f"[ZW703] {path}: ") and said in str(raised.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -331,4 +331,4 @@ def test_a_pass_that_breaks_the_schedule_is_named(wrong: Callable[[Schedule], Sc
     record = (*recorded(use(A)), Ready(A))
     with pytest.raises(ScheduleError) as caught:
         compile_schedule(record, LEGAL["plain"].facts, (*PASSES, wrong))
-    assert str(caught.value) == message
+    assert str(caught.value) == f"[ZW702] {message}"

@@ -76,7 +76,9 @@ def read(path: Path, kind: str) -> Imported:
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         if isinstance(error, EngineError):
             raise
-        raise CheckpointError(f"{path} is laid out in an unknown way: {type(error).__name__}: {error}") from None
+        raise CheckpointError(
+            f"[ZW608] {path} is laid out in an unknown way: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _read(path: Path, kind: str) -> Imported:
@@ -84,7 +86,7 @@ def _read(path: Path, kind: str) -> Imported:
         with latest.open() as file:
             tag = file.read(_LONGEST_TAG).strip()
         if tag in ("", ".", "..") or Path(tag).name != tag:
-            raise CheckpointError(f"{latest} names {tag!r}, which is no folder beside it")
+            raise CheckpointError(f"[ZW608] {latest} names {tag!r}, which is no folder beside it")
         path = path / tag
     optimizers = _ranks(path)
     states = [load(file)["optimizer_state_dict"] for file in optimizers]
@@ -93,7 +95,9 @@ def _read(path: Path, kind: str) -> Imported:
     models = [load(file) for file in (files if sharded else [path / "mp_rank_00_model_states.pt"])]
     model = models[0]
     if model["dp_world_size"] != len(states):
-        raise CheckpointError(f"{path} has the files of {len(states)} ranks, and {model['dp_world_size']} wrote it")
+        raise CheckpointError(
+            f"[ZW608] {path} has the files of {len(states)} ranks, and {model['dp_world_size']} wrote it"
+        )
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
     sources, scalars, groups = (_stage_3 if sharded else _stage_2)(states, shapes)
     trained = dict.fromkeys(name for group in shapes for name in group)
@@ -107,9 +111,9 @@ def _read(path: Path, kind: str) -> Imported:
     for name, source in sources.items():
         have, need = sum(count for _, _, count in source.ranges), torch.Size(source.shape).numel()
         if not need <= have < need + (len(states) if sharded else 1):
-            raise CheckpointError(f"{path} has {have} elements of {name}, which has {need}")
+            raise CheckpointError(f"[ZW608] {path} has {have} elements of {name}, which has {need}")
         if any(start + count > tensor.numel() for tensor, start, count in source.ranges):
-            raise CheckpointError(f"{path} has fewer elements of {name} than it says")
+            raise CheckpointError(f"[ZW608] {path} has fewer elements of {name} than it says")
     if not sharded:
         _check_masters(sources, {name: model["module"][name] for name in trained})
     stored = plain.Stored("client")
@@ -132,7 +136,7 @@ def _check_masters(sources: Mapping[str, _Source], weights: Mapping[str, torch.T
     for name, weight in weights.items():
         found = sources[f"param/{name}"].whole().to(weight.dtype)
         if not torch.equal(found.nan_to_num(), weight.nan_to_num()):
-            raise CheckpointError(f"the master of {name} is not that of the model's weight")
+            raise CheckpointError(f"[ZW608] the master of {name} is not that of the model's weight")
 
 
 def _of(pieces: Sequence[torch.Tensor], shape: tuple[int, ...]) -> _Source:
@@ -144,13 +148,15 @@ def _ranks(path: Path) -> list[Path]:
     found: dict[int, Path] = {}
     for file in path.glob("*optim_states.pt"):
         if (match := _OPTIMIZER.fullmatch(file.name)) is None:
-            raise CheckpointError(f"{file} is of tensor, pipeline or expert parallelism")
+            raise CheckpointError(f"[ZW608] {file} is of tensor, pipeline or expert parallelism")
         if (rank := int(match[1])) in found:
-            raise CheckpointError(f"{path} has the files of two checkpoints: {found[rank].name} and {file.name}")
+            raise CheckpointError(
+                f"[ZW608] {path} has the files of two checkpoints: {found[rank].name} and {file.name}"
+            )
         found[rank] = file
     if not found or sorted(found) != list(range(len(found))):
         raise CheckpointError(
-            f"{path} is no whole checkpoint of DeepSpeed's ZeRO: it has files of the ranks {sorted(found)}"
+            f"[ZW608] {path} is no whole checkpoint of DeepSpeed's ZeRO: it has files of the ranks {sorted(found)}"
         )
     return [found[rank] for rank in range(len(found))]
 
@@ -164,7 +170,7 @@ def _stage_2(states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, 
     scalars: dict[str, Any] = {}
     options = states[0]["base_optimizer_state"]
     if isinstance(options, list):
-        raise CheckpointError("it was written with elastic_checkpoint, and has no options of the optimizer")
+        raise CheckpointError("[ZW608] it was written with elastic_checkpoint, and has no options of the optimizer")
     for group, named in enumerate(shapes):
         masters = [rank["single_partition_of_fp32_groups"][group] for rank in states]
         held = [rank["base_optimizer_state"]["state"].get(group, {}) for rank in states]
@@ -221,7 +227,7 @@ def _walk(
         (name, shape, -(-torch.Size(shape).numel() // world)) for group in shapes for name, shape in group.items()
     ]
     if (needed := sum(count for _, _, count in pieces)) != sum(sizes):
-        raise CheckpointError(f"a rank has {sum(sizes)} elements, and {needed} of the parameters")
+        raise CheckpointError(f"[ZW608] a rank has {sum(sizes)} elements, and {needed} of the parameters")
     sub, start = 0, 0
     for name, shape, left in pieces:
         ranges = []
@@ -237,7 +243,9 @@ def _walk(
 def _split(held: Mapping[str, Any], masters: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What there is of each element, by name with a place for the parameter's, and of all of them together."""
     if len(held) > _KEYS:
-        raise CheckpointError(f"its optimizer keeps {len(held)} values of a parameter, and {_KEYS} at most are known")
+        raise CheckpointError(
+            f"[ZW608] its optimizer keeps {len(held)} values of a parameter, and {_KEYS} at most are known"
+        )
     flats, single = {"param/{}": masters}, {}
     for key, value in held.items():
         if isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() >= masters.numel():
@@ -278,7 +286,7 @@ def _values(
     dropped = _NOT_OF_TORCH if hasattr(torch.optim, kind) else {"params"}
     options = [{key: value for key, value in group.items() if key not in dropped} for group in groups]
     if dropped is _NOT_OF_TORCH and not all(group.get("bias_correction", True) for group in groups):
-        raise CheckpointError(f"its optimizer does without bias_correction, which {kind} cannot")
+        raise CheckpointError(f"[ZW608] its optimizer does without bias_correction, which {kind} cannot")
     scale = float(state["loss_scaler"].cur_scale) if "zero_stage" in state else 1.0  # BF16_Optimizer has neither
     values = {
         "run": {"micro_steps": model["global_steps"] * steps, "skipped_steps": model["skipped_steps"]},

@@ -53,7 +53,7 @@ def export(
     there. CheckpointError where the folder is there already, OSError where it cannot be written; then nothing is left.
     """
     if path.exists():
-        raise CheckpointError(f"{path} is there already: export to a new folder")
+        raise CheckpointError(f"[ZW610] {path} is there already: export to a new folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as after:
         made = Partial(path)
@@ -85,7 +85,7 @@ def export_checkpoint(reader: Reader, path: Path, dtype: torch.dtype | None, sha
     try:
         model = Model.model_validate(plain.decode(manifest.values.get("model")))
     except ValidationError:
-        raise CheckpointError(f"the checkpoint {manifest.tag!r} does not tell what an export needs") from None
+        raise CheckpointError(f"[ZW610] the checkpoint {manifest.tag!r} does not tell what an export needs") from None
     sources = {name.partition("/")[2]: name for name in manifest.tensors if name.startswith(("param/", "buffer/"))}
     sources |= {alias: sources[name] for alias, name in model.aliases.items() if name in sources}
     parts = []

@@ -50,7 +50,7 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.dtype not in NAMES:
-            raise CheckpointError(f"{self.name!r} is of {self.dtype}, which safetensors does not know")
+            raise CheckpointError(f"[ZW606] {self.name!r} is of {self.dtype}, which safetensors does not know")
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Part:
@@ -146,7 +146,7 @@ def open_file(path: Path, shown: str) -> tuple[int, int]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise CheckpointError(f"{shown} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"[ZW601] {shown} cannot be read: {error.strerror}") from None
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)

@@ -136,7 +136,7 @@ class Fitting:
         told = [_told([theirs[kind] for theirs in ranks]) for kind in (0, 1)]
         if any(told):
             raise CheckpointError(
-                f"the checkpoint {self._manifest.tag!r} does not fit the engine, nothing was loaded: "
+                f"[ZW603] the checkpoint {self._manifest.tag!r} does not fit the engine, nothing was loaded: "
                 + "; ".join([*told[0], *told[1]])
                 + ("" if told[0] or not self._strict else " (strict=False takes what there is)")
             )
@@ -236,11 +236,13 @@ class Fitting:
         """The position of that rank's loader. CheckpointError where there is none."""
         values, tag = self.values, self._manifest.tag
         if "data" not in values:
-            raise CheckpointError(f"the checkpoint {tag!r} holds no position of data: save(…, data=…) writes one")
+            raise CheckpointError(
+                f"[ZW609] the checkpoint {tag!r} holds no position of data: save(…, data=…) writes one"
+            )
         if world != self._manifest.world and any(map(_OWN_DATA.fullmatch, values)):
             raise CheckpointError(
-                f"the checkpoint {tag!r} holds a position of data for each of {self._manifest.world} ranks, and there "
-                f"are {world} now; zeroweave.data has a sampler with one position for all"
+                f"[ZW609] the checkpoint {tag!r} holds a position of data for each of {self._manifest.world} ranks, "
+                f"and there are {world} now; zeroweave.data has a sampler with one position for all"
             )
         return values.get(f"rank/{rank}/data", values["data"])
 

@@ -33,8 +33,8 @@ def check_tag(tag: str) -> None:
     """CheckpointError for what cannot be the name of a checkpoint."""
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == LATEST:
         raise CheckpointError(
-            f"{tag!r} cannot be a checkpoint's tag: letters, digits, '.', '_' and '-', a letter or digit first, at "
-            f"most 128 of them, and not {LATEST!r}"
+            f"[ZW604] {tag!r} cannot be a checkpoint's tag: letters, digits, '.', '_' and '-', a letter or digit "
+            f"first, at most 128 of them, and not {LATEST!r}"
         )
 
 
@@ -69,7 +69,7 @@ class Folder:
                         return partial
                     partial.discard()
             if not anew:
-                raise CheckpointError(f"{self.path} {state.format(tag)}: choose another tag, or remove it")
+                raise CheckpointError(f"[ZW604] {self.path} {state.format(tag)}: choose another tag, or remove it")
         raise AssertionError
 
     def publish(self, partial: Partial, manifest: Manifest) -> None:
@@ -86,7 +86,7 @@ class Folder:
         try:
             partial.path.rename(place)
         except OSError as error:
-            raise CheckpointError(f"{place} cannot be published: {error.strerror}") from None
+            raise CheckpointError(f"[ZW605] {place} cannot be published: {error.strerror}") from None
         try:
             sync(self.path)
             (place / LATEST).replace(self.path / LATEST)
@@ -206,7 +206,7 @@ def _read(path: Path, limit: int, first: int | None = None) -> bytes:
         try:
             return file.read(nbytes if first is None else first)
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+            raise CheckpointError(f"[ZW601] {path} cannot be read: {error.strerror}") from None
 
 
 def write_file(path: Path, content: bytes) -> None:

@@ -82,7 +82,7 @@ def _check_pickle(content: bytes) -> None:
         work += 1
         name, before = opcode.name, opcode.stack_before
         if work > _WORK:
-            raise CheckpointError(f"its pickle takes more than {_WORK} operations")
+            raise CheckpointError(f"[ZW607] its pickle takes more than {_WORK} operations")
         if name == "MARK":
             marks.append(len(stack))
         elif name == "POP" and marks and marks[-1] == len(stack):
@@ -94,14 +94,14 @@ def _check_pickle(content: bytes) -> None:
         elif name.endswith("PUT") or name == "MEMOIZE":
             index = len(memo) if argument is None else argument
             if index > len(content):
-                raise CheckpointError("its pickle has a place that it does not need")
+                raise CheckpointError("[ZW607] its pickle has a place that it does not need")
             memo[index] = stack[-1]
         elif not before:
             stack += [_Node() for _ in opcode.stack_after]
         else:
             start = marks.pop() - before.index(marker) if marker in before else len(stack) - len(before)
             if start < 0:
-                raise CheckpointError("its pickle takes values that it does not have")
+                raise CheckpointError("[ZW607] its pickle takes values that it does not have")
             taken = stack[start:]
             del stack[start:]
             if name in ("SETITEM", "SETITEMS", "DICT"):
@@ -114,7 +114,7 @@ def _check_pickle(content: bytes) -> None:
                 node.take(taken)
                 stack.append(node)
                 if node.depth > _DEPTH:
-                    raise CheckpointError(f"its pickle is nested more than {_DEPTH} deep")
+                    raise CheckpointError(f"[ZW607] its pickle is nested more than {_DEPTH} deep")
 
 
 def _check_content(content: Any, nbytes: int) -> None:
@@ -130,9 +130,9 @@ def _check_content(content: Any, nbytes: int) -> None:
         elif isinstance(value, torch.Tensor):
             nbytes -= value.numel() * value.itemsize
         if left < len(values):
-            raise CheckpointError(f"it holds more than {_WORK} values, or values that hold themselves")
+            raise CheckpointError(f"[ZW607] it holds more than {_WORK} values, or values that hold themselves")
     if nbytes < 0:
-        raise CheckpointError("its tensors are far larger than the file")
+        raise CheckpointError("[ZW607] its tensors are far larger than the file")
 
 
 def load(path: Path) -> Any:
@@ -140,7 +140,7 @@ def load(path: Path) -> Any:
     reader = types.SimpleNamespace(Unpickler=_Unpickler, __name__="inert")
     try:
         if not path.is_file():
-            raise CheckpointError("it is no regular file")
+            raise CheckpointError("[ZW607] it is no regular file")
         size = path.stat().st_size
         with zipfile.ZipFile(path) as file:  # older files and TorchScript's are read in other ways, which call things
             names = [Path(name).name for name in file.namelist()]
@@ -149,11 +149,11 @@ def load(path: Path) -> Any:
                 for one in file.infolist()
             )
         if "data.pkl" not in names or "constants.pkl" in names or not plain:
-            raise CheckpointError("it is an archive of another kind")
+            raise CheckpointError("[ZW607] it is an archive of another kind")
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=reader)
         _check_content(content, size * _BYTES_PER_BYTE + _BYTES)
         return content
     except CheckpointError as error:
-        raise CheckpointError(f"{path} is no file of torch.save that can be read: {error}") from None
+        raise CheckpointError(f"[ZW607] {path} is no file of torch.save that can be read: {error}") from None
     except Exception as error:  # whatever the file is
-        raise CheckpointError(f"{path} is no file of torch.save: {type(error).__name__}: {error}") from None
+        raise CheckpointError(f"[ZW607] {path} is no file of torch.save: {type(error).__name__}: {error}") from None

@@ -141,9 +141,9 @@ class Manifest(Strict):
         try:
             content = self.model_copy(update={"checksum": _ZEROS.decode()}).model_dump_json().encode()
         except PydanticSerializationError as error:
-            raise CheckpointError(f"{NAME} cannot be written: {error}") from None
+            raise CheckpointError(f"[ZW606] {NAME} cannot be written: {error}") from None
         if len(content) > LARGEST:
-            raise CheckpointError(f"{NAME} would have {len(content)} bytes, and {LARGEST} at most can be read")
+            raise CheckpointError(f"[ZW606] {NAME} would have {len(content)} bytes, and {LARGEST} at most can be read")
         return content.replace(_ZEROS, xxhash.xxh3_128_hexdigest(content).encode(), 1)
 
 

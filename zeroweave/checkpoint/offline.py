@@ -49,7 +49,7 @@ def verify(path: Path) -> Iterator[tuple[str, str]]:
     if tag is not None:
         tags = [tag]
     if not tags:
-        raise CheckpointError(f"there is no checkpoint in {path}")
+        raise CheckpointError(f"[ZW601] there is no checkpoint in {path}")
     for each in tags:
         yield each, _failure(folder.path / each)
     if tag is None:

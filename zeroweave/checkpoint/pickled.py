@@ -52,7 +52,9 @@ def convert(source: Path, folder: Path, key: str, optimizer: str, shard_bytes: i
     if wrong:
         name, value = next(iter(wrong.items()))
         what = f"{value.layout} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise CheckpointError(f"{len(wrong)} entries are no tensors that safetensors knows, such as {name!r}: {what}")
+        raise CheckpointError(
+            f"[ZW607] {len(wrong)} entries are no tensors that safetensors knows, such as {name!r}: {what}"
+        )
     parts = [Part.of(name, value) for name, value in tensors.items()]
     export(folder, parts, tensors.values(), shard_bytes, lambda _: None)
     return f"wrote {len(parts)} tensors of {source} to {folder}"
@@ -61,10 +63,10 @@ def convert(source: Path, folder: Path, key: str, optimizer: str, shard_bytes: i
 def _state_dict(content: Any, key: str) -> dict[str, Any]:
     """The state dict under `key`, or the only one."""
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"the file holds a {type(content).__name__} and no dictionary")
+        raise CheckpointError(f"[ZW607] the file holds a {type(content).__name__} and no dictionary")
     if key:
         if key not in content:
-            raise CheckpointError(f"the file has no {key!r}; it has {', '.join(map(str, content))}")
+            raise CheckpointError(f"[ZW607] the file has no {key!r}; it has {', '.join(map(str, content))}")
         found = content[key]
     elif any(isinstance(value, torch.Tensor) for value in content.values()):
         found = content
@@ -72,10 +74,10 @@ def _state_dict(content: Any, key: str) -> dict[str, Any]:
         usual = [name for name in _USUAL if name in content]
         if len(usual) != 1:
             has = ", ".join(map(str, content))
-            raise CheckpointError(f"name the entry that is the model's state dict by --key; the file has {has}")
+            raise CheckpointError(f"[ZW607] name the entry that is the model's state dict by --key; the file has {has}")
         found = content[usual[0]]
     if not isinstance(found, Mapping) or not found or not all(isinstance(name, str) for name in found):
-        raise CheckpointError("there is no state dict: a dictionary of tensors by name")
+        raise CheckpointError("[ZW607] there is no state dict: a dictionary of tensors by name")
     return dict(found)
 
 

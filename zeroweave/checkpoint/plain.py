@@ -55,7 +55,7 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
     inside each other.
     """
     if not levels:
-        raise EngineError(f"{where} is nested too deeply, or holds itself")
+        raise EngineError(f"[ZW606] {where} is nested too deeply, or holds itself")
 
     def inner(item: Any, place: str = "") -> Any:
         return encode(item, where + place, stored, levels - 1)
@@ -86,9 +86,9 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
             return {kind: [[inner(key), item] for key, item in pairs]}
     size = " of at most 1 MiB" if stored is None else ""
     raise EngineError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold here: it holds None, booleans, numbers, "
-        f"strings of Unicode, lists, tuples, dictionaries, and dense tensors{size}; torch.from_numpy makes a tensor of "
-        "an array"
+        f"[ZW606] {where} is a {type(value).__name__}, which a checkpoint cannot hold here: it holds None, booleans, "
+        f"numbers, strings of Unicode, lists, tuples, dictionaries, and dense tensors{size}; "
+        "torch.from_numpy makes a tensor of an array"
     )
 
 

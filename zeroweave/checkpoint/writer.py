@@ -88,7 +88,7 @@ class Saving:
             told = control.broadcast_object((*begun, failure), label="the folder of a checkpoint")
         self.tag, place, failure = told
         if failure:
-            raise CheckpointError(f"the checkpoint {self.tag!r} cannot be written to {folder.path}: {failure}")
+            raise CheckpointError(f"[ZW605] the checkpoint {self.tag!r} cannot be written to {folder.path}: {failure}")
         self._place = Path(place)
         self._stopped = threading.Event()
         self._mine = self._published = _Written()
@@ -178,7 +178,8 @@ class Saving:
         try:
             if not self._place.is_dir():
                 raise CheckpointError(
-                    f"there is no {self._place}, which rank 0 has made: checkpoints need a folder that all ranks share"
+                    f"[ZW605] there is no {self._place}, which rank 0 has made: checkpoints need a folder that all "
+                    "ranks share"
                 )
             found = content()
         except Exception as error:
@@ -212,7 +213,7 @@ class Saving:
             return
         self.discard()
         raise CheckpointError(
-            f"the checkpoint {self.tag!r} was not written to {self._folder.path}: {told}"
+            f"[ZW605] the checkpoint {self.tag!r} was not written to {self._folder.path}: {told}"
         ) from self._cause
 
     def _prune(self) -> None:
@@ -240,7 +241,7 @@ def _manifest(tag: str, step: int, stage: int, told: Sequence[_Written]) -> Mani
         for part, begin in one.parts:
             known = kinds.setdefault(part.name, part)
             if (known.shape, known.dtype) != (part.shape, part.dtype):
-                raise CheckpointError(f"the ranks have different {part.name!r}")
+                raise CheckpointError(f"[ZW606] the ranks have different {part.name!r}")
             mine = pieces.setdefault(part.name, [])
             if part.numel:
                 mine.append(Piece(file=one.name, begin=begin, start=part.start, numel=part.numel))

@@ -62,7 +62,7 @@ def refused(asked: Asked, control: Control, device: torch.device, largest: int) 
     else:
         why = _missing(control, device)
     if why and asked == "copy_engine" and control.world > 1:
-        raise ConfigError(f"transport.gathers is 'copy_engine': {why}. Set it to 'auto' or 'kernel'")
+        raise ConfigError(f"[ZW107] transport.gathers is 'copy_engine': {why}. Set it to 'auto' or 'kernel'")
     return why
 
 

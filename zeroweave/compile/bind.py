@@ -96,7 +96,7 @@ class Roles:
         desc = node.meta.get("desc")
         if (base := aot_base(desc)) is not None and (position := aot_position(base)) in self.parameters:
             raise ParameterError(
-                f"the compiled code takes a base or a component of parameter {self.parameters[position]!r} "
+                f"[ZW209] the compiled code takes a base or a component of parameter {self.parameters[position]!r} "
                 "instead of the parameter: write to copies of parameters, and use no tensor subclass"
             )
         position = aot_position(desc)
@@ -222,7 +222,7 @@ def backward_binder(
     def backward(run: Boxed, args: list[Any]) -> Any:
         host = caller.host
         if host is None and not split.elsewhere:
-            raise EngineError("compiled code of a destroyed engine was called: its parameters are gone")
+            raise EngineError("[ZW403] compiled code of a destroyed engine was called: its parameters are gone")
         places = dict.fromkeys(bound) if host is None else {i: host.find(args[i]) for i in bound}
         if host is None or (shared and split.elsewhere and not any(places.values())):
             return _run_into(run, args, [(output, _like(args[i])) for output, i in targets])

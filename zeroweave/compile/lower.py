@@ -108,8 +108,8 @@ def may_write(graph: fx.Graph, roles: Roles, inputs: Sequence[Any]) -> bool:
             continue
         if info.mutates_metadata or not kernels:
             raise ParameterError(
-                f"the forward writes to parameter {roles.parameters[position]!r}, which would be lost: the values "
-                "live in shards; write inside engine.full_parameters(), or use a buffer"
+                f"[ZW204] the forward writes to parameter {roles.parameters[position]!r}, which would be lost: the "
+                "values live in shards; write inside engine.full_parameters(), or use a buffer"
             )
         suspected = True
     return suspected

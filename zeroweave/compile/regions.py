@@ -115,7 +115,7 @@ def matching(model: nn.Module, patterns: Sequence[str], key: str = "compile.regi
     hits = {pattern: {m for m, name in candidates.items() if fnmatchcase(name, pattern)} for pattern in patterns}
     if missing := [pattern for pattern in patterns if not hits[pattern]]:
         raise ConfigError(
-            f"{key}: no module with parameters matches {', '.join(map(repr, missing))}; "
+            f"[ZW106] {key}: no module with parameters matches {', '.join(map(repr, missing))}; "
             "patterns are matched against the qualified names of model.named_modules()"
         )
     return _outermost(model, set().union(*hits.values()).__contains__)

@@ -126,9 +126,10 @@ class Templates:
                 if "aliasing" not in str(error):
                     raise
                 raise ParameterError(
-                    f"an operator with a body (torch.cond, scan, while_loop) in region {self._names.get(module)!r} "
-                    "reads several parameters of one bucket; they share storage, which PyTorch does not allow there: "
-                    "compute with parameters before or after the operator, or read one parameter per operator"
+                    "[ZW209] an operator with a body (torch.cond, scan, while_loop) in region "
+                    f"{self._names.get(module)!r} reads several parameters of one bucket; they share storage, which "
+                    "PyTorch does not allow there: compute with parameters before or after the operator, or read one "
+                    "parameter per operator"
                 ) from error
             finally:
                 self._running.pop()
@@ -148,7 +149,7 @@ class Templates:
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if self._host is None:
-            raise EngineError("a region of a destroyed engine was called")
+            raise EngineError("[ZW403] a region of a destroyed engine was called")
         self.graphs += 1
         module = self._running[-1] if self._running else None
         name = self._names.get(module, "") if module else ""

@@ -80,8 +80,8 @@ class Config(_Explained):
             raise ValueError(f"stage must be 1, 2 or 3, not {stage}")
         if stage == 0:
             raise UnsupportedStage(
-                "stage must be 1, 2 or 3, not 0: every stage shards at least the optimizer's states; what shards "
-                "nothing is torch.nn.parallel.DistributedDataParallel"
+                "stage must be 1, 2 or 3, not 0: every stage shards at least the optimizer's states; what "
+                "shards nothing is torch.nn.parallel.DistributedDataParallel"
             )
         return stage
 
@@ -89,22 +89,22 @@ class Config(_Explained):
     def _values_fit_together(self) -> Self:
         if self.gather_after_step and self.stage == 3:
             raise ValueError(
-                "gather_after_step works with stages 1 and 2 only: stage 3 keeps no parameters gathered; "
+                "[ZW103] gather_after_step works with stages 1 and 2 only: stage 3 keeps no parameters gathered; "
                 "read them in engine.full_parameters()"
             )
         if self.offload.params and self.stage != 3:
             raise ValueError(
-                f"offload.params works with stage 3 only, not {self.stage}: stages 1 and 2 keep parameters gathered; "
-                "set stage to 3, or use offload.optimizer"
+                f"[ZW103] offload.params works with stage 3 only, not {self.stage}: stages 1 and 2 keep parameters "
+                "gathered; set stage to 3, or use offload.optimizer"
             )
         if self.precision.optimizer == "compact" and (self.offload.optimizer != "none" or self.offload.params):
             key = "params" if self.offload.params else "optimizer"
             raise ValueError(
-                f"precision.optimizer 'compact' keeps states on the device, and offload.{key} in host memory, in "
-                "float32: set precision.optimizer to 'full', or leave offload out"
+                f"[ZW103] precision.optimizer 'compact' keeps states on the device, and offload.{key} in host memory, "
+                "in float32: set precision.optimizer to 'full', or leave offload out"
             )
         if "tensorboard" in self.log.to and self.log_dir is None:
-            raise ValueError("log.to 'tensorboard' writes to log_dir: set that to a folder")
+            raise ValueError("[ZW103] log.to 'tensorboard' writes to log_dir: set that to a folder")
         return self
 
     @classmethod
@@ -122,7 +122,7 @@ class Config(_Explained):
             return cls._of_mapping(source)
         if not isinstance(source, str | os.PathLike):
             raise ConfigError(
-                "the config must be a dict, a zeroweave.Config or the path of a JSON or TOML file, "
+                "[ZW104] the config must be a dict, a zeroweave.Config or the path of a JSON or TOML file, "
                 f"not {type(source).__name__}"
             )
         path = Path(source)
@@ -155,10 +155,10 @@ class Config(_Explained):
     def _of_mapping(cls, values: Mapping[Any, Any]) -> Config:
         for key in values:
             if not isinstance(key, str):
-                raise ConfigError(f"keys of the config must be strings, not {key!r}")
+                raise ConfigError(f"[ZW104] keys of the config must be strings, not {key!r}")
         if foreign := [key for key in values if key in OUTERMOST and key not in cls.model_fields]:
             raise ConfigError(
-                f"{', '.join(map(repr, foreign))} of a DeepSpeed config: read it with "
+                f"[ZW105] {', '.join(map(repr, foreign))} of a DeepSpeed config: read it with "
                 "zeroweave.Config.from_deepspeed(path_or_dict), and pass what that returns"
             )
         return cls(**values)

@@ -48,7 +48,9 @@ def translate(source: Mapping[str, Any], auto: Mapping[str, Any]) -> tuple[dict[
 def refuse(problems: Sequence[str]) -> None:
     """Raise a ConfigError that lists the problems, if there are any."""
     if problems:
-        raise ConfigError("\n".join(["the DeepSpeed config cannot be followed:", *(f"- {each}" for each in problems)]))
+        raise ConfigError(
+            "\n".join(["[ZW105] the DeepSpeed config cannot be followed:", *(f"- {each}" for each in problems)])
+        )
 
 
 def fill(source: Mapping[Any, Any], auto: Mapping[str, Any], problems: list[str], prefix: str = "") -> dict[str, Any]:

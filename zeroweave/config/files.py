@@ -27,15 +27,15 @@ def read(path: Path) -> Mapping[str, Any]:
     """The table of keys in a .json or .toml file. ConfigError where it cannot be read, or holds none."""
     parse = _PARSERS.get(path.suffix.lower())
     if parse is None:
-        raise ConfigError("the config file must end in .json or .toml")
+        raise ConfigError("[ZW104] the config file must end in .json or .toml")
     try:
         values = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"the config file cannot be read: {error.strerror}") from None
+        raise ConfigError(f"[ZW104] the config file cannot be read: {error.strerror}") from None
     except ValueError as error:  # malformed JSON, TOML or UTF-8
-        raise ConfigError(f"the config file is not valid {path.suffix[1:].upper()}: {error}") from None
+        raise ConfigError(f"[ZW104] the config file is not valid {path.suffix[1:].upper()}: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"the config file must hold a table of keys, not a {type(values).__name__}")
+        raise ConfigError(f"[ZW104] the config file must hold a table of keys, not a {type(values).__name__}")
     return values
 
 
@@ -44,7 +44,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        raise ValueError(f"more than one {' and '.join(map(repr, twice))} in one table: keep one")
+        raise ValueError(f"[ZW104] more than one {' and '.join(map(repr, twice))} in one table: keep one")
     return table
 
 

@@ -39,9 +39,9 @@ def _explain_one(key: str, details: list[ErrorDetails], known: tuple[str, ...]) 
     """pydantic has one error for each branch of a union; the first has the whole value."""
     first = details[0]
     if key in _GONE:
-        return f"{key} is gone from the config: {_GONE[key]}; leave it out"
+        return f"[ZW102] {key} is gone from the config: {_GONE[key]}; leave it out"
     if first["type"] == "extra_forbidden":
-        return f"unknown key {key!r} in the config; {_suggestion(key, known)}"
+        return f"[ZW102] unknown key {key!r} in the config; {_suggestion(key, known)}"
     if first["type"] == "missing":
         return f"{key} is missing"
     if first["type"] == "value_error":

@@ -66,25 +66,25 @@ class PrecisionConfig(Section):
                 raise ValueError(f"precision.{name} must be from 2**-126 to 2**127, as float32 has it, not {value:g}")
         if self.optimizer == "compact" and self.params not in (None, "bfloat16"):
             raise ValueError(
-                f"precision.optimizer 'compact' is for bfloat16 parameters, not {self.params}: set precision.params to "
-                "'bfloat16', or precision.optimizer to 'full'"
+                f"[ZW103] precision.optimizer 'compact' is for bfloat16 parameters, not {self.params}: set "
+                "precision.params to 'bfloat16', or precision.optimizer to 'full'"
             )
         if self.optimizer == "compact" and self.master == "float32":
             raise ValueError(
-                "precision.master 'float32' is for precision.optimizer 'full': 'compact' keeps masters in a way of its "
-                "own; leave precision.master out"
+                "[ZW103] precision.master 'float32' is for precision.optimizer 'full': 'compact' keeps masters in a "
+                "way of its own; leave precision.master out"
             )
         given = sorted(self.model_fields_set & _DYNAMIC)
         if isinstance(self.loss_scale, float) and given:
             names = ", ".join(f"precision.{name}" for name in given)
             raise ValueError(
-                f"precision.loss_scale is the number {self.loss_scale:g}, which never changes: leave out {names}, or "
-                "set it to 'dynamic'"
+                f"[ZW103] precision.loss_scale is the number {self.loss_scale:g}, which never changes: leave out "
+                f"{names}, or set it to 'dynamic'"
             )
         if self.initial_loss_scale < self.min_loss_scale:
             raise ValueError(
-                f"precision.initial_loss_scale must be at least precision.min_loss_scale ({self.min_loss_scale:g}), "
-                f"not {self.initial_loss_scale:g}"
+                "[ZW103] precision.initial_loss_scale must be at least precision.min_loss_scale "
+                f"({self.min_loss_scale:g}), not {self.initial_loss_scale:g}"
             )
         return self
 
@@ -197,7 +197,8 @@ class ExpertsConfig(Section):
     def _experts_have_names(self) -> Self:
         if self.parallel_size > 1 and not self.parameters:
             raise ValueError(
-                f"experts.parallel_size is {self.parallel_size}, but experts.parameters does not say which parameters "
+                f"[ZW103] experts.parallel_size is {self.parallel_size}, but experts.parameters does not say which "
+                "parameters "
                 'are experts\'; name them by patterns such as "*.experts.*"'
             )
         return self
@@ -228,7 +229,9 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _values_fit_together(self) -> Self:
         if self.keep_every is not None and self.keep_last is None:
-            raise ValueError("checkpoint.keep_every is for checkpoint.keep_last, without which all checkpoints stay")
+            raise ValueError(
+                "[ZW103] checkpoint.keep_every is for checkpoint.keep_last, without which all checkpoints stay"
+            )
         return self
 
 
@@ -250,7 +253,7 @@ class LogConfig(Section):
     @model_validator(mode="after")
     def _values_fit_together(self) -> Self:
         if self.steps is not None and not self.progress:
-            raise ValueError("log.steps is the length of the bar that log.progress shows: set that to true")
+            raise ValueError("[ZW103] log.steps is the length of the bar that log.progress shows: set that to true")
         return self
 
 
@@ -276,12 +279,13 @@ class OffloadConfig(Section):
     def _values_fit_together(self) -> Self:
         if self.optimizer == "adaptive" and self.memory_budget is None:
             raise ValueError(
-                "offload.optimizer is 'adaptive', which needs a limit: set offload.memory_budget to the bytes of "
-                "device memory that may be used, or offload.optimizer to 'all'"
+                "[ZW103] offload.optimizer is 'adaptive', which needs a limit: set offload.memory_budget to the bytes "
+                "of device memory that may be used, or offload.optimizer to 'all'"
             )
         if self.optimizer != "adaptive" and self.memory_budget is not None:
             raise ValueError(
-                f"offload.memory_budget is for offload.optimizer 'adaptive', not {self.optimizer!r}: leave it out"
+                f"[ZW103] offload.memory_budget is for offload.optimizer 'adaptive', not {self.optimizer!r}: leave it "
+                "out"
             )
         return self
 

@@ -122,14 +122,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 batches = iter(loader)
             for batch in batches:
                 if self._loop is not loop:
-                    raise EngineError("the sampler was moved while a loop went through it: begin a new loop")
+                    raise EngineError("[ZW609] the sampler was moved while a loop went through it: begin a new loop")
                 if (end := next(ends, None)) is None:
-                    raise EngineError("the loader gives more batches than its sampler: does it use another one?")
+                    raise EngineError(
+                        "[ZW609] the loader gives more batches than its sampler: does it use another one?"
+                    )
                 self._position = end
                 yield batch
             if self._loop is loop:
                 if next(ends, None) is not None:
-                    raise EngineError("the loader gives fewer batches than its sampler: does it use another one?")
+                    raise EngineError(
+                        "[ZW609] the loader gives fewer batches than its sampler: does it use another one?"
+                    )
                 self._epoch, self._position = self._epoch + 1, 0
         finally:
             if self._loop is loop:
@@ -140,7 +144,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """The position, for `engine.save(…, data=sampler)`. EngineError where batches were handed out uncounted."""
         if self._uncounted:
             raise EngineError(
-                "a loader took batches from this sampler, and nobody counted which of them the loop was given: "
+                "[ZW609] a loader took batches from this sampler, and nobody counted which of them the loop was given: "
                 "write `for batch in sampler.counted(loader)`"
             )
         return {
@@ -162,22 +166,27 @@ class GlobalBatchSampler(Sampler[list[int]]):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "all of it"
-            raise CheckpointError(f"this is no position of a {type(self).__name__}: {where}: {first['msg']}") from None
+            raise CheckpointError(
+                f"[ZW609] this is no position of a {type(self).__name__}: {where}: {first['msg']}"
+            ) from None
         if state["samples"] != self._samples:
             raise CheckpointError(
-                f"the position is one in a dataset of {state['samples']} samples, and this one has {self._samples}"
+                f"[ZW609] the position is one in a dataset of {state['samples']} samples, and this one has "
+                f"{self._samples}"
             )
         if state["position"] > self._samples:
-            raise CheckpointError(f"the position {state['position']} lies behind the last of {self._samples} samples")
+            raise CheckpointError(
+                f"[ZW609] the position {state['position']} lies behind the last of {self._samples} samples"
+            )
         if (state["order"] is not None) != self._shuffle:
-            raise CheckpointError(f"the position is one of a sampler with shuffle={not self._shuffle}")
+            raise CheckpointError(f"[ZW609] the position is one of a sampler with shuffle={not self._shuffle}")
         before = self._epoch, self._position, self._seed, self._known
         self._epoch, self._position, self._seed, self._known = state["epoch"], state["position"], state["seed"], None
         if self._order()[1] != state["order"]:
             self._epoch, self._position, self._seed, self._known = before
             raise CheckpointError(
-                f"the samples of epoch {state['epoch']} cannot be brought into the order that they had: it was made by "
-                "another version of PyTorch"
+                f"[ZW609] the samples of epoch {state['epoch']} cannot be brought into the order that they had: it was "
+                "made by another version of PyTorch"
             )
         self._loop, self._uncounted = None, False
 
@@ -218,10 +227,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
             return
         if self is not (loader.sampler if loader.batch_size is None else None) and self is not loader.batch_sampler:
             raise EngineError(
-                "the DataLoader does not take its batches from this sampler: DataLoader(dataset, batch_sampler=sampler)"
+                "[ZW609] the DataLoader does not take its batches from this sampler: DataLoader(dataset, "
+                "batch_sampler=sampler)"
             )
         if not loader.in_order:
-            raise EngineError("a DataLoader with in_order=False gives batches in an order that no position tells")
+            raise EngineError(
+                "[ZW609] a DataLoader with in_order=False gives batches in an order that no position tells"
+            )
 
 
 def _own_place() -> tuple[int, int]:

@@ -60,7 +60,7 @@ class Runtime:
     ) -> None:
         self.config = RuntimeConfig.load(config)
         if initial_reduce_bucket_size < 1:
-            raise ValueError(f"initial_reduce_bucket_size must be at least 1, not {initial_reduce_bucket_size}")
+            raise ValueError(f"[ZW101] initial_reduce_bucket_size must be at least 1, not {initial_reduce_bucket_size}")
         self.device = take_device(process_group)
         self._control = Control.over(process_group, self.config.deadline_seconds)
         self.rank, self.world = self._control.rank, self._control.world

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from zeroweave._torch.storages import unattached, version
+from zeroweave.errors import EngineError
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
 from zeroweave.runtime.storages import Saved
@@ -69,8 +70,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             assert isinstance(saved, _Handle)
             return self._view(saved)
         if version(tensor) != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified since the forward, by "
+            raise EngineError(
+                "[ZW407] one of the variables needed for gradient computation has been modified since the forward, by "
                 f"an inplace operation or engine.step(): {tensor.dtype} {list(tensor.shape)} is at "
                 f"version {version(tensor)}; expected version {saved.version}"
             )
@@ -79,8 +80,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     def _view(self, saved: _Handle) -> torch.Tensor:
         """What eager code has saved, once its bucket is usable."""
         if saved.generation != saved.bucket.generation:
-            raise RuntimeError(
-                f"parameters of {saved.bucket.layout.name!r} have changed since the forward of this backward: "
+            raise EngineError(
+                f"[ZW407] parameters of {saved.bucket.layout.name!r} have changed since the forward of this backward: "
                 "call backward before engine.step()"
             )
         self._runtime.use_in_backward(saved.bucket, saved.frame)

@@ -163,7 +163,7 @@ def hook_gradient(parameter: nn.Parameter, runtime: Runtime, bucket: int, slot: 
                 return
             parameter.grad = None
         if (alive := reference()) is None:
-            raise EngineError("a backward of an engine that is gone: its gradients would be lost")
+            raise EngineError("[ZW407] a backward of an engine that is gone: its gradients would be lost")
         alive.delivery.deliver_eager(bucket, slot, gradient)
 
     with torch.DisableTorchFunctionSubclass():

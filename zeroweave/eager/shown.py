@@ -161,7 +161,7 @@ class Shown:
         """One more needs the real parameters."""
         if self._lends:
             raise EngineError(
-                "a forward inside `with engine.full_on_rank_0():`, where one rank may be alone: leave it first"
+                "[ZW402] a forward inside `with engine.full_on_rank_0():`, where one rank may be alone: leave it first"
             )
         if self._count == 0:
             self._toggle()

@@ -134,9 +134,9 @@ class Agreements:
             if (found := difference(ranks[0], theirs)) is not None:
                 name, here, there = found
                 raise AgreementError(
-                    f"step {step}: the ranks would update by different options; nothing has been written. {name} is "
-                    f"{here} on rank 0, {there} on rank {rank}. Give all ranks the same; what a scheduler decides by, "
-                    "such as a loss, has to be averaged over the ranks before"
+                    f"[ZW505] step {step}: the ranks would update by different options; nothing has been written. "
+                    f"{name} is {here} on rank 0, {there} on rank {rank}. Give all ranks the same; what a scheduler "
+                    "decides by, such as a loss, has to be averaged over the ranks before"
                 )
 
     @property

@@ -70,21 +70,23 @@ def _scheduler_of(passed: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     if passed is None:
         return None
     if optimizer is None:
-        raise EngineError("lr_scheduler needs an optimizer: pass both to zeroweave.initialize, or neither")
+        raise EngineError("[ZW305] lr_scheduler needs an optimizer: pass both to zeroweave.initialize, or neither")
     made = passed(optimizer) if callable(passed) and not _is_scheduler(passed) else passed
     schedulers = list(made) if isinstance(made, list | tuple) and made else [made]
     for each in schedulers:
         if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise EngineError("ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
+            raise EngineError("[ZW305] ReduceLROnPlateau needs a metric: step it yourself after engine.step()")
         if not _is_scheduler(each):
             what = "what the callable made is" if made is not passed else "it is"
             raise EngineError(
-                "lr_scheduler must be a scheduler such as those of torch.optim.lr_scheduler, a list of them, or a "
-                "callable from the optimizer to either, for instance "
+                "[ZW305] lr_scheduler must be a scheduler such as those of torch.optim.lr_scheduler, a list of them, "
+                "or a callable from the optimizer to either, for instance "
                 f"lambda optimizer: CosineAnnealingLR(optimizer, T_max=100); {what} of type {type(each).__name__}"
             )
         if getattr(each, "optimizer", optimizer) not in (optimizer, *members_of(optimizer)):
-            raise EngineError("lr_scheduler moves the learning rates of another optimizer than the one that was passed")
+            raise EngineError(
+                "[ZW305] lr_scheduler moves the learning rates of another optimizer than the one that was passed"
+            )
     return made if made is schedulers[0] else Schedulers(schedulers)
 
 

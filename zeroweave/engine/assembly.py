@@ -175,7 +175,7 @@ def _assemble(
     try:
         settings_of(settings).facts(facts_of(settings, layouts, policy, None))
     except EngineError as error:  # it names buckets that the layout does not have
-        raise ConfigError(f"compile.{error}") from None
+        raise ConfigError(f"[ZW106] compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)
     journal = Journal(control.rank)
     links = Links(group, control, device, ledger, groups, ends)
@@ -255,8 +255,8 @@ def _refuse_experts(layouts: Iterable[BucketLayout], whole: Set[str]) -> None:
     """ParameterError for parameters that are to be updated as wholes, and are not the same on all ranks."""
     if names := [slot.name for b in layouts if b.groups > 1 for slot in b.slots if slot.name in whole]:
         raise ParameterError(
-            f"{', '.join(names)}: ranks have experts of their own there, whose matrices are not put together; give "
-            "them to an element-wise optimizer, and the others to the one that computes with whole matrices"
+            f"[ZW304] {', '.join(names)}: ranks have experts of their own there, whose matrices are not put together; "
+            "give them to an element-wise optimizer, and the others to the one that computes with whole matrices"
         )
 
 

@@ -224,7 +224,7 @@ def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor]
     else:
         loss, giver = output if isinstance(output, torch.Tensor) else output.loss, "the output's .loss"
     if not isinstance(loss, torch.Tensor):
-        raise TypeError(f"train_step() needs a tensor as its loss; {giver} gave it something of {type(loss)}")
+        raise TypeError(f"[ZW401] train_step() needs a tensor as its loss; {giver} gave it something of {type(loss)}")
     return loss
 
 

@@ -58,7 +58,7 @@ class Guard:
         An error about other ranks leaves it without the frames below this one.
         """
         if self.destroyed:
-            raise EngineError(f"{place} on a destroyed engine: make a new one with zeroweave.initialize")
+            raise EngineError(f"[ZW403] {place} on a destroyed engine: make a new one with zeroweave.initialize")
         return nullcontext() if self._active else _Block(self, place, clean)
 
     def enter(self, place: str, clean: bool) -> None:
@@ -68,7 +68,7 @@ class Guard:
         if self.alarm.fatal is not None:
             raise RankFailure(self.alarm.fatal)
         if clean and self.dirty:
-            raise EngineError(f"{place} after an exception: call engine.zero_grad() first, on all ranks")
+            raise EngineError(f"[ZW404] {place} after an exception: call engine.zero_grad() first, on all ranks")
 
     def leave(self, place: str, error: BaseException | None) -> None:
         """It ends; `error` leaves it."""

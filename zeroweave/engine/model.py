@@ -62,21 +62,25 @@ def agree_on(control: Control, model: nn.Module, specs: list[ParameterSpec], set
     for rank, theirs in enumerate(control.all_gather_object(mine)):
         if mine[3] != theirs[3]:
             raise EngineError(
-                f"the ranks run different versions of PyTorch: {mine[3]} on rank {control.rank}, {theirs[3]} on rank "
-                f"{rank}; install the same one on all machines"
+                f"[ZW504] the ranks run different versions of PyTorch: {mine[3]} on rank {control.rank}, {theirs[3]} "
+                f"on rank {rank}; install the same one on all machines"
             )
         for kind, ours, others in (("parameters", parameters, theirs[0]), ("buffers", buffers, theirs[1])):
             for a, b in zip(ours, others, strict=False):
                 if a != b:
-                    raise EngineError(f"ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}")
+                    raise EngineError(
+                        f"[ZW504] ranks built different models: {a} on rank {control.rank}, {b} on rank {rank}"
+                    )
             if len(ours) != len(others):
                 raise EngineError(
-                    f"ranks built different models: {len(ours)} {kind} on rank {control.rank}, "
+                    f"[ZW504] ranks built different models: {len(ours)} {kind} on rank {control.rank}, "
                     f"{len(others)} on rank {rank}"
                 )
         if mine[2] != theirs[2]:
             differing = sorted(key for key in mine[2] if mine[2][key] != theirs[2][key])
-            raise EngineError(f"the config differs between ranks {control.rank} and {rank}: {', '.join(differing)}")
+            raise EngineError(
+                f"[ZW504] the config differs between ranks {control.rank} and {rank}: {', '.join(differing)}"
+            )
 
 
 def _spelled(spec: ParameterSpec) -> str:

@@ -20,8 +20,8 @@ class Recording:
         """Every collective of the last recorded step, in order. EngineError if no step was recorded."""
         if self._operations is None:
             raise EngineError(
-                "no step was recorded: record() must surround whole steps that follow a schedule, which the first "
-                "step and one that departs do not"
+                "[ZW704] no step was recorded: record() must surround whole steps that follow a schedule, which the "
+                "first step and one that departs do not"
             )
         return self._operations
 

@@ -87,7 +87,9 @@ class About:
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, ("measured", "about", *first["loc"])))
-            raise ScheduleError(f"{name}: not written by this version of zeroweave: {field}: {first['msg']}") from None
+            raise ScheduleError(
+                f"[ZW703] {name}: not written by this version of zeroweave: {field}: {first['msg']}"
+            ) from None
 
 
 _ABOUT: Final = TypeAdapter(About)

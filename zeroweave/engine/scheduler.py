@@ -273,7 +273,9 @@ class Scheduler:
         decide by them, is followed until they have been measured.
         """
         if not self._parts.between_windows:
-            raise EngineError("the schedule can change between two optimizer steps only: after step() or zero_grad()")
+            raise EngineError(
+                "[ZW402] the schedule can change between two optimizer steps only: after step() or zero_grad()"
+            )
         self._agreements.schedule(schedule)
         self._journal.tell(
             "schedule", f"another one was asked for: {settings.beside(self.settings) or 'settings stay'}"

@@ -220,7 +220,7 @@ def _import(name: str) -> Pass:
     try:
         found = pkgutil.resolve_name(name) if ":" in name else None
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"compile.passes: {name!r} cannot be imported: {error}") from None
+        raise ConfigError(f"[ZW107] compile.passes: {name!r} cannot be imported: {error}") from None
     if not callable(found):
         raise ConfigError(f"compile.passes must be functions as 'module:function', not {name!r}")
     return found

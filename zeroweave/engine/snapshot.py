@@ -105,7 +105,7 @@ def tried_out(parts: EngineParts, window: Window, step: OptimizerStep, values: V
         window.refuse_inside("profiling()")
         window.refuse_coalescing("profiling()")
         if not parts.between_windows:
-            raise EngineError("profiling() in the middle of a window: enter it after step() or zero_grad()")
+            raise EngineError("[ZW402] profiling() in the middle of a window: enter it after step() or zero_grad()")
         was_open = shown.is_open
         shown.close()
         window.abort()  # nothing stays gathered

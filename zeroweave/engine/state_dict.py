@@ -241,7 +241,7 @@ def agree_on_state(
         return found[control.rank % groups]
     known = sorted({known for _, _, names in ranks for known in names})
     raise EngineError(
-        f"the optimizer holds no {key!r} of {name!r}; "
+        f"[ZW406] the optimizer holds no {key!r} of {name!r}; "
         + (f"it holds {', '.join(known)}" if known else "it holds nothing of it before its first step with a gradient")
     )
 
@@ -254,13 +254,13 @@ def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> 
             return name
         near = difflib.get_close_matches(parameter, places.names, n=1)
         raise EngineError(
-            f"the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            f"[ZW406] the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
     for named in (places.names.items(), model.named_parameters()):  # the user's own objects; those shown now
         for name, known in named:
             if known is parameter:
                 return name
-    raise EngineError(f"a parameter of shape {list(parameter.shape)} is none of the model's")
+    raise EngineError(f"[ZW406] a parameter of shape {list(parameter.shape)} is none of the model's")
 
 
 def _by_modules(given: Mapping[str, Any], parts: EngineParts, lent: Lent) -> dict[str, Any]:
@@ -277,7 +277,7 @@ def _by_modules(given: Mapping[str, Any], parts: EngineParts, lent: Lent) -> dic
             mine = {key: given[key] for key in given if key not in apart} if apart else given
             told = parts.model.load_state_dict(mine, strict=False)
         except Exception as error:  # whatever it is, the other ranks wait to be told
-            raise ParameterError(f"{type(error).__name__}: {error}") from error
+            raise ParameterError(f"[ZW208] {type(error).__name__}: {error}") from error
         found = full | dict(persistent_buffers(parts.model)) | extra_states(parts.model)
     for key in (*told.missing_keys, *grouped):
         found.pop(key, None)
@@ -314,7 +314,7 @@ def load_state_dict(given: Mapping[str, Any], parts: EngineParts, lent: Lent) ->
     if problems:
         for name, state in before.items():
             extra[name].set_extra_state(state)
-        raise ParameterError(f"the state dict does not fit the model, nothing was loaded: {problems}")
+        raise ParameterError(f"[ZW208] the state dict does not fit the model, nothing was loaded: {problems}")
     for bucket in runtime.buckets.values():
         full = torch.zeros(bucket.layout.numel, dtype=bucket.shard.dtype, device=bucket.device)
         for number in range(bucket.layout.groups):

@@ -67,7 +67,7 @@ class Values:
             mine, label = written.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
             names = [(place.name, bucket.layout.groups)]
             if refused := written.compared(names, [mine], [True], label, self._control)[0]:
-                raise EngineError(refused)
+                raise EngineError(f"[ZW501] {refused}")
             if tuple(value.shape) == place.shape:
                 fragment = bucket.layout.fragment(slot, bucket.rank)
                 part = value.reshape(-1)[fragment.offset : fragment.offset + fragment.numel]
@@ -101,7 +101,7 @@ class Values:
         bucket_id, slot = self._runtime.directory.places[name]
         bucket = self._runtime.buckets[bucket_id]
         if what != "param" and not bucket.layout.trainable:
-            raise EngineError(f"{method}: {name!r} is frozen and has no {what!r}")
+            raise EngineError(f"[ZW406] {method}: {name!r} is frozen and has no {what!r}")
         return bucket, slot
 
     def _gradient(self, bucket: Bucket, slot: int) -> tuple[torch.Tensor | None, bool]:
@@ -116,7 +116,7 @@ class Values:
     def _state(self, bucket: Bucket, slot: int, key: str) -> tuple[torch.Tensor, bool]:
         """What the ranks' optimizers hold of a slot under a key, see `agree_on_state`. Collective."""
         if self._optimizer is None:
-            raise EngineError("the engine has no optimizer, so parameters have no optimizer state")
+            raise EngineError("[ZW406] the engine has no optimizer, so parameters have no optimizer state")
         held = self._optimizer.state_of(bucket.id, slot)
         cut = key in self._optimizer.offload.cut_of(bucket.id, slot)
         numel = bucket.layout.fragment(slot, bucket.rank).numel
@@ -147,7 +147,9 @@ class Values:
                 bucket.renew()
         elif what == "grad":
             if not self._parts.stubs.gradients_pending:
-                raise EngineError(f"there is no gradient of {name!r} to be replaced: call it after the backward")
+                raise EngineError(
+                    f"[ZW406] there is no gradient of {name!r} to be replaced: call it after the backward"
+                )
             self._window.reduce_rest("replacing a gradient")
             self._scaler.write(bucket.id, slot, part)
         else:
@@ -161,7 +163,7 @@ class Values:
         buckets, control, label = list(self._runtime.buckets.values()), self._control, "full_parameters()"
         with self._guard("full_parameters"):
             if self._runtime.in_session or self._runtime.in_backward:
-                raise EngineError("full_parameters() inside a forward or backward: enter it between them")
+                raise EngineError("[ZW402] full_parameters() inside a forward or backward: enter it between them")
             self._window.refuse_inside("full_parameters()")
             self._guard.meet()
             self.shown.close()
@@ -185,10 +187,10 @@ class Values:
                 refused = wrong or written.keep(buckets, before, control, label)
             if wrong:
                 back = True
-                raise ParameterError(wrong)
+                raise ParameterError(f"[ZW205] {wrong}")
             if refused:
                 back = True
-                raise EngineError(refused)  # on all ranks, or those that did not raise by themselves
+                raise EngineError(f"[ZW501] {refused}")  # on all ranks, or those that did not raise by themselves
         finally:
             written.abort(buckets)
             self.shown.close()

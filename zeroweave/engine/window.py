@@ -108,7 +108,7 @@ class Window(Observer):
     def backward_began(self) -> None:
         if self._guard.destroyed:
             self._runtime.abort()
-            raise EngineError("a backward of a loss that was made before engine.destroy(): call it before")
+            raise EngineError("[ZW407] a backward of a loss that was made before engine.destroy(): call it before")
         self._scaler.settle_clipping()
         self._shown.show()
 
@@ -183,12 +183,14 @@ class Window(Observer):
     def ends(self) -> bool:
         """`step()` is called, unless it is refused. Does it end the window?"""
         if self._parts.optimizer is None:
-            raise EngineError("step() needs an optimizer: pass one to zeroweave.initialize")
+            raise EngineError("[ZW405] step() needs an optimizer: pass one to zeroweave.initialize")
         self.refuse_inside("step()", profiling=False)
         self.refuse_coalescing("step()")
         self.refuse_computing("step()", "call it after them")
         if self._backwards == 0:
-            raise EngineError("step() without a backward since the last step(): call engine.backward(loss) first")
+            raise EngineError(
+                "[ZW402] step() without a backward since the last step(): call engine.backward(loss) first"
+            )
         return self.is_boundary()
 
     def micro_step_ended(self, boundary: bool) -> None:
@@ -218,15 +220,19 @@ class Window(Observer):
     def refuse_inside(self, what: str, profiling: bool = True) -> None:
         """In blocks where values mean nothing, or are the user's."""
         if profiling and self._parts.transport.skips:
-            raise EngineError(f"{what} inside `with engine.profiling():`, where values mean nothing: leave it first")
+            raise EngineError(
+                f"[ZW402] {what} inside `with engine.profiling():`, where values mean nothing: leave it first"
+            )
         if self._runtime.writable:
-            raise EngineError(f"{what} inside `with engine.full_parameters():`, which keeps writes: leave it first")
+            raise EngineError(
+                f"[ZW402] {what} inside `with engine.full_parameters():`, which keeps writes: leave it first"
+            )
 
     def refuse_coalescing(self, what: str) -> None:
         """Where nothing is reduced."""
         if self.defers == "coalesce_grad_reduction":
             raise EngineError(
-                f"{what} inside `with engine.coalesce_grad_reduction():`, where gradients are not reduced: "
+                f"[ZW402] {what} inside `with engine.coalesce_grad_reduction():`, where gradients are not reduced: "
                 "leave it first"
             )
 
@@ -235,23 +241,23 @@ class Window(Observer):
         if self._runtime.in_backward:
             self._runtime.note_backward()  # one that did not finish says so
         if self._runtime.in_session or self._runtime.in_backward:
-            raise EngineError(f"{what} inside a forward or backward: {instead}")
+            raise EngineError(f"[ZW402] {what} inside a forward or backward: {instead}")
 
     def refuse_waiting(self, what: str) -> None:
         """In the middle of a window."""
         if self._parts.stubs.gradients_pending or self._steps:
             raise EngineError(
-                f"{what} while gradients wait: call it after the step() that ends the window, or zero_grad()"
+                f"[ZW402] {what} while gradients wait: call it after the step() that ends the window, or zero_grad()"
             )
 
     def refuse_block(self) -> None:
         """Where `coalesce_grad_reduction()` cannot begin. UnsupportedWindow where it never can."""
         self.refuse_coalescing("coalesce_grad_reduction()")
         if self.defers is not None:
-            raise EngineError("coalesce_grad_reduction() inside `with engine.no_sync():`: leave it first")
+            raise EngineError("[ZW402] coalesce_grad_reduction() inside `with engine.no_sync():`: leave it first")
         self.refuse_computing("coalesce_grad_reduction()", "enter it around them")
         if self._parts.optimizer is None:
-            raise EngineError("coalesce_grad_reduction() needs an optimizer: pass one to zeroweave.initialize")
+            raise EngineError("[ZW405] coalesce_grad_reduction() needs an optimizer: pass one to zeroweave.initialize")
         kinds = {kind.__name__ for module in self._parts.model.modules() for kind in type(module).__mro__}
         if pipelines := kinds & _PIPELINES:
             raise UnsupportedWindow(

@@ -54,7 +54,7 @@ class ZeroweaveAccelerator(Accelerator):
     def engine(self) -> Engine:
         """The engine of the model that is trained. EngineError before `prepare`."""
         if (engine := _trained(self._models)) is None:
-            raise EngineError("no model is trained yet: call accelerator.prepare(model, optimizer, ...) first")
+            raise EngineError("[ZW802] no model is trained yet: call accelerator.prepare(model, optimizer, ...) first")
         return engine
 
     # ------------------------------------------------------------------ prepare
@@ -74,9 +74,9 @@ class ZeroweaveAccelerator(Accelerator):
             model = _model_of(members, args)
             if made or _trained(self._models) is not None:
                 raise EngineError(
-                    f"{type(members[0]).__name__} is the second optimizer: an accelerator trains one model with one "
-                    "optimizer; use one with several groups, or pass a list of optimizers as one argument; join the "
-                    "models in one torch.nn.Module, or make an accelerator for each"
+                    f"[ZW802] {type(members[0]).__name__} is the second optimizer: an accelerator trains one model "
+                    "with one optimizer; use one with several groups, or pass a list of optimizers as one argument; "
+                    "join the models in one torch.nn.Module, or make an accelerator for each"
                 )
             self._refuse_placement(model, args, device_placement)
             engine = initialize(model, optimizer, self._config)
@@ -127,8 +127,8 @@ class ZeroweaveAccelerator(Accelerator):
         """
         if not self.sync_gradients:
             raise EngineError(
-                "clip_grad_norm_() in the middle of an accumulation, where gradients are not complete: call it under "
-                "`if accelerator.sync_gradients:`"
+                "[ZW402] clip_grad_norm_() in the middle of an accumulation, where gradients are not complete: call it "
+                "under `if accelerator.sync_gradients:`"
             )
         given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         return clip(self.engine, given, max_norm, norm_type)
@@ -200,8 +200,8 @@ class ZeroweaveAccelerator(Accelerator):
             def load(_: Any, folder: str) -> None:
                 if not all(_place(folder, index).is_dir() for index in range(len(engines))):
                     raise CheckpointError(
-                        f"{folder} has no checkpoint of an engine: ZeroweaveAccelerator.save_state has not written it, "
-                        "or was not done when the run ended"
+                        f"[ZW601] {folder} has no checkpoint of an engine: ZeroweaveAccelerator.save_state has not "
+                        "written it, or was not done when the run ended"
                     )
                 found.extend(engine.load(_place(folder, i), strict=strict) for i, engine in enumerate(engines))
 
@@ -256,8 +256,8 @@ def _model_of(optimizers: Sequence[torch.optim.Optimizer], args: Iterable[Any]) 
             if any(id(parameter) in mine for parameter in model.parameters()):
                 return model
     raise EngineError(
-        f"{type(optimizers[0]).__name__} without its model: an engine is made of both; make the optimizer before, and "
-        "call accelerator.prepare(model, optimizer, ...)"
+        f"[ZW802] {type(optimizers[0]).__name__} without its model: an engine is made of both; make the optimizer "
+        "before, and call accelerator.prepare(model, optimizer, ...)"
     )
 
 

@@ -73,4 +73,4 @@ def refuse_made(made: Accelerator) -> None:
 
 def _refuse(found: Sequence[str]) -> None:
     if found:
-        raise UnsupportedError("an engine under Accelerate cannot be had with\n  " + "\n  ".join(found))
+        raise UnsupportedError("[ZW804] an engine under Accelerate cannot be had with\n  " + "\n  ".join(found))

@@ -121,8 +121,8 @@ def converted(model: Any, path: str | os.PathLike[str]) -> ConvertedWeights | No
         return None
     if Version(__version__) < Version(_OLDEST):
         raise UnsupportedError(
-            f"the weights in {path} are in another form than the model's, and transformers {__version__} is too old to "
-            f"convert them here: pip install 'transformers>={_OLDEST},<6'"
+            f"[ZW803] the weights in {path} are in another form than the model's, and transformers {__version__} is "
+            f"too old to convert them here: pip install 'transformers>={_OLDEST},<6'"
         )
     weights.check()
     return weights

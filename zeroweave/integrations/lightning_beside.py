@@ -44,7 +44,9 @@ def save_beside(
     """
     folder = Path(path)
     if folder.is_file():
-        raise CheckpointError(f"{folder} is a file, and a sharded checkpoint a folder: remove it, or save elsewhere")
+        raise CheckpointError(
+            f"[ZW604] {folder} is a file, and a sharded checkpoint a folder: remove it, or save elsewhere"
+        )
     tag = engine.save(folder / _ENGINE)
     if engine.rank == 0:
         write({**rest, _TAG: tag}, folder / _REST)

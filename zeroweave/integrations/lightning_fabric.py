@@ -50,7 +50,7 @@ class ZeroweaveFabricStrategy(DDPStrategy):
     def engine(self) -> Engine:
         """The engine of the model that is trained. EngineError before `fabric.setup`."""
         if self._engine is None:
-            raise EngineError("no model is trained yet: call fabric.setup(model, optimizer) first")
+            raise EngineError("[ZW802] no model is trained yet: call fabric.setup(model, optimizer) first")
         return self._engine
 
     # ------------------------------------------------------------------ set up
@@ -60,8 +60,8 @@ class ZeroweaveFabricStrategy(DDPStrategy):
         """A model and its optimizer become an engine. EngineError for a second of either. Collective."""
         if len(optimizers) != 1 or self._engine is not None:
             raise EngineError(
-                "a second optimizer: a strategy trains one model with one optimizer; use one optimizer with several "
-                "groups, or join the models in one torch.nn.Module; zeroweave.initialize itself takes a list"
+                "[ZW802] a second optimizer: a strategy trains one model with one optimizer; use one optimizer with "
+                "several groups, or join the models in one torch.nn.Module; zeroweave.initialize itself takes a list"
             )
         self._engine = self._initialize(module, optimizers[0])
         return ZeroweaveModel(self._engine), optimizers, scheduler
@@ -75,7 +75,7 @@ class ZeroweaveFabricStrategy(DDPStrategy):
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """EngineError: an optimizer is set up with its model."""
         raise EngineError(
-            f"{type(optimizer).__name__} without its model: an engine is made of both; call "
+            f"[ZW802] {type(optimizer).__name__} without its model: an engine is made of both; call "
             "fabric.setup(model, optimizer)"
         )
 
@@ -104,7 +104,9 @@ class ZeroweaveFabricStrategy(DDPStrategy):
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """The optimizer step of the engine, behind `closure` if there is one; returns what that did. Collective."""
         if optimizer is not self.engine.optimizer:
-            raise EngineError(f"a step of {type(optimizer).__name__}, which fabric.setup was not given with the model")
+            raise EngineError(
+                f"[ZW802] a step of {type(optimizer).__name__}, which fabric.setup was not given with the model"
+            )
         if kwargs:
             raise UnsupportedError(f"optimizer.step({', '.join(kwargs)}=...): the engine's has a closure only")
         result = None if closure is None else closure()
@@ -185,7 +187,9 @@ class ZeroweaveFabricStrategy(DDPStrategy):
         def read(file: Path) -> dict[str, Any]:
             rest = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
             if missing := [key for key in wanted if key not in rest] if strict else []:
-                raise KeyError(f"{path} has no {', '.join(map(repr, missing))}, which the state asks for: strict=False")
+                raise KeyError(
+                    f"[ZW603] {path} has no {', '.join(map(repr, missing))}, which the state asks for: strict=False"
+                )
             return rest
 
         rest = load_beside(model.engine, path, read, strict)
@@ -211,7 +215,7 @@ class _Sync:
 
 def _engine_of(module: nn.Module) -> Engine:
     if not isinstance(module, ZeroweaveModel):
-        raise EngineError(f"{type(module).__name__} is not set up: call fabric.setup(model, optimizer) first")
+        raise EngineError(f"[ZW802] {type(module).__name__} is not set up: call fabric.setup(model, optimizer) first")
     return module.engine
 
 
@@ -219,8 +223,12 @@ def _split(state: Mapping[str, Any]) -> tuple[ZeroweaveModel, dict[str, Any]]:
     """The model in `state`, and what neither it nor its optimizer is."""
     models = [value for value in state.values() if isinstance(value, ZeroweaveModel)]
     if len(models) != 1:
-        raise EngineError(f"{len(models)} models in the state of a checkpoint: an engine's has one; save each apart")
+        raise EngineError(
+            f"[ZW802] {len(models)} models in the state of a checkpoint: an engine's has one; save each apart"
+        )
     optimizer = models[0].engine.optimizer
     if optimizer is not None and not any(value is optimizer for value in state.values()):
-        raise EngineError("the model without its optimizer in the state of a checkpoint: an engine has both; add it")
+        raise EngineError(
+            "[ZW802] the model without its optimizer in the state of a checkpoint: an engine has both; add it"
+        )
     return models[0], {key: value for key, value in state.items() if value is not models[0] and value is not optimizer}

@@ -104,7 +104,7 @@ class ZeroweaveStrategy(DDPStrategy):
     def engine(self) -> Engine:
         """The engine of the LightningModule. EngineError before the Trainer has set it up."""
         if self._engine is None:
-            raise EngineError("the Trainer has set up no model yet: call trainer.fit(model) first")
+            raise EngineError("[ZW802] the Trainer has set up no model yet: call trainer.fit(model) first")
         return self._engine
 
     @property
@@ -147,8 +147,9 @@ class ZeroweaveStrategy(DDPStrategy):
             self.setup_optimizers(trainer)
             if len(self.optimizers) != 1:
                 raise EngineError(
-                    f"configure_optimizers() of {type(module).__name__} gives {len(self.optimizers)} optimizers: the "
-                    "Trainer steps one; use one with several groups (zeroweave.initialize itself takes a list)"
+                    f"[ZW802] configure_optimizers() of {type(module).__name__} gives {len(self.optimizers)} "
+                    "optimizers: the Trainer steps one; use one with several groups (zeroweave.initialize itself takes "
+                    "a list)"
                 )
             (optimizer,) = self.optimizers
         engine = initialize(module, optimizer, autocasting(self._config, self.precision_plugin.precision, AUTOCASTS))

@@ -35,7 +35,9 @@ def load_pretrained(
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise UnsupportedError("load_pretrained() needs transformers: pip install 'zeroweave[examples]'") from None
+        raise UnsupportedError(
+            "[ZW803] load_pretrained() needs transformers: pip install 'zeroweave[examples]'"
+        ) from None
     described = AutoConfig.from_pretrained(path)
     if (wanted := dtype or getattr(described, "dtype", None)) is not None:
         options["dtype"] = wanted

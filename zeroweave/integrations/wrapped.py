@@ -66,11 +66,13 @@ def settings_of(given: ConfigLike | None, library: str) -> Config:
     """The config that was `given`. ConfigError for what `library` decides, or keeps, beside an engine."""
     config = Config.load(given)
     if config.gradient_accumulation_steps != 1:
-        raise ConfigError(f"gradient_accumulation_steps in zeroweave's config: {library} counts micro-steps; tell it")
+        raise ConfigError(
+            f"[ZW804] gradient_accumulation_steps in zeroweave's config: {library} counts micro-steps; tell it"
+        )
     if config.checkpoint.save_on_signal is not None:
         raise ConfigError(
-            f"checkpoint.save_on_signal in zeroweave's config: such a checkpoint would lack what {library} keeps, such "
-            f"as schedulers; save with {library} where the program catches the signal"
+            f"[ZW804] checkpoint.save_on_signal in zeroweave's config: such a checkpoint would lack what {library} "
+            f"keeps, such as schedulers; save with {library} where the program catches the signal"
         )
     return config
 
@@ -84,7 +86,9 @@ def autocasting(config: Config, precision: str, dtypes: Mapping[str, str]) -> Co
         return config
     own = config.precision
     if both := [name for name in ("params", "autocast") if getattr(own, name) is not None]:
-        raise ConfigError(f"precision.{both[0]} in zeroweave's config beside precision {precision!r}: say one of them")
+        raise ConfigError(
+            f"[ZW804] precision.{both[0]} in zeroweave's config beside precision {precision!r}: say one of them"
+        )
     return config.model_copy(update={"precision": own.model_copy(update={"autocast": dtype})})
 
 
@@ -93,7 +97,7 @@ def refuse_other_device(device: torch.device) -> None:
     where = device_of(dist.group.WORLD if dist.is_initialized() else None)
     if where.type != device.type or (where.type == "cuda" and where != torch.device(device.type, device.index or 0)):
         raise UnsupportedError(
-            f"the device is {device}, and zeroweave would compute on {where}: choose GPUs, or none, by "
+            f"[ZW107] the device is {device}, and zeroweave would compute on {where}: choose GPUs, or none, by "
             "CUDA_VISIBLE_DEVICES, so that each rank's is that of its LOCAL_RANK"
         )
 

@@ -55,7 +55,9 @@ def check_optimizers(optimizers: Sequence[Given], model: nn.Module) -> None:
     places: dict[int, int] = {}
     for number, (optimizer, _) in enumerate(optimizers):
         if (first := places.setdefault(id(optimizer), number)) != number:
-            raise ParameterError(f"optimizers[{first}] and optimizers[{number}] are one {type(optimizer).__name__}")
+            raise ParameterError(
+                f"[ZW304] optimizers[{first}] and optimizers[{number}] are one {type(optimizer).__name__}"
+            )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     homes: dict[int, str] = {}
     for number, (optimizer, _) in enumerate(optimizers):
@@ -63,8 +65,8 @@ def check_optimizers(optimizers: Sequence[Given], model: nn.Module) -> None:
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
             if homes.setdefault(id(parameter), where) != where:
                 raise ParameterError(
-                    f"{names[id(parameter)]!r} is in two optimizers, {homes[id(parameter)]} and {where}: a parameter "
-                    "is updated by one; nothing was changed"
+                    f"[ZW304] {names[id(parameter)]!r} is in two optimizers, {homes[id(parameter)]} and {where}: a "
+                    "parameter is updated by one; nothing was changed"
                 )
 
 
@@ -96,7 +98,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, whole: b
     if reasons:
         lines = "\n".join(f"  {reason}" for reason in reasons)
         kind = ParameterError if isinstance(optimizer, torch.optim.Optimizer) else UnsupportedOptimizer
-        raise kind(f"optimizer {type(optimizer).__name__} cannot be used; nothing was changed:\n{lines}")
+        raise kind(f"[ZW301] optimizer {type(optimizer).__name__} cannot be used; nothing was changed:\n{lines}")
 
 
 def in_no_group(optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]) -> str:

@@ -54,7 +54,8 @@ def refuse_compact(optimizer: torch.optim.Optimizer | None, layouts: Iterable[Bu
     if reasons:
         lines = "\n".join(f"  {reason}" for reason in reasons)
         raise ParameterError(
-            f"precision.optimizer 'compact' cannot be used; nothing was changed:\n{lines}\n  or set it to 'full'"
+            f"[ZW301] precision.optimizer 'compact' cannot be used; nothing was changed:\n{lines}\n  or set it to "
+            "'full'"
         )
 
 

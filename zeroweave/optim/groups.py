@@ -62,7 +62,7 @@ class Groups:
             for group, users, members in zip(held, self._users, self._members, strict=False)
         ):
             raise ParameterError(
-                "the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "
+                "[ZW302] the parameters of the optimizer's groups changed since zeroweave.initialize; options of a "
                 "group, such as lr, can change at any time, its parameters cannot: call engine.destroy(), change them, "
                 "and initialize again"
             )

@@ -34,11 +34,11 @@ class Lion(torch.optim.Optimizer):
         maximize: bool = False,
     ) -> None:
         if lr < 0:
-            raise ValueError(f"lr is {lr}: a number of at least 0")
+            raise ValueError(f"[ZW401] lr is {lr}: a number of at least 0")
         if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas are {betas}: two numbers of at least 0 and below 1")
+            raise ValueError(f"[ZW401] betas are {betas}: two numbers of at least 0 and below 1")
         if weight_decay < 0:
-            raise ValueError(f"weight_decay is {weight_decay}: a number of at least 0")
+            raise ValueError(f"[ZW401] weight_decay is {weight_decay}: a number of at least 0")
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})
 
     def __setstate__(self, state: dict[str, Any]) -> None:

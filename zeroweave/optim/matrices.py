@@ -204,7 +204,7 @@ class Matrices:
         elif changed := [place for place in mine if mine[place] != known[place]]:
             place = changed[0]
             raise ParameterError(
-                f"the optimizer keeps something else of {self._name(place)} than after its first step: "
+                f"[ZW302] the optimizer keeps something else of {self._name(place)} than after its first step: "
                 f"{_words(mine[place])} instead of {_words(known[place])}; an optimizer of whole matrices keeps the "
                 "same in each step"
             )
@@ -217,8 +217,8 @@ class Matrices:
         for place, told in found.items():
             if own := [key for key, entry in told.items() if entry.kind == "own"]:
                 raise ParameterError(
-                    f"the optimizer keeps {own[0]!r} of {self._name(place)}, which is neither of the parameter's shape "
-                    "nor one value, and cannot be cut among the ranks"
+                    f"[ZW302] the optimizer keeps {own[0]!r} of {self._name(place)}, which is neither of the "
+                    "parameter's shape nor one value, and cannot be cut among the ranks"
                 )
         return found
 
@@ -249,8 +249,8 @@ class Matrices:
         held = self._members[place].state.get(fragment, {})
         if key not in held:
             raise ParameterError(
-                f"{key!r} of {self._name(place)} was there after the last step, and was taken out of the optimizer's "
-                "state since; engine.optimizer.load_state_dict(...) changes the states of all ranks"
+                f"[ZW302] {key!r} of {self._name(place)} was there after the last step, and was taken out of the "
+                "optimizer's state since; engine.optimizer.load_state_dict(...) changes the states of all ranks"
             )
         state: torch.Tensor = held[key]
         return state

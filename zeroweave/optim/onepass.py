@@ -173,7 +173,7 @@ class OnePass:
             keys = () if bucket in self._compact else self._rule.moments(group)
             if (first := any(state.get(key) is None for key in keys)) and self._rule.born:
                 raise ParameterError(
-                    f"the optimizer's state of a parameter lacks {', '.join(keys)}: load one that has it"
+                    f"[ZW302] the optimizer's state of a parameter lacks {', '.join(keys)}: load one that has it"
                 )
             step = self._step(bucket, slot, group, state) if self._rule.counts else 0
             kinds.append((slot, (slot.group, step, first)))

@@ -20,8 +20,9 @@ class RestingState(defaultdict[Any, Any]):
     def _known(self, key: Any) -> Any:
         if (name := self.names.get(id(key))) is not None:
             raise ParameterError(
-                f"the optimizer's state of {name!r} is sharded, and optimizer.state has that of fragments: read it by "
-                f"engine.full({name!r}, key), write it by engine.set_full({name!r}, value, key) or engine.set_local(…)"
+                f"[ZW303] the optimizer's state of {name!r} is sharded, and optimizer.state has that of fragments: "
+                f"read it by engine.full({name!r}, key), write it by engine.set_full({name!r}, value, key) or "
+                "engine.set_local(…)"
             )
         return key
 

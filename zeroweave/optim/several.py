@@ -63,7 +63,7 @@ def given(optimizers: object) -> list[Given]:
     """What was passed as one optimizer or as a list of them. ParameterError for an empty list."""
     if isinstance(optimizers, list | tuple):
         if not optimizers:
-            raise ParameterError("the list of optimizers is empty: pass None for evaluation only")
+            raise ParameterError("[ZW304] the list of optimizers is empty: pass None for evaluation only")
         return [one for each in optimizers for one in given(each)]
     if isinstance(optimizers, WholeMatrices):
         return [Given(optimizers.optimizer, True)]
@@ -126,7 +126,7 @@ class Several(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: nobody says which of them it belongs to."""
-        raise ParameterError("several optimizers stand behind this one: add the group to one of them")
+        raise ParameterError("[ZW304] several optimizers stand behind this one: add the group to one of them")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Gives each member its part of loaded groups and state, as the end of `load_state_dict` has it."""

@@ -83,7 +83,7 @@ class StateDicts:
             self._refuse_experts("state_dict()", "engine.save()")
             self._states, lacking = self._sharded.gather(self._transport, self._control, None)
             if lacking is not None:
-                raise EngineError(f"optimizer.state_dict(): {lacking}")
+                raise EngineError(f"[ZW303] optimizer.state_dict(): {lacking}")
         self._sharded.groups.pack()
 
     def _after_save(self, optimizer: torch.optim.Optimizer, packed: StateDict) -> StateDict:
@@ -106,7 +106,7 @@ class StateDicts:
             mine, held = self._look(optimizer, given) if self._control.rank == 0 else (_Given(), {})
             found: _Given = self._control.broadcast_object(mine, label="the optimizer's state dict")
             if found.problem:
-                raise EngineError(f"optimizer.load_state_dict(): nothing was loaded: {found.problem}")
+                raise EngineError(f"[ZW303] optimizer.load_state_dict(): nothing was loaded: {found.problem}")
             assert found.rest is not None and found.told is not None
             world = self._control.world
             self._states = self._sharded.take(held, self._named, found.told, self._transport, world)
@@ -151,15 +151,15 @@ class StateDicts:
     def _refuse_experts(self, what: str, instead: str) -> None:
         if (groups := self._sharded.sharding_groups) > 1:
             raise EngineError(
-                f"optimizer.{what} has one entry for each parameter, and each of {groups} groups of ranks has experts "
-                f"of its own: use {instead}"
+                f"[ZW303] optimizer.{what} has one entry for each parameter, and each of {groups} groups of ranks has "
+                f"experts of its own: use {instead}"
             )
 
 
 def _refuse_one(what: str) -> Callable[..., None]:
     def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         raise EngineError(
-            f"{what} of {type(optimizer).__name__} alone, which is one of several optimizers of an engine: use "
+            f"[ZW304] {what} of {type(optimizer).__name__} alone, which is one of several optimizers of an engine: use "
             f"engine.optimizer.{what}, which has all of them"
         )
 
@@ -199,7 +199,9 @@ def weak(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def hook(*args: Any) -> Any:
         if (alive := weak()) is None:
-            raise ParameterError("the optimizer's state is gone: the engine that had it was dropped without destroy()")
+            raise ParameterError(
+                "[ZW303] the optimizer's state is gone: the engine that had it was dropped without destroy()"
+            )
         return alive(*args)
 
     return hook

@@ -123,19 +123,22 @@ def agree(
     for rank, other in enumerate(told):
         kinds = ["no optimizer" if one is None else one.kind for one in (first, other)]
         if kinds[0] != kinds[1]:
-            raise EngineError(f"the ranks have different optimizers: {kinds[0]} on rank 0, {kinds[1]} on rank {rank}")
+            raise EngineError(
+                f"[ZW504] the ranks have different optimizers: {kinds[0]} on rank 0, {kinds[1]} on rank {rank}"
+            )
         if first is None or other is None:
             continue
         if len(first.groups) != len(other.groups):
             raise EngineError(
-                f"the optimizers have {len(first.groups)} groups on rank 0 and {len(other.groups)} on rank {rank}"
+                f"[ZW504] the optimizers have {len(first.groups)} groups on rank 0 and {len(other.groups)} on rank "
+                f"{rank}"
             )
         for index, (a, b) in enumerate(zip(first.groups, other.groups, strict=True)):
             for key in a.keys() | b.keys():
                 if a.get(key) != b.get(key):
                     raise EngineError(
-                        f"the optimizer's param_groups[{index}][{key!r}] differ: {a.get(key)} on rank 0, {b.get(key)} "
-                        f"on rank {rank}; give all ranks the same (load a checkpoint on all of them)"
+                        f"[ZW504] the optimizer's param_groups[{index}][{key!r}] differ: {a.get(key)} on rank 0, "
+                        f"{b.get(key)} on rank {rank}; give all ranks the same (load a checkpoint on all of them)"
                     )
     return told
 

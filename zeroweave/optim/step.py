@@ -148,7 +148,7 @@ class ShardedOptimizer:
         an option that its states cannot have, and from the function if the optimizer's groups have changed.
         """
         if refused := self.offload.refused_in(self.optimizer.param_groups):
-            raise ParameterError(f"nothing was updated: the optimizer's {'; '.join(refused)}")
+            raise ParameterError(f"[ZW302] nothing was updated: the optimizer's {'; '.join(refused)}")
         by_bucket, apart = self.by_bucket, self._apart
         order = order if by_bucket else sorted(absent)
         if by_bucket and self._one_pass is not None:

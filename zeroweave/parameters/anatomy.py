@@ -42,7 +42,7 @@ class Anatomy:
         replaced = [name for name, children, child, inner in self._children if children.get(child) is not inner]
         if replaced:
             raise ParameterError(
-                f"{', '.join(replaced)}: the module was replaced or deleted since zeroweave.initialize (as "
+                f"[ZW205] {', '.join(replaced)}: the module was replaced or deleted since zeroweave.initialize (as "
                 "resize_token_embeddings(...) does), so its parameters would not be trained; call engine.destroy(), "
                 "change the model, and initialize again with a new optimizer"
             )
@@ -52,14 +52,14 @@ class Anatomy:
             if came := [name for name, p in named if not (id(p) in known or isinstance(p, AtRest) or is_foreign(p))]:
                 more = f" and {len(came) - _NAMED} more" if len(came) > _NAMED else ""
                 raise ParameterError(
-                    f"{', '.join(came[:_NAMED])}{more}: added to the model since zeroweave.initialize, so it would not "
-                    "be trained, the same on all ranks, or saved; call engine.destroy(), add it, and initialize again, "
-                    "or keep what stays frozen outside of the model, in a list for instance"
+                    f"[ZW205] {', '.join(came[:_NAMED])}{more}: added to the model since zeroweave.initialize, so it "
+                    "would not be trained, the same on all ranks, or saved; call engine.destroy(), add it, and "
+                    "initialize again, or keep what stays frozen outside of the model, in a list for instance"
                 )
             self._inside = Inside(self._model)
         compiled = [name for name, own in self._attributes if "forward" in own and is_compiled_function(own["forward"])]
         if compiled:
             raise ParameterError(
-                f"{', '.join(compiled)}: forward was compiled with torch.compile under an engine; leave that out, "
-                "the engine compiles its regions"
+                f"[ZW205] {', '.join(compiled)}: forward was compiled with torch.compile under an engine; leave that "
+                "out, the engine compiles its regions"
             )

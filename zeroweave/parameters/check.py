@@ -73,7 +73,7 @@ def _raise_if_any(offenders: Iterable[_Offender]) -> None:
         found.setdefault(reason, {})[name] = None
     if found:
         lines = [f"  {', '.join(names)}: {reason}" for reason, names in found.items()]
-        raise ParameterError("the model cannot be sharded; nothing was changed:\n" + "\n".join(lines))
+        raise ParameterError("[ZW202] the model cannot be sharded; nothing was changed:\n" + "\n".join(lines))
 
 
 def _of_wrappers(model: nn.Module) -> Iterator[_Offender]:

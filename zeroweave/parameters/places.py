@@ -63,7 +63,7 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
             watch_rnn_weights(rnn, watch=True)
         if isinstance(error, RuntimeError):
             raise ParameterError(
-                f"parameter {current!r} cannot be put to rest; nothing was changed: {error}"
+                f"[ZW202] parameter {current!r} cannot be put to rest; nothing was changed: {error}"
             ) from error
         raise
 
@@ -198,7 +198,7 @@ class Places:
         held = [name for name, stub in resting.items() if weakref.getweakrefs(stub)]
         if held:
             raise ParameterError(
-                f"parameters {', '.join(held)} are weakly referenced and cannot be restored; "
+                f"[ZW210] parameters {', '.join(held)} are weakly referenced and cannot be restored; "
                 "drop the references (weakref.ref, WeakKeyDictionary) and try again"
             )
         for name, stub in resting.items():
@@ -244,7 +244,7 @@ class Places:
         labels = ", ".join(self._labels[i] for i in sorted(replaced))
         where = "with copy_()" if showing in (Showing.OPEN, Showing.LENT) else "inside `with engine.full_parameters():`"
         raise ParameterError(
-            f"{labels}: replaced or deleted in the module since zeroweave.initialize, so it would not be "
+            f"[ZW205] {labels}: replaced or deleted in the module since zeroweave.initialize, so it would not be "
             f"trained; assign values {where} instead, or call engine.destroy(), replace it, and initialize again with "
             "a new optimizer; torch.func.functional_call of a model replaces them, too: give it one without an engine"
         )
@@ -271,7 +271,7 @@ class _StateDictGuard:
 
     def _refuse_at_rest(self, what: str) -> None:
         if self._status.showing not in (Showing.OPEN, Showing.LENT):
-            raise ParameterError(f"{what} {self._where}: {VALUES}")
+            raise ParameterError(f"[ZW203] {what} {self._where}: {VALUES}")
 
     def _before_save(self, *_: object) -> None:
         self._refuse_at_rest("state_dict()")
@@ -285,12 +285,12 @@ class _StateDictGuard:
         self._refuse_at_rest("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):
             raise ParameterError(
-                f"load_state_dict(assign=True) {self._where}: it would replace what the engine shards; "
+                f"[ZW205] load_state_dict(assign=True) {self._where}: it would replace what the engine shards; "
                 "leave assign out, or use engine.load_state_dict()"
             )
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ParameterError(
-            f"copying or pickling the module {self._where}: it belongs to an engine; build a new one and "
+            f"[ZW203] copying or pickling the module {self._where}: it belongs to an engine; build a new one and "
             "load engine.state_dict() into it"
         )

@@ -171,7 +171,7 @@ class AtRest(torch.Tensor):
             message = f"resize_token_embeddings(...) under an engine: {_RESIZED}"
         elif self._zeroweave_status.showing is not Showing.STUBS and why is VALUES:
             message += ". This reference was taken earlier: reach it through the module"
-        raise ParameterError(message)
+        raise ParameterError(f"[ZW203] {message}")
 
     @classmethod
     def __torch_function__(

@@ -55,7 +55,8 @@ class MadeWeights:
         helpless = [name for name in without if self._reset_of(self._owners[id(self._named[name])]) is None]
         if helpless:
             raise ParameterError(
-                f"{', '.join(map(repr, helpless))}: on the meta device, in modules without reset_parameters(); {_GIVE}"
+                f"[ZW207] {', '.join(map(repr, helpless))}: on the meta device, in modules without reset_parameters(); "
+                f"{_GIVE}"
             )
 
     def whole(self, name: str) -> torch.Tensor:
@@ -72,7 +73,7 @@ class MadeWeights:
             value = self._made.pop(id(parameter))
         if value.is_floating_point() and value.isnan().any():
             who = "the function `weights`" if self._fill is not None else type(self._owners[id(parameter)]).__name__
-            raise ParameterError(f"{who} has left values of {name!r} unset; {_GIVE}")
+            raise ParameterError(f"[ZW207] {who} has left values of {name!r} unset; {_GIVE}")
         return value
 
     def _reset(self, module: nn.Module) -> None:
@@ -168,7 +169,7 @@ def refuse_unfit(path: str | os.PathLike[str], missing: Sequence[str], wrong: Se
     """ParameterError where parameters are `missing` in the files of `path`, or have `wrong` shapes there."""
     problems = {"missing": missing, "of another shape": wrong}
     if told := "; ".join(f"{what}: {', '.join(which)}" for what, which in problems.items() if which):
-        raise ParameterError(f"the weights in {path} do not fit the model: {told}")
+        raise ParameterError(f"[ZW206] the weights in {path} do not fit the model: {told}")
 
 
 def warn_of_left(path: str | os.PathLike[str], names: Iterable[str], model: nn.Module) -> None:
@@ -226,8 +227,8 @@ class Buffers:
                     self._attributes.append((module, name, value))
         if lost:
             raise ParameterError(
-                f"{', '.join(map(repr, lost))}: buffers on the meta device whose values nobody knows; register them "
-                "again with values before zeroweave.initialize"
+                f"[ZW207] {', '.join(map(repr, lost))}: buffers on the meta device whose values nobody knows; register "
+                "them again with values before zeroweave.initialize"
             )
 
     def give(self) -> None:
@@ -255,7 +256,7 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise ParameterError(f"{path} cannot be read: {error}") from None
+        raise ParameterError(f"[ZW206] {path} cannot be read: {error}") from None
     with torch.device("cpu"), file:
         yield file
 
@@ -267,11 +268,11 @@ def _files_of(path: Path) -> dict[str, Path]:
                 placed: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
                 return {name: path / Path(file).name for name, file in placed.items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ParameterError(f"{index} is no index of safetensors files: {error}") from None
+                raise ParameterError(f"[ZW206] {index} is no index of safetensors files: {error}") from None
         found = sorted(path.glob("*.safetensors"))
         if len(found) != 1:
             what = "several safetensors files" if found else "no safetensors file"
-            raise ParameterError(f"the folder {path} has {what} and no {INDEX}")
+            raise ParameterError(f"[ZW206] the folder {path} has {what} and no {INDEX}")
         path = found[0]
     with _opened(path) as file:
         return dict.fromkeys(file.keys(), path)

@@ -49,9 +49,9 @@ class Calibration:
             changes[name] = rate / sheet[name]
             if changes[name] > 1:
                 raise EngineError(
-                    f"the calibration has {rate:.3g} a second of {name}, on {self.device}, and the data sheet of what "
-                    f"is planned {sheet[name]:.3g}: name the GPU that was measured with --gpu, or its links with "
-                    "--inside, --between and --host"
+                    f"[ZW903] the calibration has {rate:.3g} a second of {name}, on {self.device}, and the data sheet "
+                    f"of what is planned {sheet[name]:.3g}: name the GPU that was measured with --gpu, or its links "
+                    "with --inside, --between and --host"
                 )
         return replace(Efficiency(), **changes)
 
@@ -73,16 +73,18 @@ class Calibration:
         try:
             found = cls.read(path.read_text())
         except OSError as error:
-            raise EngineError(f"{path}: {error.strerror}") from None
+            raise EngineError(f"[ZW903] {path}: {error.strerror}") from None
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
-            raise EngineError(f"{path} is no calibration: {where + ': ' if where else ''}{first['msg']}") from None
+            raise EngineError(
+                f"[ZW903] {path} is no calibration: {where + ': ' if where else ''}{first['msg']}"
+            ) from None
         wrong = [(name, rate) for name, rate in found.rates.items() if name not in _RATES or not rate > 0]
         wrong += [(name, value) for name, value in found.seconds.items() if name not in _SECONDS or not 0 <= value < 1]
         if wrong:
             name, value = wrong[0]
-            raise EngineError(f"{path} is no calibration: {name} is {value:g}; make it anew with --calibrate")
+            raise EngineError(f"[ZW903] {path} is no calibration: {name} is {value:g}; make it anew with --calibrate")
         return found
 
     @classmethod

@@ -33,6 +33,9 @@ def plan(
     compact: Annotated[
         bool, typer.Option("--compact", help="masters and moments of few bits (precision.optimizer 'compact')")
     ] = False,
+    activation_budget: Annotated[
+        float, typer.Option(metavar="SHARE", min=0, max=1, help="of activations that compiled blocks save; 0: none")
+    ] = 1.0,
     offload: Annotated[
         list[str] | None,
         typer.Option(metavar="WHAT[,WHAT]", help="optimizer, params (stage 3) and activations live in host memory"),
@@ -79,7 +82,7 @@ def plan(
     from zeroweave.errors import ConfigError, EngineError
     from zeroweave.notices import working
     from zeroweave.plan.model import source_of
-    from zeroweave.plan.plan import make, refuse_worlds
+    from zeroweave.plan.plan import config_of, make, refuse_worlds
     from zeroweave.plan.show import lines
     from zeroweave.plan.show import picture as drawn
 
@@ -99,6 +102,7 @@ def plan(
         away = _offload(offload or ())
         settings = {
             "precision": {"params": precision, "optimizer": "compact" if compact else "full"},
+            "compile": {"activation_budget": activation_budget},
             "offload": away,
             "gradient_accumulation_steps": gas,
             "gradient_clipping": 1.0 if clip else None,
@@ -113,6 +117,8 @@ def plan(
         raise typer.Exit(2) from None
     for line in lines(plans):
         print(line)
+    for row in (advice.take for advice in plans.advice if advice.take is not None):
+        print(f"config of {row.name} on {row.world} ranks: {dumps(config_of(row, settings, plans.room))}")
     if json is not None:
         asked = {"micro_batch": micro_batch, "seq": seq, "config": settings, "hardware": asdict(hardware)}
         json.write_text(dumps(plans.as_json() | asked, indent=1))
@@ -139,7 +145,7 @@ def _calibration(anew: Path | None, known: Path | None) -> Calibration | None:
             found = measured(ranks)
         found.save(anew)
     except (RuntimeError, OSError) as error:
-        raise EngineError(f"--calibrate: {error}") from None
+        raise EngineError(f"[ZW903] --calibrate: {error}") from None
     print(*found.lines(), f"wrote {anew}", sep="\n", flush=True)
     return found
 
@@ -176,6 +182,8 @@ def _offload(words: Iterable[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for word in (each.strip() for words_at_once in words for each in words_at_once.split(",")):
         if word not in known:
-            raise EngineError(f"--offload {word!r}: write optimizer, params, activations, or several with commas")
+            raise EngineError(
+                f"[ZW903] --offload {word!r}: write optimizer, params, activations, or several with commas"
+            )
         found |= known[word]
     return found

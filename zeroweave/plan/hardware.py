@@ -84,8 +84,8 @@ class Efficiency:
             if name not in known or not (0 < value <= 1 if name in _SHARES else 0 <= value < 1):
                 others = ", ".join(sorted(known.difference(_SHARES)))
                 raise EngineError(
-                    f"efficiency {word!r}: write name=value, with a share above 0 and up to 1 of {', '.join(_SHARES)}, "
-                    f"or seconds below 1 of {others}"
+                    f"[ZW903] efficiency {word!r}: write name=value, with a share above 0 and up to 1 of "
+                    f"{', '.join(_SHARES)}, or seconds below 1 of {others}"
                 )
             changes[name] = value
         return replace(self, **changes)

@@ -28,15 +28,17 @@ def source_of(model: str, micro_batch: int, seq: int) -> Source:
     try:
         function = pkgutil.resolve_name(model) if ":" in model else None
     except (ImportError, AttributeError, ValueError) as error:
-        raise EngineError(f"{model!r} cannot be imported: {error}") from None
+        raise EngineError(f"[ZW901] {model!r} cannot be imported: {error}") from None
     if not callable(function):
-        raise EngineError(f"{model!r} is no file, no folder, and no function as 'module:function'")
+        raise EngineError(f"[ZW901] {model!r} is no file, no folder, and no function as 'module:function'")
 
     def made() -> tuple[nn.Module, Any]:
         with torch.device("meta"):
             found = function(micro_batch, seq)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module)):
-            raise EngineError(f"{model}(micro_batch, seq) must return (a module, a batch), not {type(found).__name__}")
+            raise EngineError(
+                f"[ZW901] {model}(micro_batch, seq) must return (a module, a batch), not {type(found).__name__}"
+            )
         return found
 
     return made
@@ -44,17 +46,17 @@ def source_of(model: str, micro_batch: int, seq: int) -> Source:
 
 def _transformers(path: Path, micro_batch: int, seq: int) -> Source:
     if not path.is_file():
-        raise EngineError(f"{path.parent} has no config.json")
+        raise EngineError(f"[ZW901] {path.parent} has no config.json")
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise EngineError(
-            f"{path} is a config of transformers, which is not installed: pip install 'zeroweave[examples]'"
+            f"[ZW901] {path} is a config of transformers, which is not installed: pip install 'zeroweave[examples]'"
         ) from None
     try:
         config = AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"{path}: {error}") from None
+        raise EngineError(f"[ZW901] {path}: {error}") from None
 
     config.use_cache = False  # no training has one: the engine would pass this, with a warning for each plan
 
@@ -63,7 +65,9 @@ def _transformers(path: Path, micro_batch: int, seq: int) -> Source:
             try:
                 model = AutoModelForCausalLM.from_config(config)
             except ValueError as error:
-                raise EngineError(f"{path}: no causal language model ({error}); give a 'module:function'") from None
+                raise EngineError(
+                    f"[ZW901] {path}: no causal language model ({error}); give a 'module:function'"
+                ) from None
             tokens = torch.zeros(micro_batch, seq, dtype=torch.long)
         return model.train(), {"input_ids": tokens, "labels": tokens}
 

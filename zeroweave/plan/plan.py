@@ -156,7 +156,19 @@ def advise(rows: Iterable[Row], world: int, room: int) -> Advice:
     return Advice(world, take, reason)
 
 
+def config_of(row: Row, settings: Mapping[str, Any], room: int) -> dict[str, Any]:
+    """The config with which an engine trains as `row` says; what is a default is left out, but for the stage."""
+    schedules: dict[str, dict[str, Any]] = {
+        "prefetch 1": {"prefetch": 1, "keep": "none"},
+        "auto": {},
+        "keep auto": {"memory_budget": room},
+    }
+    compiled = {**settings.get("compile", {}), **schedules[row.schedule]}
+    config = Config.load({**settings, "stage": row.stage, "compile": compiled})
+    return {"stage": row.stage, **config.model_dump(mode="json", exclude_defaults=True)}
+
+
 def refuse_worlds(worlds: Iterable[int]) -> None:
     """EngineError for a world that cannot be planned."""
     if wrong := [world for world in worlds if not 1 <= world <= 1024]:
-        raise EngineError(f"worlds have 1 to 1,024 ranks, not {wrong[0]}")
+        raise EngineError(f"[ZW903] worlds have 1 to 1,024 ranks, not {wrong[0]}")

@@ -275,8 +275,8 @@ class PlannedRank:
         except value_errors() as error:
             where = innermost(error, self._model)
             raise EngineError(
-                f"{where} needs values of tensors to go on ({str(error).splitlines()[0]}), and a plan has none: plan "
-                "the model without it"
+                f"[ZW901] {where} needs values of tensors to go on ({str(error).splitlines()[0]}), and a plan has "
+                "none: plan the model without it"
             ) from error
         settings, executor = settings_of(self._config), self._runtime.replay.executor
         first = settings.schedule(record, self._facts, None, None)
@@ -323,8 +323,8 @@ def _refuse(config: Config, layouts: Sequence[BucketLayout]) -> None:
     """EngineError for what a plan would leave out."""
     if config.offload.optimizer == "adaptive":
         raise EngineError(
-            "a plan knows nothing about offload.optimizer 'adaptive': how many states move follows from a peak that is "
-            "measured on the GPU; plan 'none' and 'all', which it lies between"
+            "[ZW902] a plan knows nothing about offload.optimizer 'adaptive': how many states move follows from a peak "
+            "that is measured on the GPU; plan 'none' and 'all', which it lies between"
         )
     unknown = {
         "experts": config.experts.parallel_size > 1,
@@ -333,7 +333,7 @@ def _refuse(config: Config, layouts: Sequence[BucketLayout]) -> None:
         "precision.loss_scale or on_nonfinite": checks(config, layouts),
     }
     if named := [key for key, is_set in unknown.items() if is_set]:
-        raise EngineError(f"a plan knows nothing about {', '.join(named)}: leave that out of the config")
+        raise EngineError(f"[ZW902] a plan knows nothing about {', '.join(named)}: leave that out of the config")
 
 
 keep_package_from_dynamo("zeroweave")

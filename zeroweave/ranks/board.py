@@ -168,7 +168,7 @@ class Board:
                 self._connection = self._reach()
             yield self._connection
         except RuntimeError as error:
-            raise ConnectionError(f"the store kept by rank 0 does not answer: {error}") from error
+            raise ConnectionError(f"[ZW503] the store kept by rank 0 does not answer: {error}") from error
         finally:
             if outer is None:
                 del self._asks[thread]

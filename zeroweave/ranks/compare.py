@@ -64,6 +64,7 @@ def _exchange(board: Board, heading: str, number: int, text: str, deadline_secon
         if time.monotonic() > end:
             who = ", ".join(f"rank {rank}" for rank in missing)
             raise RankMissed(
-                f"{who} did not come to change {number} of the schedule within the deadline of {deadline_seconds:g} s"
+                f"[ZW502] {who} did not come to change {number} of the schedule within the deadline of "
+                f"{deadline_seconds:g} s"
             )
         time.sleep(_POLL_SECONDS)

@@ -306,7 +306,7 @@ class Control:
         else:
             reason = f"{who} did not arrive, and the connection was lost after {waited:.1f} s: {error}"
         self._arrive(label, reason.replace("\n", " "))
-        return AgreementError(f"rank {self.rank} gave up at '{label}': {reason}")
+        return AgreementError(f"[ZW502] rank {self.rank} gave up at '{label}': {reason}")
 
 
 def _keep(_: object) -> None:
@@ -342,7 +342,7 @@ def decide(all_ranks: Sequence[Agreement]) -> Decision:
             )
         if (other.count, other.hash) != (first.count, first.hash):
             raise Diverged(
-                f"step {first.step}: the ranks issued different collectives, so no gradient can be trusted; "
+                f"[ZW506] step {first.step}: the ranks issued different collectives, so no gradient can be trusted; "
                 f"nothing has been written. Rank 0 issued {first.count} (hash {first.hash:016x}), "
                 f"rank {rank} issued {other.count} (hash {other.hash:016x})"
                 + ("" if other.count != first.count else ": equally many, but others or in another order"),

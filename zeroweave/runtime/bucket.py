@@ -28,7 +28,7 @@ from zeroweave.schedule.build import Schedule
 def write_error(names: str) -> str:
     """What the error says of parameters that were written in place."""
     return (
-        f"{names} written in place during a call: the write would be lost with the next gather; "
+        f"[ZW204] {names} written in place during a call: the write would be lost with the next gather; "
         "write parameters inside `with engine.full_parameters():`"
     )
 
@@ -160,14 +160,15 @@ class Bucket(Flat):
                 p.data = view.data
             self.accept_writes()
             raise ParameterError(
-                f"the data of {moved} was replaced by another tensor during a call; write values "
+                f"[ZW204] the data of {moved} was replaced by another tensor during a call; write values "
                 "with `copy_` inside `with engine.full_parameters():`"
             )
         if frozen := self._changed(now, 2):
             for p, (_, _, on) in zip(self.real, self._marks, strict=True):
                 p.requires_grad_(on)
             raise ParameterError(
-                f"requires_grad of {frozen} changed during a call: set it before the forward, between engine calls"
+                f"[ZW204] requires_grad of {frozen} changed during a call: set it before the forward, between engine "
+                "calls"
             )
 
     def toggle(self, slot: int, on: bool) -> None:

@@ -99,8 +99,8 @@ class Flat:
         """EngineError if NumPy or another process shares the memory, which they keep, and write without a trace."""
         if self._is_shared:
             raise EngineError(
-                f"an array of NumPy, or another process, shares the memory of {self.layout.name!r}, where the next "
-                "parameters are gathered. Copy before you make one of a parameter, or send it: "
+                f"[ZW210] an array of NumPy, or another process, shares the memory of {self.layout.name!r}, where the "
+                "next parameters are gathered. Copy before you make one of a parameter, or send it: "
                 "parameter.detach().clone()"
             )
 

@@ -384,7 +384,9 @@ class Runtime:
                 with unseen():
                     self._observer.backward_began()
         elif task < 0:
-            raise EngineError("an earlier backward did not finish; call engine.zero_grad() and start the window anew")
+            raise EngineError(
+                "[ZW404] an earlier backward did not finish; call engine.zero_grad() and start the window anew"
+            )
         else:
             self._examine(task, trains or accumulates)
 

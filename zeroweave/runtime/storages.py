@@ -83,7 +83,7 @@ class Saved:
         """The tensor. Its values may be read after `Activations.use` only."""
         if self._tensor is None:
             raise EngineError(
-                "a backward of an earlier optimizer step's forward: what it saved was freed in engine.step() "
+                "[ZW407] a backward of an earlier optimizer step's forward: what it saved was freed in engine.step() "
                 "(activations.free_threshold_bytes); call backward before engine.step()"
             )
         return self._tensor

@@ -61,8 +61,8 @@ class Writes:
             for bucket, _ in found:
                 bucket.accept_writes()  # this error tells them
             raise ParameterError(
-                f"the forward writes to {', '.join(map(repr, sorted(names)))}, through `.data` or in a kernel: the "
-                "write would be lost with the next gather. Write parameters between steps, inside "
+                f"[ZW204] the forward writes to {', '.join(map(repr, sorted(names)))}, through `.data` or in a kernel: "
+                "the write would be lost with the next gather. Write parameters between steps, inside "
                 "`with engine.full_parameters():`, or use buffers; docs/ema.md has momentum encoders"
             )
 

@@ -77,10 +77,10 @@ def compile_schedule(record: tuple[Event, ...], facts: Facts, passes: Sequence[P
 def _check(own: Pass, before: Schedule, after: Schedule) -> None:
     name = getattr(own, "__qualname__", own)
     if not isinstance(after, Schedule):
-        raise ScheduleError(f"pass {name!r} returned {type(after).__name__}, not a Schedule")
+        raise ScheduleError(f"[ZW702] pass {name!r} returned {type(after).__name__}, not a Schedule")
     if after.record != before.record or after.facts != before.facts:
-        raise ScheduleError(f"pass {name!r} changes the record or the facts: it may change instructions only")
+        raise ScheduleError(f"[ZW702] pass {name!r} changes the record or the facts: it may change instructions only")
     try:
         verify(after)
     except ScheduleError as error:
-        raise ScheduleError(f"pass {name!r}: {error}") from None
+        raise ScheduleError(f"[ZW702] pass {name!r}: {error}") from None

@@ -304,7 +304,7 @@ class Schedule:
         try:
             verify(schedule)
         except ScheduleError as error:
-            raise ScheduleError(f"{os.fspath(path)}: {error}") from None
+            raise ScheduleError(f"[ZW703] {os.fspath(path)}: {error}") from None
         return schedule
 
     def words(self) -> list[str]:
@@ -365,7 +365,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
         match event:
             case Entered(call, uses):
                 if unknown := [bucket for bucket in uses if bucket not in facts.by_id]:
-                    raise ScheduleError(f"record, event {index}: {call} uses unknown buckets {unknown}")
+                    raise ScheduleError(f"[ZW704] record, event {index}: {call} uses unknown buckets {unknown}")
                 distinct = tuple(dict.fromkeys(uses))
                 unshard(distinct)
                 out.append(Run(call, uses))
@@ -377,7 +377,7 @@ def build(record: tuple[Event, ...], facts: Facts) -> Schedule:
             case Ready(bucket):
                 if bucket not in facts.by_id or not facts.by_id[bucket].trainable:
                     raise ScheduleError(
-                        f"record, event {index}: gradients of {facts.name(bucket)}, not a trainable bucket"
+                        f"[ZW704] record, event {index}: gradients of {facts.name(bucket)}, not a trainable bucket"
                     )
                 while bucket in in_flight or facts.load((*in_flight, bucket)) > facts.depth:
                     settle()

@@ -187,13 +187,13 @@ def ends(record: Iterable[Event]) -> frozenset[int]:
         elif isinstance(event, Left):
             started = open_calls.get(event.call)
             if not started:
-                raise ScheduleError(f"record, event {index}: {event.call} is left but was not entered")
+                raise ScheduleError(f"[ZW704] record, event {index}: {event.call} is left but was not entered")
             nothing_inside = started.pop() == seen - 1
             if started or not nothing_inside:
                 marked.add(index)
     for call, started in open_calls.items():
         if started:
-            raise ScheduleError(f"record: {call} is entered but never left")
+            raise ScheduleError(f"[ZW704] record: {call} is entered but never left")
     return frozenset(marked)
 
 

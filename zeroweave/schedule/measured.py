@@ -65,6 +65,6 @@ def _step(schedule: Schedule, marks: StepMarks, name: str) -> Step:
     """`name`: of the marks, for errors."""
     count, expected = len(marks.moments), len(schedule.instructions)
     if count != expected:
-        raise ScheduleError(f"{name}.moments: {count} for {expected} instructions")
+        raise ScheduleError(f"[ZW703] {name}.moments: {count} for {expected} instructions")
     moments = [Moment(what, *when) for what, when in zip(schedule.instructions, marks.moments, strict=True)]
     return Step.of(schedule, moments, marks.collectives, marks.copies)

@@ -149,7 +149,7 @@ class Step:
         Raises ScheduleError unless exactly the schedule's instructions were executed.
         """
         if tuple(moment.instruction for moment in moments) != schedule.instructions:
-            raise ScheduleError("the step did not follow its schedule")
+            raise ScheduleError("[ZW704] the step did not follow its schedule")
         sent = _sent(schedule, collectives)
         free = {False: 0.0, True: 0.0}  # of the queues of collectives: by kernel, by copy engine
         last = "the start of the step"
@@ -234,7 +234,7 @@ def costs_of(steps: Sequence[Step], room: int = 0) -> Costs:
     ``room``: bytes that could be allocated at most; 0 where nobody knows.
     """
     if not steps:
-        raise ScheduleError("no step was recorded")
+        raise ScheduleError("[ZW704] no step was recorded")
     computes = [_compute(step) for step in steps]
     updates: dict[int, list[float]] = {}
     for step in steps:

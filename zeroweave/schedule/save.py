@@ -98,14 +98,14 @@ def read(path: str | os.PathLike[str]) -> File:
     try:
         return File.model_validate_json(Path(path).read_bytes())
     except OSError as error:
-        raise ScheduleError(f"{name}: cannot be read: {error.strerror}") from None
+        raise ScheduleError(f"[ZW703] {name}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first = error.errors()[0]
         if first["loc"] == ("version",) and first["type"] != "missing":
             raise ScheduleError(
-                f"{name}: version is {first['input']!r}; this zeroweave reads version {VERSION} only"
+                f"[ZW703] {name}: version is {first['input']!r}; this zeroweave reads version {VERSION} only"
             ) from None
         field = ".".join(map(str, first["loc"])) or "the file"
-        raise ScheduleError(f"{name}: not a saved schedule: {field}: {first['msg']}") from None
+        raise ScheduleError(f"[ZW703] {name}: not a saved schedule: {field}: {first['msg']}") from None
     except ScheduleError as error:  # facts that contradict each other
-        raise ScheduleError(f"{name}: facts: {error}") from None
+        raise ScheduleError(f"[ZW703] {name}: facts: {error}") from None

@@ -150,8 +150,8 @@ def test_other_settings_on_another_rank(
     key, usual, other = values
     said = pools(2).run(other_settings, config, bucket)
     assert said == [
-        f"{key} must be the same on all ranks: it is {usual} on rank 0 and {other} on rank 1",
-        f"{key} must be the same on all ranks: it is {other} on rank 1 and {usual} on rank 0",
+        f"[ZW101] {key} must be the same on all ranks: it is {usual} on rank 0 and {other} on rank 1",
+        f"[ZW101] {key} must be the same on all ranks: it is {other} on rank 1 and {usual} on rank 0",
     ]
 
 
@@ -177,8 +177,8 @@ def taken_graph_id() -> str:
 
 def test_a_graph_id_that_one_rank_uses_elsewhere_is_refused_by_all(pools: Pools) -> None:
     first, second = pools(2).run(taken_graph_id)
-    assert first == "graph_id 0 belongs to another runtime of this process"
-    assert second == f"rank 0 could not register graph 0: {first}"
+    assert first == "[ZW401] graph_id 0 belongs to another runtime of this process"
+    assert second == f"[ZW401] rank 0 could not register graph 0: {first.removeprefix('[ZW401] ')}"
 
 
 def sharded(persistent: bool) -> tuple[list[bool], list[int]]:

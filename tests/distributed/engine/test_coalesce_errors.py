@@ -76,7 +76,9 @@ def misuse_inside(stage: int, mode: str) -> list[tuple[float, str]]:
                 for index in range(step * N, (step + 1) * N):
                     backward(engine, index)
                     for name, misuse in INSIDE.items():
-                        with pytest.raises(RuntimeError, match=rf"^{name}\(\) inside .*coalesce_grad_reduction"):
+                        with pytest.raises(
+                            RuntimeError, match=rf"^\[ZW\d+\] {name}\(\) inside .*coalesce_grad_reduction"
+                        ):
                             misuse(engine)
             differences.append(judge(engine.gradients(), expected.gradients[step]))
             engine.step()
@@ -97,13 +99,19 @@ def misuse_leaves(stage: int, mode: str) -> list[tuple[float, str]]:
     differences = []
     with initialize(build(MODEL), Setting(stage, mode).config()) as engine:
         for step, (name, misuse) in enumerate([*INSIDE.items()][:CHECKED]):
-            with pytest.raises(zw.EngineError, match=rf"^{name}\(\) inside"), engine.coalesce_grad_reduction():
+            with (
+                pytest.raises(zw.EngineError, match=rf"^\[ZW\d+\] {name}\(\) inside"),
+                engine.coalesce_grad_reduction(),
+            ):
                 if step == 1:
                     backward(engine, 77)
                 misuse(engine)
             if step == 1:
                 engine.zero_grad()
-            with engine.no_sync(), pytest.raises(RuntimeError, match=r"^coalesce_grad_reduction\(\) inside .*no_sync"):
+            with (
+                engine.no_sync(),
+                pytest.raises(RuntimeError, match=r"^\[ZW\d+\] coalesce_grad_reduction\(\) inside .*no_sync"),
+            ):
                 engine.coalesce_grad_reduction().__enter__()
             differences.append(clean_step(engine, expected, step))
     return differences
@@ -142,7 +150,7 @@ def misuse_in_the_middle(stage: int, mode: str) -> list[tuple[float, str]]:
 
         def attempt() -> None:
             for misuse in ("coalesce_grad_reduction", "step"):
-                with pytest.raises(RuntimeError, match=rf"^{misuse}\(\) inside a forward or backward"):
+                with pytest.raises(RuntimeError, match=rf"^\[ZW\d+\] {misuse}\(\) inside a forward or backward"):
                     engine.coalesce_grad_reduction().__enter__() if "reduction" in misuse else engine.step()
                 tried.append(misuse)
 

@@ -70,7 +70,7 @@ def differ(stage: int, mode: str, change: Callable[[zw.Engine], None]) -> tuple[
 )
 def test_ranks_that_differ_are_told(pools: Pools, stage: int, mode: str, change: Any) -> None:
     for message, same in pools(2).run(differ, stage, mode, change):
-        assert message.startswith("step 2: the ranks would update by different options"), message
+        assert message.startswith("[ZW505] step 2: the ranks would update by different options"), message
         assert DIFFERENT[change] in message and same, message
 
 

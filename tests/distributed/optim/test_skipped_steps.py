@@ -138,7 +138,10 @@ def refusing(stage: int, precision: str) -> list[str]:
 def test_a_step_that_raises_names_the_parameters_on_all_ranks(pools: Pools, stage: int, precision: str) -> None:
     first, second = pools(2).run(refusing, stage, precision)
     assert first == second and len(first) == 1
-    assert first[0].startswith("step 2: the gradients of 'blocks.0.mlp.down.bias', ") and " more are inf" in first[0]
+    assert (
+        first[0].startswith("[ZW408] step 2: the gradients of 'blocks.0.mlp.down.bias', ")
+        and " more are inf" in first[0]
+    )
     assert "nothing was written" in first[0] and "engine.zero_grad()" in first[0]
 
 
@@ -162,7 +165,7 @@ def at_the_minimum() -> tuple[list[float], str]:
 
 def test_a_dynamic_scale_raises_at_its_minimum(pools: Pools) -> None:
     for scales, error in pools(2).run(at_the_minimum):
-        assert scales == [2.0, 1.0] and error.startswith("step 2: the gradients of ")
+        assert scales == [2.0, 1.0] and error.startswith("[ZW408] step 2: the gradients of ")
 
 
 def without_looking() -> tuple[bool, bool]:

@@ -157,8 +157,8 @@ def refused() -> list[str]:
 def test_what_is_refused_changes_nothing(pools: Pools) -> None:
     for words in pools(2).run(refused):
         window, other_window, shape, groups, empty = words
-        assert window.startswith("optimizer.state_dict() while gradients wait")
-        assert other_window.startswith("optimizer.load_state_dict() while gradients wait")
+        assert window.startswith("[ZW402] optimizer.state_dict() while gradients wait")
+        assert other_window.startswith("[ZW402] optimizer.load_state_dict() while gradients wait")
         assert "'exp_avg' [3] of layers.0.weight [9, 9]" in shape
         assert "its groups have [2] parameters, those of the optimizer [5, 7]" in groups
         assert "it is not an optimizer's state dict (KeyError" in empty

@@ -207,7 +207,7 @@ class Checkpoints:
             for _ in items:
                 pass  # rank 0 takes part in what gathers are left, also where it has failed before the first
             if failure := self._control.broadcast_object(failure, label="the end of an export"):
-                raise CheckpointError(f"{path} was not exported: {failure}") from cause
+                raise CheckpointError(f"[ZW610] {path} was not exported: {failure}") from cause
 
     def _save_config(self, folder: Path) -> None:
         """Models of transformers have a config, which `from_pretrained` reads."""
@@ -216,7 +216,7 @@ class Checkpoints:
                 try:
                     config.save_pretrained(folder)
                 except Exception as error:  # whatever it is, the other ranks wait to be told
-                    raise CheckpointError(f"{type(config).__name__}.save_pretrained: {words(error)}") from error
+                    raise CheckpointError(f"[ZW610] {type(config).__name__}.save_pretrained: {words(error)}") from error
 
     def _refuse(self, what: str) -> None:
         self._window.refuse_inside(what)
@@ -239,7 +239,9 @@ def _take_position(data: Any, position: Any) -> None:
     except EngineError:
         raise
     except Exception as error:  # whatever a loader of another library makes of it
-        raise CheckpointError(f"the position of data cannot be taken: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"[ZW609] the position of data cannot be taken: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _raise(failure: Exception) -> None:

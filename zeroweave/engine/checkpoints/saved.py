@@ -95,7 +95,7 @@ class Saved:
         self._runtime.transfers.finish()
         rank, buckets, optimizer = self._control.rank, self._runtime.buckets.values(), self._parts.optimizer
         if optimizer is not None and (odd := optimizer.offload.uncuttable()):
-            raise EngineError(odd)
+            raise EngineError(f"[ZW606] {odd}")
         outlines = ((bucket, bucket.shard.to("meta")) for bucket in buckets)
         parts = [part for bucket, shard in outlines for part, _ in self._pieces(bucket, shard, self._outline)]
         others = [(Part.of(name, value), value) for name, value in buffers.items()]
@@ -180,7 +180,9 @@ class Saved:
         optimizer = self._optimizer_of(bucket)
         held: Mapping[str, Any] = {} if optimizer is None else optimizer.offload.outline_of(bucket.id, slot)
         if others := [key for key in held if type(key) is not str]:
-            raise EngineError(f"the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there")
+            raise EngineError(
+                f"[ZW606] the optimizer keeps its state under {others[0]!r}: a checkpoint needs a string there"
+            )
         return held
 
     def _cut(self, bucket: Bucket, slot: int) -> frozenset[str]:

@@ -21,7 +21,7 @@ def is_asked_for(config: Config) -> bool:
 def refuse_missing(config: Config) -> None:
     """ConfigError for a library of `log.to` that is not installed."""
     if missing := [name for name in config.log.to if find_spec(name) is None]:
-        raise ConfigError(f"log.to: not installed: {', '.join(missing)}; pip install {' '.join(missing)}")
+        raise ConfigError(f"[ZW107] log.to: not installed: {', '.join(missing)}; pip install {' '.join(missing)}")
 
 
 def sinks_of(config: Config, ends: ExitStack) -> list[Sink]:
@@ -39,7 +39,7 @@ def sinks_of(config: Config, ends: ExitStack) -> list[Sink]:
             if "tensorboard" in config.log.to:
                 add(lambda: TensorBoard(folder))
     except OSError as error:
-        raise ConfigError(f"log_dir {config.log_dir!r} cannot be written: {error}") from error
+        raise ConfigError(f"[ZW107] log_dir {config.log_dir!r} cannot be written: {error}") from error
     if "wandb" in config.log.to:
         add(lambda: WeightsAndBiases(folder))
     if "mlflow" in config.log.to:

@@ -30,7 +30,7 @@ class TrainerAccelerator(ZeroweaveAccelerator):
     def engine(self) -> Engine:
         """EngineError where there is none."""
         if self.wrapper is None:
-            raise EngineError("there is no engine yet: train(), evaluate() and predict() make it")
+            raise EngineError("[ZW802] there is no engine yet: train(), evaluate() and predict() make it")
         return self.wrapper.engine
 
     def wrap(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[AcceleratedModel, Any]:
@@ -42,7 +42,9 @@ class TrainerAccelerator(ZeroweaveAccelerator):
             made = (model, optimizer) if optimizer is None else self.prepare(model, optimizer)
             self.wrapper, optimizer = self.prepare_model(made[0]), made[1]
         if self.wrapper.module is not model:
-            raise EngineError("the Trainer's model is another one than its engine's: make a Trainer for each model")
+            raise EngineError(
+                "[ZW802] the Trainer's model is another one than its engine's: make a Trainer for each model"
+            )
         return self.wrapper, optimizer
 
     def end_engine(self) -> None:

@@ -66,10 +66,10 @@ class TrainingArguments(transformers.TrainingArguments):
             if key in config.model_fields_set
         ]
         if wrong:
-            raise ConfigError("; ".join(wrong))
+            raise ConfigError(f"[ZW804] {'; '.join(wrong)}")
         if self.save_only_model and self.load_best_model_at_end:
             raise ConfigError(
-                "load_best_model_at_end= with save_only_model=: the best model is loaded from zeroweave's own "
+                "[ZW804] load_best_model_at_end= with save_only_model=: the best model is loaded from zeroweave's own "
                 "checkpoint, which save_only_model leaves out"
             )
         self.zeroweave = config.model_dump(mode="json", exclude_unset=True)

@@ -50,8 +50,9 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         if isinstance(self.optimizer, list | tuple | WholeMatrices):
             raise ConfigError(
-                f"optimizers= with a {type(self.optimizer).__name__} in the place of the optimizer: the Trainer has "
-                "one torch.optim.Optimizer; several, or a WholeMatrices, go with zeroweave.initialize or Accelerate"
+                f"[ZW804] optimizers= with a {type(self.optimizer).__name__} in the place of the optimizer: the "
+                "Trainer has one torch.optim.Optimizer; several, or a WholeMatrices, go with zeroweave.initialize or "
+                "Accelerate"
             )
 
     # ------------------------------------------------------------------ how the engine comes in
@@ -60,13 +61,14 @@ class Trainer(transformers.Trainer):
         if not isinstance(self.args, TrainingArguments):
             kind = type(self.args).__name__
             raise ConfigError(
-                f"args is a {kind} without zeroweave=: pass zeroweave.integrations.hf.TrainingArguments, or make a "
-                f"class of both, `@dataclass class Arguments({kind}, hf.TrainingArguments): pass`"
+                f"[ZW804] args is a {kind} without zeroweave=: pass zeroweave.integrations.hf.TrainingArguments, or "
+                f"make a class of both, `@dataclass class Arguments({kind}, hf.TrainingArguments): pass`"
             )
         if self.args.n_gpu > 1:
             raise ConfigError(
-                f"one process with {self.args.n_gpu} GPUs, which transformers would use by DataParallel: start one "
-                "process for each with `zeroweave run --nproc-per-node`, or let this one see one (CUDA_VISIBLE_DEVICES)"
+                f"[ZW804] one process with {self.args.n_gpu} GPUs, which transformers would use by DataParallel: start "
+                "one process for each with `zeroweave run --nproc-per-node`, or let this one see one "
+                "(CUDA_VISIBLE_DEVICES)"
             )
         self.accelerator = TrainerAccelerator(Config.load(self.args.zeroweave), self.accelerator.dataloader_config)
 
@@ -83,20 +85,20 @@ class Trainer(transformers.Trainer):
         if isinstance(model, AcceleratedModel):
             return model
         if self.is_model_parallel:
-            raise ConfigError("a model on several devices: load it without device_map=")
+            raise ConfigError("[ZW804] a model on several devices: load it without device_map=")
         if getattr(model, "is_distributed_loading_by_transformers", getattr(model, "tp_size", None)):
             raise ConfigError(
-                "a model that transformers has split over the ranks already: load it without distributed_config= and "
-                "tp_plan="
+                "[ZW804] a model that transformers has split over the ranks already: load it without "
+                "distributed_config= and tp_plan="
             )
         if getattr(adapter := getattr(model, "active_peft_config", None), "is_prompt_learning", False):
             raise ConfigError(
-                f"a model with peft's {type(adapter).__name__}, which rank 0 alone would run to save it: use LoRA, or "
-                "another method that adds weights to layers"
+                f"[ZW804] a model with peft's {type(adapter).__name__}, which rank 0 alone would run to save it: use "
+                "LoRA, or another method that adds weights to layers"
             )
         if getattr(adapter, "target_parameters", None):
             raise ConfigError(
-                "a model with peft's target_parameters, which writes parameters in every call: name layers in "
+                "[ZW804] a model with peft's target_parameters, which writes parameters in every call: name layers in "
                 "target_modules= instead"
             )
         wrapper, optimizer = self.accelerator.wrap(model, self.optimizer if training else None)
