@@ -211,6 +211,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 EPS = 1e-3
 """Adam's. By the default, gradients that are zero but for rounding move their parameters as far as any other."""
+STATIC = ("mamba2", "falconh1")
+"""Families that PyTorch's compiler cannot take with symbolic lengths, with zeroweave or without."""
 WORDS = ("plain", "lengths", "mask", "checkpointing", "gas2", "train_step", "dropout")
 
 
@@ -268,7 +270,7 @@ def engine(
         "stage": 3,
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": 2 if "gas2" in words else 1,
-        "compile": {"cuda_graphs": graphs, "lower": lower},
+        "compile": {"cuda_graphs": graphs, "lower": lower, "dynamic": False if family in STATIC else None},
     }
     with zw.initialize(model.to(device), optimizer, config) as trained:
         for micro in batches(words, steps, device):

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from zeroweave.checkpoint import random_numbers
 from zeroweave.checkpoint.manifest import Manifest, parse
 from zeroweave.checkpoint.plain import Stored, decode, encode
 from zeroweave.errors import CheckpointError, EngineError
@@ -49,16 +48,22 @@ SAME = [
     float("-inf"),
     "",
     "é\0\u2028😀",
+    b"",
+    b"\xff\0",
     [],
     [1, [2.0, [None]]],
     (),
     (1, ("a", [()])),
+    set(),
+    {1, "a", (2, 3)},
+    frozenset({1}),
+    {frozenset({1, 2}), frozenset()},
     {},
     {"a": 1, "": [2]},
-    {1: "a", (2, 3): "b", None: "c"},
+    {1: "a", (2, 3): "b", None: "c", frozenset({4}): "d"},
     {"~tuple": [1]},
     {"~": 1, "a": 2},
-    {"~dict": {"~tuple": []}},
+    {"~dict": {"~set": []}},
     Counter({3: 2, 1: 1}),
     Counter(),
     random.Random(1).getstate(),
@@ -109,15 +114,27 @@ def test_a_tensor_comes_back_bit_by_bit(value: torch.Tensor) -> None:
     found.zero_()  # it has memory of its own
 
 
+@pytest.mark.parametrize(
+    "dtype", [np.float16, np.float64, np.int8, np.uint16, np.uint32, np.int64, np.bool_, np.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (3, 4), (0, 2)])
+def test_an_array_comes_back(dtype: Any, shape: tuple[int, ...]) -> None:
+    given = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
+    for value in (given, given.T, given[::-1] if shape else given, np.broadcast_to(given, (2, *shape))):
+        found = there_and_back(value)
+        assert found.dtype == value.dtype and found.shape == value.shape and (found == value).all()
+        found.fill(0)  # it has memory of its own
+
+
 def test_large_tensors_lie_beside_the_values() -> None:
     stored = Stored("mine")
-    large, many = torch.arange(2.0**19), torch.arange(2048)
+    large, many = torch.arange(2.0**19), np.arange(2048)
     given = {"a": [(large, 1)], 2: {"b": large.view(2, -1).T, "c": many}, "small": torch.ones(3)}
     encoded = encode(given, "it", stored)
     assert [*stored.tensors] == ["mine/0", "mine/1", "mine/2"] and len(json.dumps(encoded)) < 400
     found = decode(json.loads(json.dumps(encoded)), stored.tensors.__getitem__)
     assert torch.equal(found["a"][0][0], large) and found["a"][0][1] == 1
-    assert torch.equal(found[2]["b"], given[2]["b"]) and torch.equal(found[2]["c"], many)
+    assert torch.equal(found[2]["b"], given[2]["b"]) and (found[2]["c"] == many).all()
     assert torch.equal(found["small"], torch.ones(3))
     for take in (None, {}.__getitem__):
         with pytest.raises(CheckpointError, match="not what was written"):
@@ -137,12 +154,12 @@ def test_numpys_numbers_become_pythons() -> None:
 
 
 def test_numpys_random_numbers_go_on() -> None:
-    np.random.seed(5)
-    np.random.standard_normal()
-    state = there_and_back(random_numbers.states(torch.device("cpu")))
-    expected = np.random.standard_normal(3)
-    random_numbers.restore(state, torch.device("cpu"))
-    assert (np.random.standard_normal(3) == expected).all()
+    generator = np.random.RandomState(5)
+    generator.standard_normal()
+    state = there_and_back(generator.get_state(legacy=True))
+    expected = generator.standard_normal(3)
+    generator.set_state(state)
+    assert (generator.standard_normal(3) == expected).all()
 
 
 def test_subclasses_become_what_they_are_of() -> None:
@@ -196,9 +213,11 @@ class Color(enum.IntEnum):
         ({"a": torch.zeros(1 << 18 | 1)}, r"it\['a'\] is a Tensor"),
         ([torch.eye(2).to_sparse()], r"it\[0\] is a Tensor"),
         ([torch.empty(2, device="meta")], r"it\[0\] is a Tensor"),
-        ([np.zeros(2)], r"it\[0\] is a ndarray.*torch.from_numpy"),
-        ([b"a"], r"it\[0\] is a bytes"),
-        ([{1}], r"it\[0\] is a set"),
+        ([np.array([print])], r"it\[0\] is a ndarray"),
+        ([np.zeros(2, dtype=">f4")], r"it\[0\] is a ndarray"),
+        ([np.zeros(2, dtype=complex)], r"it\[0\] is a ndarray"),
+        ([np.ma.masked_array([1, 2], [0, 1])], r"it\[0\] is a MaskedArray"),
+        ([np.ma.masked_array([1, 2], [0, 1], dtype=np.uint32)], r"it\[0\] is a MaskedArray"),
         ([np.longdouble(1)], r"it\[0\] is a longdouble"),
         (["a\ud800"], r"it\[0\] is a str"),
         ({"a": deep(50)}, "nested too deeply"),
@@ -224,10 +243,16 @@ def test_what_holds_itself_is_refused() -> None:
         '{"~tuple": 1}',
         '{"~float": []}',
         '{"~float": "x"}',
+        '{"~bytes": 3}',
+        '{"~bytes": "a"}',
+        '{"~set": [[]]}',
+        '{"~frozenset": [{}]}',
         '{"~dict": [[1]]}',
         '{"~dict": [[[], 1]]}',
         '{"~counter": {"a": 1}}',
+        '{"~uint32": "x"}',
         '{"~stored": "param/w"}',
+        '{"~array": [1]}',
         '{"~tensor": 1}',
         '{"~tensor": ["F32", [1], ""]}',
         '{"~tensor": ["F99", [0], ""]}',

@@ -62,5 +62,5 @@ def between_ranks(asked: Asked) -> str:
 
 def test_what_is_asked_for_and_cannot_be_is_an_error(pools: Pools) -> None:
     assert pools(2).run(between_ranks, "auto") == ["ranks compute on cpu"] * 2
-    told = "transport.gathers is 'copy_engine': ranks compute on cpu. Set it to 'auto' or 'kernel'"
+    told = "[ZW107] transport.gathers is 'copy_engine': ranks compute on cpu. Set it to 'auto' or 'kernel'"
     assert pools(2).run(between_ranks, "copy_engine") == [told] * 2

@@ -50,15 +50,6 @@ def test_the_step_that_follows_a_plan_takes_what_the_plan_says(settings: dict[st
     assert simulate(found.first, found.costs).seconds == pytest.approx(found.step.seconds, rel=0.02)
 
 
-def test_gathers_that_may_share_a_launch_have_costs_of_their_own() -> None:
-    """The planned step issues each by itself: all lie on one line, exactly."""
-    found = rank("llama", bucket={"bytes": 64}).measure()
-    fused = {found.first.instructions[index].bucket for index in found.first.fused}  # type: ignore[union-attr]
-    assert len(fused) > 2
-    for bucket, seconds in found.costs.gathers.items():
-        assert seconds == pytest.approx(found.costs.gather(found.first.facts.sizes[bucket]), rel=1e-9)
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_step_has_every_product_of_the_model(compiled: bool) -> None:
     """Three for each linear layer, those that a compiled backward writes into gradients' flats too; seven of attention,

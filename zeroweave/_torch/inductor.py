@@ -73,8 +73,10 @@ def inductor_compile(
         pin_output_strides(graph)
         cpp = config.cpp_wrapper
         code = compile_fx_inner(graph, inputs, is_backward=is_backward, is_inference=is_inference, cpp_wrapper=cpp)
-    if around is not None and around.output_strides is not None and strides is not None:
-        around.output_strides.extend(strides)  # AOTAutograd compiles the backward for them: those of views may differ
+    static = not any(isinstance(each, torch.SymInt) for each in inputs)
+    if static and around is not None and around.output_strides is not None and strides is not None:
+        # AOTAutograd compiles the backward for them: those of views may differ. It takes no symbols.
+        around.output_strides.extend(strides)
     return code
 
 

@@ -69,15 +69,24 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
             return value if math.isfinite(value) else {"~float": repr(value)}
         case np.generic() if isinstance(value, _NUMBERS):
             return inner(value.item())
+        case bytes():
+            return {"~bytes": _text(value)}
+        case np.ndarray() if type(value) is np.ndarray and value.dtype == np.uint32:  # of NumPy's random numbers
+            return {"~uint32": inner(torch.from_numpy(value.astype(np.int64)))}
         case torch.Tensor() if _is_dense(value) and value.nbytes <= (_LARGEST if stored is None else _SMALL):
             here = value.detach().cpu().resolve_conj().resolve_neg()
             return {"~tensor": [NAMES[value.dtype], list(value.shape), _text(bytes_of(here.contiguous().reshape(-1)))]}
         case torch.Tensor() if _is_dense(value) and stored is not None:
             return {"~stored": stored.add(value)}
+        case np.ndarray() if (tensor := _as_tensor(value)) is not None:
+            return {"~array": inner(tensor)}
         case list():
             return [inner(item, f"[{i}]") for i, item in enumerate(value)]
         case tuple():
             return {"~tuple": [inner(item, f"[{i}]") for i, item in enumerate(value)]}
+        case set() | frozenset():
+            kind = "~set" if isinstance(value, set) else "~frozenset"
+            return {kind: [inner(item) for item in sorted(value, key=repr)]}
         case dict():
             pairs = [(key, inner(item, f"[{key!r}]")) for key, item in value.items()]
             if type(value) is not Counter and all(type(key) is str and key[:1] != _MARK for key, _ in pairs):
@@ -87,14 +96,24 @@ def encode(value: Any, where: str, stored: Stored | None = None, levels: int = _
     size = " of at most 1 MiB" if stored is None else ""
     raise EngineError(
         f"[ZW606] {where} is a {type(value).__name__}, which a checkpoint cannot hold here: it holds None, booleans, "
-        f"numbers, strings of Unicode, lists, tuples, dictionaries, and dense tensors{size}; "
-        "torch.from_numpy makes a tensor of an array"
+        f"numbers, strings of Unicode, bytes, lists, tuples, sets, dictionaries, and dense tensors and arrays{size}"
     )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Has it elements, one behind the other, of a dtype that has a name?"""
     return tensor.dtype in NAMES and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """A tensor of what an array holds, without a copy where it can be; None where PyTorch has nothing like it."""
+    if isinstance(array, np.ma.MaskedArray):  # it would lose its mask
+        return None
+    try:
+        found = torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    except (TypeError, ValueError):  # its dtype, or the order of its bytes
+        return None
+    return found if found.dtype in NAMES else None
 
 
 def decode(value: Any, take: Callable[[str], torch.Tensor] | None = None) -> Any:
@@ -148,15 +167,27 @@ def _tensor(parts: Any) -> torch.Tensor:
     return torch.frombuffer(content or bytearray(16), dtype=dtype)[: math.prod(shape)].view(shape)
 
 
+def _array(inner: Any, take: _Take) -> np.ndarray[Any, Any]:
+    found = _decode(inner, take)
+    if not isinstance(found, torch.Tensor):
+        raise ValueError("an array holds no tensor")
+    return found.numpy()
+
+
 def _mapping(pairs: Any, take: _Take) -> dict[Any, Any]:
     return {_decode(key, take): _decode(item, take) for key, item in pairs}
 
 
 _DECODED: Final[dict[str, Callable[[Any, _Take], Any]]] = {
     "~float": lambda text, _: float(text),
+    "~uint32": lambda inner, take: _array(inner, take).astype(np.uint32),
+    "~bytes": lambda text, _: base64.b64decode(text),
     "~tensor": lambda parts, _: _tensor(parts),
     "~stored": _stored,
+    "~array": _array,
     "~tuple": lambda items, take: tuple(_decode(item, take) for item in items),
+    "~set": lambda items, take: {_decode(item, take) for item in items},
+    "~frozenset": lambda items, take: frozenset(_decode(item, take) for item in items),
     "~dict": _mapping,
     "~counter": lambda pairs, take: Counter(_mapping(pairs, take)),
 }

@@ -14,11 +14,9 @@ from zeroweave.errors import CheckpointError
 
 def states(device: torch.device) -> dict[str, Any]:
     """By whose they are, for `restore`. `device`: where the engine computes."""
-    state: Any = np.random.get_state(legacy=True)
-    name, keys, *others = state
     found: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": (name, keys.tolist(), *others),
+        "numpy": np.random.get_state(legacy=True),
         "cpu": torch.get_rng_state(),
     }
     if device.type == "cuda":

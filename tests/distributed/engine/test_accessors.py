@@ -277,7 +277,7 @@ def refusals() -> list[str]:
         try:
             action()
         except zw.ZeroweaveError as error:
-            errors.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {str(error).partition('] ')[2]}")
 
     with started(model, 3) as engine:
         refused(lambda: engine.full("enter.wieght"))
