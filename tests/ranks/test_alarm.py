@@ -85,7 +85,7 @@ def test_ranks_that_wait_for_a_failed_one_are_ended(disposable: Pools, world: in
     assert fatal is not None and f"rank {culprit} failed in forward at step 1" in fatal
     for outcome in outcomes[:culprit] + outcomes[culprit + 1 :]:
         assert outcome.exit_code == 1
-        expected = f"zeroweave: rank {outcome.rank} is ended by its alarm: "
+        expected = f"zeroweave: [ZW503] rank {outcome.rank} is ended by its alarm: "
         assert f"{expected}rank {culprit} failed in forward at step 1: ValueError: bad batch" in outcome.stderr
         assert outcome.ended - begin < patient(1.5), "they have gone on, so nobody waits for them to fail alike"
 

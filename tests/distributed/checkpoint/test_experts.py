@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import zeroweave as zw
 from examples.moe import sentences
-from tests.distributed.checkpoint.runs import Facts, differing, distant
+from tests.distributed.checkpoint.runs import differing
 from tests.distributed.experts import PATTERN, build
 from tests.support.harness import Pools
 from tests.support.marks import MODES, daily
@@ -60,31 +59,3 @@ def test_experts(pools: Pools, tmp_path: Path, of: tuple[int, int], to: tuple[in
         assert differing(expected[0], found, f"rank {rank}") == []
         if of[0] == to[0]:
             assert losses == saved[rank][1]
-
-
-def open_window(folder: Path, stage: int, load: bool) -> tuple[Facts, Facts]:
-    """Saves in the middle of a window, or loads that: the gradients there, and the state behind the window's end."""
-    with make(stage, int(load), gradient_accumulation_steps=2) as engine:
-        for index in (0, 1):
-            if load and not index:
-                engine.load(folder)
-                continue
-            engine.backward(engine(sentences(index, engine.rank, engine.world)))
-            engine.step()
-            if not index:
-                engine.save(folder)
-        end = state(engine)
-        engine.load(folder)
-        return engine.gradients(), end
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("worlds", [(2, 2), (4, 2), (2, 4)])
-def test_experts_in_an_open_window(pools: Pools, tmp_path: Path, stage: int, worlds: tuple[int, int]) -> None:
-    saved = pools(worlds[0]).run(open_window, tmp_path, stage, False)
-    for there in (stage, stage % 3 + 1):
-        for rank, (gradients, end) in enumerate(pools(worlds[1]).run(open_window, tmp_path, there, True)):
-            assert distant(saved[rank % 2][0], gradients, 1e-6) == []
-            if worlds[0] == worlds[1] and there == stage:
-                assert differing(saved[rank][1], end, f"rank {rank}") == []
