@@ -30,6 +30,15 @@ def lent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(0).set_(cast(Any, storage))
 
 
+def unfilled(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor [numel] whose memory nothing writes.
+
+    Why: where algorithms are deterministic `torch.empty` fills it on the current stream, which may wait for no other.
+    """
+    memory = torch.UntypedStorage(numel * dtype.itemsize, device=device)
+    return torch.empty(0, dtype=dtype, device=device).set_(memory, 0, (numel,), (1,))
+
+
 def contiguous_stride(shape: Sequence[int]) -> list[int]:
     """The strides of a contiguous tensor."""
     return [math.prod(shape[i + 1 :]) for i in range(len(shape))]

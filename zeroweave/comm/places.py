@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from zeroweave._torch.storages import unfilled
 from zeroweave.comm.gauge import Gauge
 
 _GRAIN: Final = 2 << 20
@@ -54,9 +55,7 @@ class FixedMemory:
     def tensor(self) -> torch.Tensor:
         """All of it as a uint8 tensor; free again when that goes."""
         with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):
-            # `torch.empty` fills memory where algorithms are deterministic: on a stream that waits for no other.
-            memory = torch.UntypedStorage(self.nbytes, device=self._device)
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory, 0, (self.nbytes,), (1,))
+            return unfilled(self.nbytes, torch.uint8, self._device)
 
     def give(self, storage: torch.UntypedStorage) -> None:
         with self._stream, torch.cuda.use_mem_pool(self._pool, self._device):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zeroweave._torch.graphs import end_failed_capture, unused_bytes
+from zeroweave._torch.storages import unfilled
 
 
 class CudaCapture:
@@ -38,9 +39,7 @@ class CudaCapture:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device):
-            # `torch.empty` fills memory where algorithms are deterministic: on a stream that waits for no other.
-            memory = torch.UntypedStorage(numel * dtype.itemsize, device=self._device)
-        return torch.empty(0, dtype=dtype, device=self._device).set_(memory, 0, (numel,), (1,))
+            return unfilled(numel, dtype, self._device)
 
     def make_room(self) -> None:
         torch.cuda.empty_cache()
