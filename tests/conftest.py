@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch's TCPStore looks up the name of every peer, which costs 5 s each time that a name server does not answer.
@@ -17,6 +18,7 @@ import torch
 
 from tests.support import marks, shares
 from tests.support.harness import Pool
+from zeroweave.runtime.shard import Shard
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +55,13 @@ def frozen() -> None:
     """Spares the collections of a test (`initialize` begins with one) what imports and the tests before it hold."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def flats_apart() -> Iterator[None]:
+    """With one rank, too, a flat has memory of its own: what is gathered, and when, can be seen in one process."""
+    with patch.object(Shard, "can_be_flat", lambda shard, world: False):
+        yield
 
 
 @pytest.fixture(scope="session")

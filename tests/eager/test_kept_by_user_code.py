@@ -18,7 +18,7 @@ from tests.support.marks import STAGES
 from tests.support.reference import Expected, Plain, judge
 from zeroweave.errors import ParameterError
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("flats_apart")]
 
 WIDTH, STEPS, RATE = 8, 3, 0.1
 NAME = "blocks.1.weight"

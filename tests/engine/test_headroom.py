@@ -17,6 +17,8 @@ from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.headroom import Headroom
 from zeroweave.schedule import Costs, Line, fixed
 
+pytestmark = pytest.mark.usefixtures("flats_apart")
+
 MUCH = 57_900
 """Bytes beside those between steps, with which the device is all but full."""
 

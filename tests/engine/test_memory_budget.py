@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.distributed.schedule.test_memory import ALL, kept, training
+
+pytestmark = pytest.mark.usefixtures("flats_apart")
 
 SMALL = 78_000
 """Bytes of a device that has room for some buckets more and not for all."""

@@ -16,6 +16,8 @@ import zeroweave as zw
 from tests.support.marks import daily, slow
 from zeroweave.errors import EngineError, ParameterError, ZeroweaveError
 
+pytestmark = pytest.mark.usefixtures("flats_apart")
+
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 LOWERINGS = pytest.mark.parametrize("lower", ["eager", "aot_eager"])
 

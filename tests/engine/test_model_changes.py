@@ -211,6 +211,7 @@ def test_wrapped_and_hooked_modules_train(change: Callable[[Any], None], setting
         torch.testing.assert_close(mine, theirs, rtol=0.0 if settings is EAGER else 2**-23, atol=0.0)
 
 
+@pytest.mark.usefixtures("flats_apart")
 def test_what_is_a_write_is_still_refused() -> None:
     model = made()
 

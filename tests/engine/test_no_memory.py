@@ -15,6 +15,8 @@ from tests.support.twins import SOME, loss_of, twins
 from zeroweave.comm.process_group import LocalTransport
 from zeroweave.runtime.flat import Flat
 
+pytestmark = pytest.mark.usefixtures("flats_apart")
+
 
 class Failing:
     """Stands in for a method, of which one call fails, before or `behind` what it does."""

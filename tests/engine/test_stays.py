@@ -15,6 +15,8 @@ import zeroweave as zw
 from tests.support.marks import MODES, daily, slow
 from zeroweave.errors import ParameterError
 
+pytestmark = pytest.mark.usefixtures("flats_apart")
+
 WIDTH = 8
 
 

@@ -16,6 +16,8 @@ from tests.support.marks import daily
 from zeroweave.errors import ParameterError
 from zeroweave.runtime.writes import WATCHED
 
+pytestmark = pytest.mark.usefixtures("flats_apart")
+
 EAGER: dict[str, Any] = {"enabled": False}
 AOT: dict[str, Any] = {"lower": "aot_eager"}
 

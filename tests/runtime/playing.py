@@ -19,7 +19,7 @@ ITEM = 4
 
 
 def layouts(facts: Facts) -> list[BucketLayout]:
-    """One float32 parameter for each bucket, of the bucket's size."""
+    """One float32 parameter for each bucket, of the bucket's size; of two ranks, so that buckets are gathered."""
     return [
         BucketLayout(
             id=bucket.id,
@@ -28,9 +28,9 @@ def layouts(facts: Facts) -> list[BucketLayout]:
             itemsize=ITEM,
             requires_grad=bucket.trainable,
             group="world",
-            world=1,
+            world=2,
             slots=(Slot(f"{bucket.name}.weight", 0, bucket.nbytes // ITEM, (bucket.nbytes // ITEM,)),),
-            numel=bucket.nbytes // ITEM,
+            numel=2 * -(-bucket.nbytes // (2 * ITEM)),
         )
         for bucket in facts.buckets
     ]

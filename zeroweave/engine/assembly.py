@@ -243,7 +243,8 @@ def _assemble(
         ends=ends,
     )
     faults = Faults(asked.fault, control.rank, control.world, lambda: guard.progress.step)
-    facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least, fixed=call_graphs is not None)
+    there = frozenset(bucket.id for bucket in buckets if bucket.is_shard)
+    facts = facts_of(settings, layouts, runtime.policy, sharded, choice.least, call_graphs is not None, there)
     return _compose(parts, facts, asked.scheduler, Signals(notes), faults, sinks)
 
 

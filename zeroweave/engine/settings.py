@@ -74,9 +74,11 @@ def facts_of(
     optimizer: ShardedOptimizer | None,
     least: int | None = None,
     fixed: bool = False,
+    there: Set[int] = frozenset(),
 ) -> Facts:
     """What schedules are made from, before the settings are put in.
 
+    `there`: the buckets whose flat is their shard: they are always gathered, and that takes no memory.
     `least`: bytes from which on a bucket has a place where copy engines gather it; None: they gather none. `fixed`: all
     buckets have fixed addresses, which CUDA graphs need; those that the stage keeps have them without a place.
     """
@@ -89,7 +91,7 @@ def facts_of(
     placed = frozenset(b.id for b in layouts if b.world > 1 and has_place(b))
     in_turn = optimizer is not None and optimizer.by_bucket
     return Facts(
-        tuple(BucketFacts(b.id, b.name, b.nbytes, b.trainable) for b in layouts),
+        tuple(BucketFacts(b.id, b.name, 0 if b.id in there else b.nbytes, b.trainable) for b in layouts),
         kept_by_stage=policy.kept_by_stage,
         depth=config.reduce.depth,
         prefetch=1,

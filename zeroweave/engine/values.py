@@ -170,6 +170,8 @@ class Values:
             self.shown.open()
             self._staging.arrive_all()
             before = written.versions(buckets)
+            for bucket in buckets:
+                bucket.part()
         back = False
         try:
             with self._runtime.writing():
@@ -194,6 +196,8 @@ class Values:
         finally:
             written.abort(buckets)
             self.shown.close()
+            for bucket in buckets:
+                bucket.unite(restore=back)
             if back and not self._guard.lost:  # what is gathered still has been written
                 with self._guard("the end of full_parameters", clean=False):
                     self._runtime.replay.lingering.gather_again()

@@ -199,7 +199,8 @@ class PlannedRank:
                 compact=compact,
             )
             self._scaler = Scaler(runtime.gradients, None, False, wire, cpu)
-            self._facts = facts_of(config, layouts, policy, self._optimizer)
+            there = frozenset(bucket.id for bucket in buckets if bucket.is_shard)
+            self._facts = facts_of(config, layouts, policy, self._optimizer, there=there)
             access = Access(model, runtime)
             hook_gradients(runtime, {})
             shown = Shown(runtime, at, access)

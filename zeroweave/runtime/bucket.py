@@ -1,7 +1,7 @@
 """A bucket at run time: a flat, and the real parameters that view it.
 
 A shard costs numel / world elements for good (float32 where trained), a flat numel elements while it is not resharded.
-Where the shard lives is told in `runtime.shard`.
+In a group of one rank both are the same memory where they can be. Where the shard lives is told in `runtime.shard`.
 """
 
 from __future__ import annotations
@@ -61,15 +61,18 @@ class Bucket(Flat):
         it is gathered. So nothing is kept twice, and the optimizer has nothing to round.
         """
         self.home = home
-        super().__init__(layout, dtype, device, home.gatherer, lambda: home.source, flats)
+        own = home.source if home.can_be_flat(layout.world) else None
+        super().__init__(layout, dtype, device, home.gatherer, lambda: home.source, flats, own)
         self.rank = layout.place(transport.rank)
         """this rank's place in the bucket's sharding group"""
         self.number = layout.number(transport.rank)
         """which of the groups of that name it is in: whose parameters these are"""
-        self.storage.resize_(layout.nbytes)  # for as long as views of it are made
+        if not self.is_shard:
+            self.storage.resize_(layout.nbytes)  # for as long as views of it are made
         # `.data` gives each parameter a version counter of its own, so that a write to one is seen and named.
         self.real = [nn.Parameter(view.data, requires_grad=layout.requires_grad) for view in self.views(self.flat)]
-        self.storage.resize_(0)
+        if not self.is_shard:
+            self.storage.resize_(0)
         self._key = storage_key(self.flat)
         self.generation = 0
         """how often the values of the shard have changed"""
@@ -102,6 +105,16 @@ class Bucket(Flat):
     def put(self, values: torch.Tensor) -> None:
         """Overwrites the shard by values on the device, which nobody writes any more."""
         self.home.put(values)
+
+    def part(self) -> None:
+        """The program may write the flat. Until `unite`, `values` are those of now, even if it is the shard."""
+        if self.is_shard:
+            self.home.part()
+
+    def unite(self, restore: bool) -> None:
+        """The program writes no more. `restore`: what it has written into a flat that is the shard is undone."""
+        if self.is_shard:
+            self.home.unite(restore)
 
     def attach(self, retire: Callable[[str, nn.Parameter], nn.Parameter], hooks: Mapping[str, Hooks]) -> None:
         """Called once, by whoever shows the real parameters.
@@ -147,13 +160,14 @@ class Bucket(Flat):
 
         An operator counts as one that writes where PyTorch cannot know better. So this rank's values decide. They are
         compared on the device, and during a call read together at its end. A write into the part of another rank is
-        found by that rank.
+        found by that rank. Where the flat is the shard, no gather follows, and a write is as one without an engine.
         """
         if (now := marks(self.real)) == self._marks:
             return
         if written := self._changed(now, 0):
             self.accept_writes()
-            if self.layout.shard_numel and not self._doubt(written, altered := self.altered()) and altered[0]:
+            loses = self.layout.shard_numel and not self.is_shard
+            if loses and not self._doubt(written, altered := self.altered()) and altered[0]:
                 raise ParameterError(write_error(written))
         if moved := self._changed(now, 1):
             for p, view in zip(self.real, self.views(self.flat), strict=True):

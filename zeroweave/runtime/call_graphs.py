@@ -510,14 +510,17 @@ def _stamp(arg: Tensor) -> int | None:
 
 
 def _twin(arg: Any) -> Any:
-    """A copy of an argument; without memory if it has none."""
+    """A copy of an argument, with its strides; without memory if it has none."""
     if not isinstance(arg, Tensor):
         return arg
+    made = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
     if arg.numel() and not arg.untyped_storage().nbytes():
-        made = torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=arg.device)
         made.untyped_storage().resize_(0)
-        return made
-    return arg.detach().clone()
+    elif (part := _distinct(arg)) is None:
+        return arg.detach().clone()
+    else:
+        _part(made, part).copy_(_part(arg, part).detach())
+    return made
 
 
 def _apart(one: Any, other: Any) -> float:

@@ -7,6 +7,8 @@ lingering   no hold is left, but some tensor still views the flat; freed by a la
 standing    no hold is left, and it stays on purpose (`stay`): the next hold finds the values, and gathers nothing
 expired     it stays, but its values are not good any more: the next hold gathers them, into the same memory
 
+In a group of one rank the flat can be the shard's own memory (`is_shard`). Then nothing is gathered, copied or freed.
+
 A flat may have a place (`assign`): then its storage lies there when it is gathered, which is how its gather takes the
 way that all ranks have agreed on. Who lies there on this rank alone, because something views it, leaves: its content
 goes to ordinary memory, and its views with it, since they share the storage and not the memory.
@@ -31,6 +33,8 @@ class Flat:
 
     `source()`: what this rank has of it [numel / world], which `gatherer` gathers. Nothing is gathered where there are
     no elements. `gauge` counts the bytes of its storage.
+
+    `shard` [numel], of that dtype and device: memory of which the flat is a second name; None: it has its own.
     """
 
     def __init__(
@@ -41,14 +45,17 @@ class Flat:
         gatherer: Gatherer,
         source: Callable[[], torch.Tensor],
         gauge: Gauge,
+        shard: torch.Tensor | None = None,
     ) -> None:
         self.layout, self.dtype = layout, dtype
         self._gatherer, self._source, self._gauge = gatherer, source, gauge
-        self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        self.is_shard = shard is not None
+        self.flat = torch.empty(layout.numel, dtype=dtype, device=device) if shard is None else shard
         self.storage = self.flat.untyped_storage()
         # `.data` has a version counter of its own: a gather is no write to the parameters.
         self._target = self.flat.data
-        self.storage.resize_(0)
+        if not self.is_shard:
+            self.storage.resize_(0)
         self.holds = 0
         self.stays = False
         """does it stand behind its last hold? From its next gather on, which all ranks issue"""
@@ -75,7 +82,7 @@ class Flat:
     @property
     def good(self) -> bool:
         """Is nothing to be gathered for the next first hold?"""
-        return (self.standing and not self._adrift) or not self.layout.numel
+        return self.is_shard or (self.standing and not self._adrift) or not self.layout.numel
 
     @property
     def viewed(self) -> bool:
@@ -97,7 +104,7 @@ class Flat:
 
     def check_alone(self) -> None:
         """EngineError if NumPy or another process shares the memory, which they keep, and write without a trace."""
-        if self._is_shared:
+        if self._is_shared and not self.is_shard:
             raise EngineError(
                 f"[ZW210] an array of NumPy, or another process, shares the memory of {self.layout.name!r}, where the "
                 "next parameters are gathered. Copy before you make one of a parameter, or send it: "
@@ -230,7 +237,7 @@ class Flat:
             return True
         self.wait()
         self.check_unchanged()
-        if self.stays or self._remains:
+        if self.stays or self._remains or self.is_shard:
             return True
         if self._adrift or self.kept(handed_in):
             return False

@@ -408,7 +408,7 @@ class Runtime:
     def _end_backward(self) -> None:
         self._leave_reads(self._backward_reads)
         for bucket in self.buckets.values():
-            if bucket.resident and bucket.written and not self.writable:
+            if bucket.resident and not bucket.is_shard and bucket.written and not self.writable:
                 bucket.check_unchanged()  # behind the update the shard has other values
         self.writes.settle()
         if self._accumulating:

@@ -6,6 +6,7 @@ split        its bfloat16 and a remainder          the bfloat16: one tensor
 master off   host memory                           device memory, in the dtype of the computation
 both off     host memory                           host memory, the same tensor where the dtypes are the same
 
+In a group of one rank a source on the device is the flat, too, where it has the flat's dtype.
 Around an update a master that is no tensor of the device is lifted there, and lowered afterwards.
 """
 
@@ -81,6 +82,22 @@ class Shard:
             self.gatherer = UploadingGatherer(transfers, transport, self._host_source)
         elif self.movable or self._kind is not None:
             self.source = transport.empty(self._numel, dtype)
+        self._before: torch.Tensor | None = None
+        """the source's values while the program may write them, see `part`"""
+
+    def can_be_flat(self, world: int) -> bool:
+        """May the source be the memory of the flat as well, in a group of so many ranks?"""
+        return world == 1 and not self.movable and not self.source_on_host and self.source.dtype == self._dtype
+
+    def part(self) -> None:
+        """Until `unite`, `values` are those of now, whatever is written to the source, which is the flat."""
+        self._before = self.source.clone()
+
+    def unite(self, restore: bool) -> None:
+        """The source has its own values from now on: what was written, or, to `restore`, those of before `part`."""
+        if restore and self._before is not None:
+            self.source.copy_(self._before)
+        self._before = None
 
     def _split(self, kind: torch.dtype) -> torch.Tensor:
         """A master that is split from now on."""
@@ -146,7 +163,7 @@ class Shard:
         """The master on the device: itself, or a copy."""
         if self._host is not None:
             return self.lift().wait()[0]
-        return whole(self.at_rest)
+        return whole(self.at_rest if self._before is None else (self._before, *self.at_rest[1:]))
 
     def put(self, values: torch.Tensor) -> None:
         """Overwrites the master, and with it the source, by values on the device, which nobody writes any more."""

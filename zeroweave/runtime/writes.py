@@ -25,7 +25,8 @@ class Writes:
         """`busy()`: a forward or backward is under way."""
         self._busy = busy
         self._doubts: list[tuple[str, torch.Tensor]] = []
-        self._buckets = [bucket for bucket in buckets if bucket.layout.shard_numel]
+        # Where the flat is the shard no gather follows, and no write is lost.
+        self._buckets = [bucket for bucket in buckets if bucket.layout.shard_numel and not bucket.is_shard]
         self._left: int | None = None
         self._found: list[tuple[Bucket, torch.Tensor]] | None = None
 
