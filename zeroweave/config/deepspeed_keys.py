@@ -145,7 +145,7 @@ _BUILT = (
     "zeroweave.initialize"
 )
 _PRECISION = "masters and optimizer states are float32"
-_DEVICE = 'write {"device": "cpu"}'
+_DEVICE = 'write {"device": "cpu"} there'
 _ALL_RANKS = "parameters are sharded over all ranks"
 _QUANTIZED = "nothing is quantized"
 _8_BITS = "nothing is computed in 8 bits: use bf16"

@@ -351,7 +351,8 @@ class Engine:
     def export(self, path: StrPath, dtype: torch.dtype | None = None, shard_bytes: int = 5 << 30) -> None:
         """Writes what `stream_state_dict` has to the folder `path`, as Hugging Face has it: safetensors and an index.
 
-        Floating dtypes become `dtype`, if given. One bucket is whole at a time. The folder is new. Collective.
+        A model of transformers gets its `config.json` and `generation_config.json`, and no tokenizer. Floating dtypes
+        become `dtype`; None: the model's own. One bucket is whole at a time. The folder is new. Collective.
         """
         self._checkpoints.export(path, dtype, shard_bytes)
 
