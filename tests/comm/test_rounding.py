@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from zeroweave._torch.fake import OperatorMode, operator_name, without_memory
 from zeroweave.comm.rounding import cast, cast_, join_, split_
 
 
@@ -51,3 +54,19 @@ def test_a_cast_rounds_as_a_split_does() -> None:
     assert cast(values, torch.float16)[numbers].equal(values.to(torch.float16)[numbers])
     grown = torch.zeros(len(values), dtype=torch.float32)
     assert cast_(grown, shard)[numbers].equal(shard.float()[numbers])
+
+
+def test_a_plan_sees_one_operator_however_many_elements_there_are() -> None:
+    """Otherwise a plan of a large model takes minutes, and counts memory that no kernel takes."""
+    seen: list[str] = []
+
+    class Seen(OperatorMode):
+        def ran(self, operator: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+            seen.append(operator_name(operator))
+
+    with without_memory():
+        values = torch.empty(1 << 26)
+        target = torch.empty_like(values, dtype=torch.bfloat16)
+        with Seen():
+            cast_(target, values)
+    assert seen == ["round_"]

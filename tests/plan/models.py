@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zeroweave.demo import Llama, LlamaConfig
 
@@ -15,6 +16,31 @@ def llama(micro_batch: int, seq: int) -> tuple[nn.Module, Any]:
     tokens = torch.zeros(micro_batch, seq, dtype=torch.long)
     model = Llama(LlamaConfig(vocabulary=50, width=24, hidden=36, layers=2, heads=2, max_length=seq))
     return model, {"input_ids": tokens, "labels": tokens}
+
+
+class Recomputed(nn.Module):
+    """Attention whose backward recomputes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+
+    def attend(self, x: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*self.qkv(x).chunk(3, dim=-1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.attend, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Mean(nn.Sequential):
+    """A loss of what its modules make."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean()
+
+
+def recomputed(micro_batch: int, seq: int) -> tuple[nn.Module, Any]:
+    return Mean(nn.Linear(16, 16), Recomputed(), Recomputed()), torch.zeros(micro_batch, 2, seq, 16)
 
 
 class Peeking(nn.Module):

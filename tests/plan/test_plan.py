@@ -65,6 +65,21 @@ def test_a_step_has_every_product_of_the_model(compiled: bool) -> None:
     assert sum(costs.compute) * 1e12 == pytest.approx(6 * matrices * 8 + attention)
 
 
+def test_attention_that_is_recomputed_takes_its_time_again_and_memory_that_has_a_number() -> None:
+    """Its random state is the reason: see `run_random_plainly`. Each block has 2 + 2 + 5 products of attention, and 4
+    of its matrix.
+    """
+    gpu = replace(HARDWARE.gpu, half=1e12, single=1e12, bandwidth=1e30)
+    exact = Efficiency(matmul=1.0, attention=1.0, memory=1.0, kernel=0.0)
+    model, batch = source_of("tests.plan.models:recomputed", 1, 8)()
+    config = Config.load({"stage": 3, "compile": {"enabled": True}})
+    found = PlannedRank(model, batch, torch.optim.AdamW, config, 2, Hardware(gpu, exact)).measure()
+    tokens, blocks = 2 * 8, 2
+    matrices = 2 * tokens * 16 * (2 * 16 + blocks * 4 * 48)  # the first layer has no gradient of its input
+    assert sum(found.costs.compute) * 1e12 == pytest.approx(matrices + blocks * 2 * 9 * (2 * 8 * 8 * 16))
+    assert type(found.plan().peak) is int and type(found.activations) is int
+
+
 def test_code_that_asks_for_values_is_refused_by_the_name_of_its_module() -> None:
     with pytest.raises(EngineError, match=r"^\[ZW\d+\] '1' needs values of tensors"):
         rank("peeking").measure()

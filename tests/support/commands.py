@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from tests.support.harness import forking
 
@@ -43,6 +44,7 @@ def _run_code(code: str, paths: list[str], environment: Mapping[str, str], said:
     os.dup2(output, 2)
     os.chdir(said.parent)
     sys.path[:0] = paths
-    exec(compile(code, "<script>", "exec"), {"__name__": "__main__"})
+    main = sys.modules["__main__"] = ModuleType("__main__")  # scripts pickle classes of their own
+    exec(compile(code, "<script>", "exec"), vars(main))
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Final, cast
 
 import torch
@@ -59,6 +60,37 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     from torch.utils._pytree import tree_map_only
 
     return tree_map_only(torch.Tensor, function, tree)
+
+
+def run_random_plainly(module: torch.fx.GraphModule) -> None:
+    """Puts operators in the place of those that save or set the state of random numbers around them.
+
+    A state becomes a tensor without elements.
+
+    Why: AOTAutograd wraps random operators that are recomputed so, attention among them, and gives the state a symbol
+    for a size and what is wrapped no value. On GPUs it hands generators in instead, which take no memory.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+    graph = module.graph
+    wrapped = [node for node in graph.nodes if node.target in (run_and_save_rng_state, run_with_rng_state)]
+    for node in wrapped:
+        saves = node.target is run_and_save_rng_state
+        operator, *args = cast(Any, node.args if saves else node.args[1:])
+        with graph.inserting_before(node):
+            plain = graph.call_function(operator, tuple(args), node.kwargs)
+        values, named = torch.fx.map_arg((plain.args, plain.kwargs), lambda each: each.meta["val"])
+        with cast(AbstractContextManager[Any], detect_fake_mode([each.meta.get("val") for each in graph.nodes])):
+            plain.meta["val"] = operator(*values, **named)
+            module.register_buffer("no_state", torch.empty(0), persistent=False)
+        if not saves:
+            node.replace_all_uses_with(plain)
+        for use in list(node.users):
+            with graph.inserting_before(use):
+                use.replace_all_uses_with(plain if use.args[1] else graph.get_attr("no_state"))
+            graph.erase_node(use)
+        graph.erase_node(node)
 
 
 _MAKING: Final = frozenset(

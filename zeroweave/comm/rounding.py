@@ -29,6 +29,8 @@ _OF_POSITION: Final = 0x1E35_A7BD
 _OF_STEP: Final = 0x5BD1_E995
 _MIXED: Final = ((16, 0x7FEB_352D), (15, 0x46CA_68B5))
 
+_LIBRARY: Final = torch.library.Library("zeroweave", "FRAGMENT")
+
 
 @torch.no_grad()
 def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -43,9 +45,17 @@ def cast_(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     if (fast := kernels("masters", values.device.type)) is not None:
         fast.cast_(target, values.contiguous())
         return target
+    torch.ops.zeroweave.round_(target, values)
+    return target
+
+
+def _round(target: torch.Tensor, values: torch.Tensor) -> None:
+    """`cast_` where there is no kernel.
+
+    An operator, so that a plan sees what a kernel does: one pass, and no memory on the way.
+    """
     for part, of in zip(target.view(-1).split(_AT_ONCE), values.reshape(-1).split(_AT_ONCE), strict=True):
         part.view(torch.int16).copy_(_carried(_bits(of)) >> 16)
-    return target
 
 
 def _in_capture(target: torch.Tensor, values: torch.Tensor) -> bool:
@@ -133,3 +143,9 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 def _carried(bits: torch.Tensor) -> torch.Tensor:
     return bits + 0x8000
+
+
+_LIBRARY.define("round_(Tensor(a!) target, Tensor values) -> ()")
+_LIBRARY.impl("round_", _round, "CompositeExplicitAutograd")
+_LIBRARY.impl("round_", torch.library.fallthrough_kernel, "Autograd")
+torch.library.register_fake("zeroweave::round_", lambda target, values: None, lib=_LIBRARY)

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from zeroweave._torch.fake import value_errors, without_memory
-from zeroweave._torch.fx import map_tensors
+from zeroweave._torch.fx import map_tensors, run_random_plainly
 from zeroweave.comm.wire import Wire
 from zeroweave.compile.bind import Boxed
 from zeroweave.compile.frames import keep_package_from_dynamo
@@ -225,6 +225,7 @@ class PlannedRank:
         return held
 
     def _program(self, lower: Lower, graph: fx.GraphModule, inputs: Sequence[Any], kind: Kind, phases: Phases) -> Boxed:
+        run_random_plainly(graph)
         return Program(graph.graph, self._hardware, lower == "inductor", self._clock.spend, self._meter.program)
 
     # ------------------------------------------------------------------ steps
