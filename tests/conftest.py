@@ -30,6 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares a daily run the imports of files that only the matrix has: each of its processes would make them."""
+    daily = config.getoption("markexpr") == "not matrix" and collection_path.suffix == ".py"
+    return True if daily and "\npytestmark = pytest.mark.matrix" in collection_path.read_text() else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Sees all rows of a test together, whichever of them are to run."""

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.commands import zeroweave
 
+pytestmark = pytest.mark.matrix
+
 TRAINING = """
 import os, signal, sys, time
 import torch
@@ -63,7 +65,6 @@ SHOWN = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("what", "reason"), SHOWN)
 def test_one_short_block(tmp_path: Path, what: str, reason: str) -> None:
     script = tmp_path / "train.py"
@@ -76,7 +77,6 @@ def test_one_short_block(tmp_path: Path, what: str, reason: str) -> None:
     assert len(done.stderr.splitlines()) <= 24, done.stderr
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["forward", "backward", "step"])
 def test_an_exception_inside_the_engine_is_exit_code_1(tmp_path: Path, what: str) -> None:
     script = tmp_path / "train.py"

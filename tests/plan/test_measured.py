@@ -13,6 +13,8 @@ from tests.support.marks import daily
 from zeroweave.plan.calibration import Calibration
 from zeroweave.plan.hardware import GPUS, Hardware
 
+pytestmark = pytest.mark.matrix
+
 MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text())
 ROWS: list[dict[str, Any]] = MEASURED["rows"]
 

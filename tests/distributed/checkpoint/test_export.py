@@ -16,6 +16,8 @@ from tests.distributed.checkpoint.runs import differing
 from tests.support.harness import Pools
 from tests.support.marks import MODES, daily, slow
 
+pytestmark = pytest.mark.matrix
+
 IDS = torch.arange(2 * 7).view(2, 7) % 32
 
 
@@ -121,7 +123,6 @@ def failing(folder: Path) -> None:
         engine.train_step(torch.ones(1, 3), lambda y, _: y.sum())
 
 
-@pytest.mark.matrix
 def test_a_failure_leaves_nothing(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     pools(2).run(failing, tmp_path)

@@ -14,6 +14,8 @@ from tests.distributed.engine.nested import WAYS, nested
 from tests.support.harness import Pools
 from tests.support.reference import Expected, judge, judge_numbers
 
+pytestmark = pytest.mark.matrix
+
 DAILY = [
     Setting(1, "aot_eager"),
     Setting(2, "eager", bucket="slot"),
@@ -29,7 +31,6 @@ PRODUCT = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("setting", "name", "counts"),
     [(each, "mlp", (1, 4)) for each in DAILY]
@@ -78,7 +79,6 @@ APART = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("what", "stage", "mode"), TOGETHER + [pytest.param(*each, marks=pytest.mark.matrix) for each in APART]
 )
@@ -95,7 +95,6 @@ WITH_EXPERTS = list(itertools.product((1, 2), (1, 2, 3), ("aot_eager", "eager"),
 WITH_EXPERTS_DAILY = [(1, 3, "eager", 4, None), (2, 2, "eager", 4, 0.5)]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("parallel_size", "stage", "mode", "n", "clip"),
     WITH_EXPERTS_DAILY
@@ -116,7 +115,6 @@ NESTED_DAILY = [("forward", 2, "aot_eager", True), ("hook", 3, "aot_eager", True
 NESTED_DAILY += [("hook", 3, "eager", False), ("head", 2, "aot_eager", False)]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("way", "stage", "mode", "coalesce"),
     NESTED_DAILY + [pytest.param(*each, marks=pytest.mark.matrix) for each in NESTED if each not in NESTED_DAILY],
@@ -147,7 +145,6 @@ COURSE_ROWS = [(what, *path) for what in COURSES for path in PATHS if works(COUR
 COURSE_DAILY = [("clipped", 2, "aot_eager"), ("clipped", 3, "eager"), ("float16, overflowing", 3, "aot_eager")]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("what", "stage", "mode"),
     COURSE_DAILY + [pytest.param(*each, marks=pytest.mark.matrix) for each in COURSE_ROWS if each not in COURSE_DAILY],

@@ -25,6 +25,8 @@ from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.board import Board
 from zeroweave.schedule import Schedule
 
+pytestmark = pytest.mark.matrix
+
 DEADLINE = 3.0
 SOON = 10.0
 STEPS = 8
@@ -140,7 +142,6 @@ def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, di
         shutil.rmtree(stacks_of(ended))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("moment", ["schedule", *MOMENTS])
 def test_who_gets_an_answer_in_time_goes_on(moment: str, tmp_path: Path, disposable: Pools) -> None:
     pool = disposable(2)

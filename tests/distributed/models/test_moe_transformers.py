@@ -21,6 +21,8 @@ from tests.distributed.runtime.uneven import Job, Result, Setting, beside, say
 from tests.support.harness import Pools
 from tests.support.marks import daily
 
+pytestmark = pytest.mark.matrix
+
 EXPERTS, TOKENS, TAKEN, VOCABULARY = 24, 5, 2, 64
 MARGIN = 1e-5
 SIZES: dict[str, Any] = {
@@ -126,7 +128,6 @@ PRODUCT += [(world, 3, mode, how) for world in (3, 4) for mode in ("eager", "aot
 PRODUCT += [(world, 3, "inductor", "gas 2") for world in (3, 4)]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("world", "stage", "mode", "how"), PRODUCT)
 def test_more_experts_than_tokens_everywhere(
@@ -137,7 +138,6 @@ def test_more_experts_than_tokens_everywhere(
     check(outcomes, sum(windows))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("stage", "mode"), [(2, "eager"), (3, "eager"), (3, "aot_eager")])
 def test_more_experts_than_tokens_left_alone(pools: Pools, name: str, stage: int, mode: str) -> None:

@@ -15,6 +15,8 @@ from tests.support.harness import Pools
 from tests.support.marks import WITH_INDUCTOR as MODES
 from zeroweave.schedule import Needed, Offload
 
+pytestmark = pytest.mark.matrix
+
 WIDTH, ROWS, BLOCKS = 8, 96, 6
 BYTES = ROWS * WIDTH * 4
 """Of a block's output; parameters are smaller."""
@@ -140,7 +142,6 @@ DAILY = [
 PRODUCT = [(stage, mode, way) for stage in (1, 2, 3) for mode in ("eager", "aot_eager") for way in WAYS]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "mode", "way"),
     [*DAILY, *(pytest.param(*each, marks=pytest.mark.matrix) for each in PRODUCT if each not in DAILY)],

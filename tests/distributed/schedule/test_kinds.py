@@ -18,6 +18,8 @@ from tests.support.marks import MODES, daily, slow
 from tests.support.parity import digest
 from tests.support.zoo import rows
 
+pytestmark = pytest.mark.matrix
+
 Windows = Sequence[tuple[int, bool]]
 """Of each window: its micro-steps, and whether its blocks run backwards."""
 
@@ -104,7 +106,6 @@ def at_random(seed: int, mode: str, stage: int) -> tuple[int, int]:
         return engine.stats.departures, windows
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("stage", "mode"), [(1, "aot_eager"), (2, "eager"), (3, "aot_eager"), (3, "eager")])
 def test_windows_of_any_kind_in_any_order_are_exact(pools: Pools, stage: int, mode: str, seed: int) -> None:
