@@ -30,10 +30,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
 
 
+def is_daily(config: pytest.Config) -> bool:
+    return str(config.getoption("markexpr")) == "not matrix"
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Spares a daily run the imports of files that only the matrix has: each of its processes would make them."""
-    daily = config.getoption("markexpr") == "not matrix" and collection_path.suffix == ".py"
-    return True if daily and "\npytestmark = pytest.mark.matrix" in collection_path.read_text() else None
+    spared = is_daily(config) and collection_path.suffix == ".py"
+    return True if spared and "\npytestmark = pytest.mark.matrix" in collection_path.read_text() else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -62,17 +66,18 @@ def frozen() -> None:
 
 
 @pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
+def pools(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Callable[[int], Pool]]:
     """`pools(world)`: the pool of that size, started at its first job and kept to the end.
 
-    What a process imports and initialises for its first compilation costs more than most tests. Up to two ranks have
-    hash seeds of their own, see `Pool`.
+    What a process imports and initialises for its first compilation costs more than most tests, so daily ranks are
+    forked. Up to two ranks of the matrix, and daily those of the parity tests, have their own hash seeds, see `Pool`.
     """
     started: dict[int, Pool] = {}
+    daily = is_daily(pytestconfig)
 
     def pool(world: int) -> Pool:
         if world not in started:
-            forked = world > 2 and not torch.cuda.is_available()  # which a forked process cannot use
+            forked = (daily or world > 2) and not torch.cuda.is_available()  # which a forked process cannot use
             started[world] = Pool(world, tmp_path_factory.mktemp(f"ranks{world}"), forked=forked)
         return started[world]
 
