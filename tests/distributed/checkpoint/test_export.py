@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import zeroweave as zw
 from tests.distributed.checkpoint.runs import differing
 from tests.support.harness import Pools
-from tests.support.marks import MODES, daily, slow
+from tests.support.marks import MODES
 
 pytestmark = pytest.mark.matrix
 
@@ -62,11 +62,10 @@ def exported(folder: Path, stage: int, tied: bool, shard_bytes: int, dtype: str 
         return plain.eval()(IDS).logits, sorted(path.name for path in folder.rglob("*"))
 
 
-@slow("3-True-4000-None")
-@daily(
+@pytest.mark.parametrize(
     ("stage", "tied", "shard_bytes", "dtype"),
-    [(3, True, 4000, None)],
     [
+        (3, True, 4000, None),
         *((stage, tied, size, None) for stage in (1, 2, 3) for tied in (False, True) for size in (1, 1 << 30)),
         (3, False, 4000, "bfloat16"),
     ],

@@ -65,13 +65,7 @@ def beside(stage: int, mode: str) -> tuple[dict[bool, Run], list[tuple[float, st
 
 @pytest.mark.parametrize(
     ("stage", "mode"),
-    [
-        pytest.param(2, "aot_eager", marks=pytest.mark.matrix),
-        (3, "aot_eager"),
-        pytest.param(2, "eager", marks=pytest.mark.matrix),
-        pytest.param(3, "eager", marks=pytest.mark.matrix),
-        pytest.param(3, "inductor", marks=pytest.mark.matrix),
-    ],
+    [(2, "aot_eager"), (3, "aot_eager"), (2, "eager"), (3, "eager"), (3, "inductor")],
 )
 def test_cached_chunks_train_as_the_whole_batch(pools: Pools, stage: int, mode: str) -> None:
     for runs, found in pools(2).run(beside, stage, mode):

@@ -18,7 +18,6 @@ from torch import nn
 import zeroweave as zw
 from tests.distributed.engine.stopping import stacks_of, stop
 from tests.support.harness import Pools
-from tests.support.marks import daily
 from tests.support.patience import patient
 from zeroweave.ranks import answers, control
 from zeroweave.ranks.alarm import Alarm
@@ -124,7 +123,7 @@ def train(folder: Path, moment: str, deadline: float, seconds: float | None = No
     return losses
 
 
-@daily("moment", [], ["schedule", *MOMENTS])
+@pytest.mark.parametrize("moment", ["schedule", *MOMENTS])
 def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, disposable: Pools) -> None:
     # Where twice as long could be taken for soon, it is long.
     deadline = 4 * DEADLINE if moment in ("agree", "barrier") else DEADLINE

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 import zeroweave as zw
 from tests.support.harness import Pools
-from tests.support.marks import daily
 
 pytest.importorskip("accelerate")
 
@@ -115,9 +114,8 @@ def stopped_and_not(folder: Path, stages: tuple[int, int], accumulate: int) -> d
     }
 
 
-@daily(
+@pytest.mark.parametrize(
     ("stages", "accumulate"),
-    [],
     [((3, 3), 3), ((1, 1), 3), ((2, 2), 3), ((3, 1), 1), ((1, 2), 1)],
 )
 def test_a_run_goes_on_bit_by_bit(pools: Pools, tmp_path: Path, stages: tuple[int, int], accumulate: int) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from tests.distributed.runtime.uneven import Job, Result, Setting, beside, say
 from tests.support.harness import Pools
-from tests.support.marks import daily
 
 pytestmark = pytest.mark.matrix
 
@@ -116,7 +115,7 @@ def check(outcomes: list[Any], steps: int) -> None:
         assert len(uneven) >= 2 * steps and all(result.applied)
 
 
-@daily(("name", "mode", "steps"), [], [("qwen3_moe", "eager", 3), ("mixtral", "aot_eager", 2)])
+@pytest.mark.parametrize(("name", "mode", "steps"), [("qwen3_moe", "eager", 3), ("mixtral", "aot_eager", 2)])
 def test_more_experts_than_tokens(pools: Pools, name: str, mode: str, steps: int) -> None:
     check(pools(2).run(trained, name, Setting(3, mode, windows=(1,) * steps), SEEDS[name]), steps)
 
