@@ -30,6 +30,7 @@ GIVEN_BACK = values.test_destroy_gives_the_masters_back
         (FLOAT64, (3, "aot_eager", True)),
         (LOADED, (1, True, "eager")),
         (WRITTEN, (3, False, "aot_eager")),
+        (WRITTEN, (2, True, "eager")),
         (GIVEN_BACK, (3, "aot_eager", 2)),
     ],
     [
@@ -42,6 +43,7 @@ GIVEN_BACK = values.test_destroy_gives_the_masters_back
         (LOADED, (3, False, "aot_eager")),
         (LOADED, (2, True, "aot_eager")),
         (LOADED, (2, False, "eager")),
+        (WRITTEN, (1, True, "eager")),
         (WRITTEN, (1, False, "eager")),
         (GIVEN_BACK, (1, "eager", 2)),
         (GIVEN_BACK, (2, "aot_eager", 2)),
