@@ -83,7 +83,7 @@ def test_training_is_exact_and_leaves_nothing_behind(pools: Pools, what: str, st
 
 @pytest.mark.parametrize(
     ("parallel_size", "stage", "mode", "n", "clip"),
-    itertools.product((1, 2), (1, 2, 3), ("aot_eager", "eager"), (1, 4), (None, 0.5)),
+    list(itertools.product((1, 2), (1, 2, 3), ("aot_eager", "eager"), (1, 4), (None, 0.5))),
 )
 def test_experts_of_all_ranks_and_of_some(
     pools: Pools, parallel_size: int, stage: int, mode: str, n: int, clip: float | None
