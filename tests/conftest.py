@@ -74,7 +74,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     """`pools(world)`: the pool of that size, started at its first job and kept to the end.
 
     What a process imports and initialises for its first compilation costs more than most tests, so daily ranks are
-    forked. Up to two ranks of the matrix, and daily those of the parity tests, have their own hash seeds, see `Pool`.
+    forked. In the matrix up to two ranks are spawned, each with a hash seed of its own, see `Pool`.
     """
     started: dict[int, Pool] = {}
     daily = is_daily(pytestconfig)

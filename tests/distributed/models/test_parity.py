@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,21 +19,17 @@ QUICK = ("mlp", "decoder", "lstm", "leaf_list", "two_types", "called_outside")
 Results = Callable[[Case], list[Report]]
 
 
-@pytest.fixture(scope="module")
-def results(pools: Callable[[int], Pool], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
-    """The reports of a case, computed once however many tests read them; a failed case fails each of them anew.
-
-    Two ranks iterate over sets of strings in different orders: they are spawned, see `Pool`.
-    """
+@pytest.fixture(scope="session")
+def results(pools: Callable[[int], Pool]) -> Results:
+    """The reports of a case, computed once however many tests read them; a failed case fails each of them anew."""
     known: dict[Case, list[Report]] = {}
-    with Pool(2, tmp_path_factory.mktemp("seeded")) as seeded:
 
-        def report(case: Case) -> list[Report]:
-            if case not in known:
-                known[case] = (seeded if case.world == 2 else pools(case.world)).run(run_case, case)
-            return known[case]
+    def report(case: Case) -> list[Report]:
+        if case not in known:
+            known[case] = pools(case.world).run(run_case, case)
+        return known[case]
 
-        yield report
+    return report
 
 
 def equal_groups(all_cases: list[Case]) -> list[tuple[Case, ...]]:
