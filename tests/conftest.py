@@ -32,6 +32,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "parity: one model in one setting compared with the unsharded reference")
 
 
+def is_daily(config: pytest.Config) -> bool:
+    return str(config.getoption("markexpr")) == "not matrix"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spares a daily run the imports of files that only the matrix has: each of its processes would make them.
+
+    A file that the command line names is collected, so that pytest says how many of its tests are deselected.
+    """
+    named = (Path(each.split("::")[0]).resolve() for each in config.args)
+    spared = is_daily(config) and collection_path.suffix == ".py" and collection_path not in named
+    return True if spared and "\npytestmark = pytest.mark.matrix" in collection_path.read_text() else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
     """Sees all rows of a test together, whichever of them are to run."""
@@ -65,17 +79,18 @@ def flats_apart() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Pool]]:
+def pools(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Callable[[int], Pool]]:
     """`pools(world)`: the pool of that size, started at its first job and kept to the end.
 
-    What a process imports and initialises for its first compilation costs more than most tests. Up to two ranks have
-    hash seeds of their own, see `Pool`.
+    What a process imports and initialises for its first compilation costs more than most tests, so daily ranks are
+    forked. In the matrix up to two ranks are spawned, each with a hash seed of its own, see `Pool`.
     """
     started: dict[int, Pool] = {}
+    daily = is_daily(pytestconfig)
 
     def pool(world: int) -> Pool:
         if world not in started:
-            forked = world > 2 and not torch.cuda.is_available()  # which a forked process cannot use
+            forked = (daily or world > 2) and not torch.cuda.is_available()  # which a forked process cannot use
             started[world] = Pool(world, tmp_path_factory.mktemp(f"ranks{world}"), forked=forked)
         return started[world]
 

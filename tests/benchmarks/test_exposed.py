@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks import exposed
 
+pytestmark = pytest.mark.matrix
 
-@pytest.mark.matrix
+
 def test_each_schedule_has_a_row(tmp_path: Path) -> None:
     small = "--model tiny --seq 16 --micro-batch 1 --steps 1 --rounds 1 --warm 1 --lower aot_eager --gpus 2"
     exposed.main([*small.split(), "--out", str(tmp_path)])

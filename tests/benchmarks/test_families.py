@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from benchmarks import families
-from tests.support.marks import daily
+
+pytestmark = pytest.mark.matrix
 
 CPU = torch.device("cpu")
 
 
-@daily("family", ["qwen3"], ["t5", "gptoss"])
+@pytest.mark.parametrize("family", ["qwen3", "t5", "gptoss"])
 def test_a_family_trains_as_under_plain_pytorch(family: str) -> None:
     pytest.importorskip("transformers")
     words = {"lengths", "mask"}
@@ -22,7 +23,6 @@ def test_a_family_trains_as_under_plain_pytorch(family: str) -> None:
     assert stats.compiled_calls > 0
 
 
-@pytest.mark.matrix
 def test_a_saved_view_lies_in_another_way_than_it_was_traced() -> None:
     """The forward of a masked Mamba 2 saves a view of a larger tensor, which Inductor lays out densely."""
     pytest.importorskip("transformers")

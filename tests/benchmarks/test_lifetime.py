@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks import lifetime
 
+pytestmark = pytest.mark.matrix
 
-@pytest.mark.matrix
+
 def test_both_ways_train_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--model tiny --seq 16 --micro-batch 1 --gpus 2 --steps 3 --warm 2 --lower aot_eager"
     assert lifetime.main([*arguments.split(), "--out", str(tmp_path)]) == 1, capsys.readouterr().out

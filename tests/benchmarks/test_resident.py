@@ -10,8 +10,9 @@ import torch
 import zeroweave as zw
 from benchmarks.endurance import resident
 
+pytestmark = pytest.mark.matrix
 
-@pytest.mark.matrix
+
 @pytest.mark.parametrize(("stage", "mode"), [(3, "eager"), (1, "eager"), (3, "aot_eager")])
 def test_memory_does_not_grow(stage: int, mode: str) -> None:
     steps, first = 4000, 2000
@@ -22,7 +23,6 @@ def test_memory_does_not_grow(stage: int, mode: str) -> None:
     assert blocks < 2000, found  # of the events of departures and new schedules, of which a thousand at most are kept
 
 
-@pytest.mark.matrix
 def test_a_leak_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     kept: list[list[bytes]] = []
     real = resident.step

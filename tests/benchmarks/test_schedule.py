@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks import schedule
 
+pytestmark = pytest.mark.matrix
 
-@pytest.mark.matrix
+
 def test_schedules_change_without_compiling(capsys: pytest.CaptureFixture[str]) -> None:
     schedule.main(["--blocks", "4", "--steps", "1", "--compute", "0.001", "--delay", "0.001"])
     out = capsys.readouterr().out

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.commands import zeroweave
 
+pytestmark = pytest.mark.matrix
+
 TRAINING = """
 import os, signal, sys, time
 import torch
@@ -57,13 +59,12 @@ engine.destroy()
 SHOWN = [
     ("one", "rank 1 failed with exit code 1: ValueError: bad batch"),
     ("state_dict", "rank 0 at 'state_dict', rank 1 at 'collective "),
-    pytest.param("killed", "rank 1 failed with signal 9", marks=pytest.mark.matrix),
-    pytest.param("stuck", "did not arrive within the deadline", marks=pytest.mark.matrix),
-    pytest.param("gradients", "rank 0 failed in gradients", marks=pytest.mark.matrix),
+    ("killed", "rank 1 failed with signal 9"),
+    ("stuck", "did not arrive within the deadline"),
+    ("gradients", "rank 0 failed in gradients"),
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("what", "reason"), SHOWN)
 def test_one_short_block(tmp_path: Path, what: str, reason: str) -> None:
     script = tmp_path / "train.py"
@@ -76,7 +77,6 @@ def test_one_short_block(tmp_path: Path, what: str, reason: str) -> None:
     assert len(done.stderr.splitlines()) <= 24, done.stderr
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("what", ["forward", "backward", "step"])
 def test_an_exception_inside_the_engine_is_exit_code_1(tmp_path: Path, what: str) -> None:
     script = tmp_path / "train.py"

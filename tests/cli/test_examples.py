@@ -11,8 +11,9 @@ import pytest
 
 from tests.support.commands import zeroweave
 
+pytestmark = pytest.mark.matrix
 
-@pytest.mark.matrix
+
 def test_finetuning_a_transformers_model() -> None:
     arguments = ("--model", "qwen3", "--lower", "aot_eager", "--steps", 11)
     done = zeroweave("run", "--nproc-per-node", 2, "examples/hf_finetune.py", *arguments)
@@ -24,7 +25,6 @@ def test_finetuning_a_transformers_model() -> None:
     assert min(norms) > 0
 
 
-@pytest.mark.matrix
 def test_transformers_trainer_trains_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     last = []

@@ -18,6 +18,8 @@ import pytest
 from tests.support import strangers
 from tests.support.jobs import Job, Listener, listeners
 
+pytestmark = pytest.mark.matrix
+
 CONNECTIONS = 10_000
 BATCH = 40
 """Connections to one port, before it is the next one's turn."""
@@ -204,7 +206,6 @@ def attacked(run: Running) -> tuple[int, dict[str, int]]:
     return made, kinds
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("way", ["one", "static", "c10d"])
 def test_strangers_change_nothing(way: str, tmp_path: Path) -> None:
     """On one node, or on two, by two kinds of rendezvous."""

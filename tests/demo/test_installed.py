@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.commands import ROOT
 
+pytestmark = pytest.mark.matrix
+
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
@@ -22,7 +24,6 @@ def installed(tmp_path: Path) -> Path:
     return site
 
 
-@pytest.mark.matrix
 def test_the_demo_runs_without_the_checkout(installed: Path, tmp_path: Path) -> None:
     code = "import zeroweave.cli; print(zeroweave.__file__, flush=True); zeroweave.cli.app()"
     done = subprocess.run(

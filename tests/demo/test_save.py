@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.commands import ROOT
 
+pytestmark = pytest.mark.matrix
+
 
 def demo(folder: Path, fault: str = "") -> tuple[int, str, dict[str, Any]]:
     command = [sys.executable, "-m", "zeroweave.cli", "demo", "--eager", "--steps", "24", "--save", str(folder)]
@@ -21,7 +23,6 @@ def demo(folder: Path, fault: str = "") -> tuple[int, str, dict[str, Any]]:
     return done.returncode, done.stdout, json.loads(done.stdout.splitlines()[-1]) if not done.returncode else {}
 
 
-@pytest.mark.matrix
 def test_killed_and_resumed(tmp_path: Path) -> None:
     _, _, whole = demo(tmp_path / "whole")
     code, _, _ = demo(tmp_path / "killed", "kill:rank=1,step=22,phase=backward")

@@ -18,7 +18,20 @@ from torch import Tensor, nn
 
 from tests.support.marks import FEW, STAGES, slow
 from tests.support.reference import Expected, judge
-from tests.support.twins import MODE, SOME, WIDTH, Block, Multiplying, Net, learn, loss_of, penalty, rows, twins
+from tests.support.twins import (
+    MODE,
+    SOME,
+    WIDTH,
+    Block,
+    Multiplying,
+    Net,
+    learn,
+    loss_of,
+    penalty,
+    rows,
+    twins,
+    values_of,
+)
 from zeroweave.errors import EngineError
 
 
@@ -218,19 +231,19 @@ def test_float64_accumulates_in_float64(stage: int, mode: str, sync: bool) -> No
     """Four micro-steps, reduced each time or once: no sum of theirs is rounded to float32."""
     steps = 4
     with twins(stage, mode, lambda: Net().double(), lr=1.0, gradient_accumulation_steps=steps) as both:
-        engine, exact = both.engine, both.plain.nets[1]
-        before = engine.state_dict()
+        engine = both.engine
+        before = values_of(engine)
         for index in range(steps):
             x = rows(index).double() / 3
             with contextlib.nullcontext() if sync or index == steps - 1 else engine.no_sync():
                 engine.backward(engine(x).pow(2).mean())
-            (exact(x).pow(2).mean() / steps).backward()
+            both.plain.each(lambda net, x: (net(x).pow(2).mean() / steps).backward(), x)
             engine.step()
-        after = engine.state_dict()
-        for name, parameter in exact.named_parameters():
-            assert parameter.grad is not None and after[name].dtype == torch.float64
+        after = values_of(engine)
+        for name, expected in both.expected_gradients().exact.items():
+            assert expected is not None and after[name].dtype == torch.float64
             gradient = before[name] - after[name]  # what SGD applied at a learning rate of 1
-            assert float((gradient - parameter.grad).abs().max()) <= 1e-12, name
+            assert float((gradient - expected).abs().max()) <= 1e-12, name
 
 
 # ---------------------------------------------------------------------- reads outside of any region

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-pytest.importorskip("transformers.conversion_mapping", reason="transformers 4 has its weights as they are in files")
-
-import transformers
-
 from zeroweave.errors import ParameterError, UnsupportedError
 from zeroweave.integrations.converted import ConvertedWeights, converted
+
+if TYPE_CHECKING:
+    import transformers
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -28,17 +27,23 @@ SIZES: dict[str, Any] = {
 
 def merged() -> transformers.PreTrainedModel:
     """Of 11 experts, so that their order is not that of their names."""
+    import transformers
+
     experts = {"num_experts": 11, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8}
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**SIZES, **experts, num_key_value_heads=1))
 
 
 def split() -> transformers.PreTrainedModel:
     """Queries, keys and values are one tensor in the files."""
+    import transformers
+
     return transformers.NomicBertForMaskedLM(transformers.NomicBertConfig(**SIZES))
 
 
 def with_buffer() -> transformers.PreTrainedModel:
     """The router's correction is a buffer."""
+    import transformers
+
     experts = {
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
@@ -53,6 +58,12 @@ def with_buffer() -> transformers.PreTrainedModel:
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(torch.arange(4.0))
     return model
+
+
+@pytest.fixture(autouse=True)
+def needed() -> None:
+    """Not where this is imported: a run without these tests need not wait for transformers."""
+    pytest.importorskip("transformers.conversion_mapping", reason="transformers 4 has its weights as they are in files")
 
 
 MODELS = {"merged": merged, "split": split, "with a buffer": with_buffer}
@@ -96,14 +107,13 @@ def test_a_model_that_is_not_empty_gets_them_as_well(saved: tuple[Any, Path]) ->
 
 
 def test_files_that_are_as_the_model_is_are_read_as_they_are(tmp_path: Path) -> None:
-    for model, form in ((merged(), {"save_original_format": False}), (transformers.LlamaForCausalLM(llama()), {})):
+    import transformers
+
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
+    for model, form in ((merged(), {"save_original_format": False}), (llama, {})):
         folder = tmp_path / type(model).__name__
         model.save_pretrained(folder, **form)
         assert converted(empty(model), folder) is None
-
-
-def llama() -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(**SIZES)
 
 
 def test_an_old_transformers_5_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from benchmarks.plan import PEAK, STEP, parser, planned, spec_of
-from tests.support.marks import daily
 from zeroweave.plan.calibration import Calibration
 from zeroweave.plan.hardware import GPUS, Hardware
+
+pytestmark = pytest.mark.matrix
 
 MEASURED: dict[str, Any] = json.loads(Path(__file__).with_name("h200.json").read_text())
 ROWS: list[dict[str, Any]] = MEASURED["rows"]
 
 
-@daily("row", [], ROWS, ids=lambda row: f"{row['case']}-z{row['stage']}")
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['case']}-z{row['stage']}")
 def test_peaks_and_times_are_near_what_was_measured(row: dict[str, Any]) -> None:
     known, sheet = Calibration.read(json.dumps(MEASURED["calibration"])), GPUS["h200"]
     plan = planned(

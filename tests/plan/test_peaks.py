@@ -19,6 +19,8 @@ from zeroweave.demo import Llama, LlamaConfig
 from zeroweave.plan.rank import PlannedRank
 from zeroweave.schedule import Schedule
 
+pytestmark = pytest.mark.matrix
+
 CAST = {"precision": {"params": "bfloat16", "reduce": "float32"}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -46,7 +48,6 @@ def peak_of(rank: PlannedRank, schedule: Schedule) -> int:
     return rank._clock.peak()
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_schedule_takes_what_was_foreseen(name: str) -> None:
     model, batch = decoder()

@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.harness import Outcome
 
+pytestmark = pytest.mark.matrix
+
 SCRIPT = """
 import os, sys, time, torch, torch.distributed as dist
 from zeroweave.comm.ledger import Ledger
@@ -63,7 +65,6 @@ def run_script(directory: Path, body: str, ranks: int = 2) -> list[Outcome]:
             process.wait()
 
 
-@pytest.mark.matrix
 @pytest.mark.oldest
 def test_an_uncaught_exception_outside_of_the_engine(tmp_path: Path) -> None:
     outcomes = run_script(
@@ -84,7 +85,6 @@ def test_an_uncaught_exception_outside_of_the_engine(tmp_path: Path) -> None:
     assert outcomes[1].value == "before", "what was printed is not lost"
 
 
-@pytest.mark.matrix
 def test_an_exception_on_all_ranks_shows_each_its_own_traceback(tmp_path: Path) -> None:
     outcomes = run_script(
         tmp_path,
@@ -102,7 +102,6 @@ def test_an_exception_on_all_ranks_shows_each_its_own_traceback(tmp_path: Path) 
         assert "ValueError: bad config" in outcome.stderr and "ended by its alarm" not in outcome.stderr
 
 
-@pytest.mark.matrix
 def test_a_script_that_never_closes_ends_nobody(tmp_path: Path) -> None:
     outcomes = run_script(
         tmp_path,
@@ -115,7 +114,6 @@ def test_a_script_that_never_closes_ends_nobody(tmp_path: Path) -> None:
     assert "zeroweave" not in outcomes[0].stderr + outcomes[1].stderr
 
 
-@pytest.mark.matrix
 def test_a_rank_that_waits_for_one_whose_script_has_ended(tmp_path: Path) -> None:
     outcomes = run_script(
         tmp_path,

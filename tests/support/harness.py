@@ -148,7 +148,7 @@ class Pool:
         outcomes = self.outcomes(function, *args, deadline=deadline)
         if any(outcome.failed for outcome in outcomes):
             self.kill()
-            raise JobFailed(f"{function.__name__}{args}\n{describe(outcomes)}")
+            raise JobFailed(f"{getattr(function, '__name__', function)}{args}\n{describe(outcomes)}")
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, function: Callable[..., Any], *args: Any, deadline: float | None = None) -> list[Outcome]:

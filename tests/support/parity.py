@@ -102,6 +102,7 @@ def train_engine(
             set_lr(engine.optimizer, step, entry.lr)
             for index in range(step * case.gas, (step + 1) * case.gas):
                 draw(rank, index)
+                assert engine.is_gradient_accumulation_boundary() == (index == (step + 1) * case.gas - 1)
                 run.losses.append(float(entry.micro(engine, engine.module, entry.batch(rank, index), engine.backward)))
                 if step < CHECKED and index == (step + 1) * case.gas - 1:
                     run.gradients.append(engine.gradients())

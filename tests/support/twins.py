@@ -1,4 +1,4 @@
-"""One model under an engine and the same one in plain PyTorch, in a world of 1."""
+"""One model under an engine and the same one in plain PyTorch, in a world of any size."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroweave as zw
@@ -62,8 +63,12 @@ class Multiplying(Net):
         return self.hidden(x) * self.enter.weight[0].sum() * self.leave.bias + self.leave(x)
 
 
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def rows(index: int = 0) -> Tensor:
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index + 1))
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(index + 1 + 1000 * rank()))
 
 
 def loss_of(call: Callable[[Tensor], Tensor], index: int = 0) -> Tensor:
@@ -86,7 +91,7 @@ def values_of(engine: Any) -> dict[str, Tensor]:
 
 @dataclass
 class Twins:
-    """One model under an engine and the same one in plain PyTorch, both under SGD."""
+    """One model under an engine and the same one in plain PyTorch, both under SGD; of several ranks, collective."""
 
     engine: Any
     plain: Plain
@@ -94,10 +99,15 @@ class Twins:
     def step(self) -> None:
         self.engine.step()
         if self.engine.was_step_applied():
+            self.expected_gradients()
             self.plain.step()
 
+    def expected_gradients(self) -> Expected:
+        """Those of plain PyTorch; of several ranks their means, which take their place."""
+        return self.plain.average() if self.engine.world > 1 else self.plain.gradients()
+
     def assert_equal_gradients(self) -> None:
-        found = judge(self.engine.gradients(), self.plain.gradients())
+        found = judge(self.engine.gradients(), self.expected_gradients())
         assert found[0] <= 1, found
 
     def assert_equal_values(self) -> None:
@@ -126,6 +136,10 @@ def twins(
     torch.manual_seed(0)
     plain = build()
     model = copy.deepcopy(plain)
+    if rank():  # the engine takes the values of rank 0
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
     config = {"stage": stage, "compile": MODES[mode], **settings}
     with zw.initialize(model, torch.optim.SGD(model.parameters(), lr), config) as engine:
         yield Twins(engine, Plain(plain, lambda parameters: torch.optim.SGD(parameters, lr)))

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Qwen3ForCausalLM, __version__
 
 from benchmarks.models import SHAPES
 from benchmarks.peers.common import Attention
@@ -30,6 +29,8 @@ def test_parts_have_every_parameter_once(hf: Attention) -> None:
 
 
 def test_models_of_transformers_have_the_same_size() -> None:
+    from transformers import LlamaForCausalLM, Qwen3ForCausalLM
+
     for name, kind in (("qwen3-8b", Qwen3ForCausalLM), ("llama-1b", LlamaForCausalLM)):
         ours, theirs = (Subject(SHAPES[name], hf).on_meta(torch.bfloat16) for hf in HOW)
         assert isinstance(theirs, kind) and not theirs.config.use_cache
@@ -47,6 +48,8 @@ def test_rotary_frequencies_are_those_of_the_config() -> None:
 
 
 def test_the_mask_is_left_out_or_made_with_the_same_loss() -> None:
+    from transformers import __version__
+
     masks: list[bool] = []
     losses = []
     tokens = torch.randint(0, 512, (2, 32))

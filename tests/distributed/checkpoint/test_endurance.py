@@ -14,6 +14,8 @@ from tests.distributed.checkpoint.runs import WIDTH, Facts, differing, everythin
 from tests.distributed.checkpoint.test_asynchronous import slow
 from tests.support.harness import Pools
 
+pytestmark = pytest.mark.matrix
+
 STEPS, EVERY = 150, 5
 ROWS = (6, 2, 4, 6, 3)
 """The rows of a rank's batches, one after the other."""
@@ -84,7 +86,6 @@ ENDURED: list[Row] = [
 """Small buckets are read and updated in turns; where a rank alone is slow, the other is done before it."""
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("model", "stage", "mode", "phase", "more"), ENDURED)
 def test_each_checkpoint_is_what_there_was(
     pools: Pools, tmp_path: Path, model: str, stage: int, mode: str, phase: str, more: dict[str, Any]

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import zeroweave as zw
 from tests.distributed.checkpoint.runs import differing
 from tests.support.harness import Pools
-from tests.support.marks import MODES, daily, slow
+from tests.support.marks import MODES
+
+pytestmark = pytest.mark.matrix
 
 IDS = torch.arange(2 * 7).view(2, 7) % 32
 
@@ -60,11 +62,10 @@ def exported(folder: Path, stage: int, tied: bool, shard_bytes: int, dtype: str 
         return plain.eval()(IDS).logits, sorted(path.name for path in folder.rglob("*"))
 
 
-@slow("3-True-4000-None")
-@daily(
+@pytest.mark.parametrize(
     ("stage", "tied", "shard_bytes", "dtype"),
-    [(3, True, 4000, None)],
     [
+        (3, True, 4000, None),
         *((stage, tied, size, None) for stage in (1, 2, 3) for tied in (False, True) for size in (1, 1 << 30)),
         (3, False, 4000, "bfloat16"),
     ],
@@ -121,7 +122,6 @@ def failing(folder: Path) -> None:
         engine.train_step(torch.ones(1, 3), lambda y, _: y.sum())
 
 
-@pytest.mark.matrix
 def test_a_failure_leaves_nothing(pools: Pools, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     pools(2).run(failing, tmp_path)

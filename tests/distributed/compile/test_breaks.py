@@ -16,6 +16,8 @@ from tests.support.reference import Plain, judge
 from tests.support.zoo import MLP, WIDTH, rows
 from zeroweave.schedule import Instruction, Reshard, Run, Unshard
 
+pytestmark = pytest.mark.matrix
+
 BLOCKS = 8
 
 
@@ -90,7 +92,6 @@ def training(stage: int, prefetch: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_break_in_each_of_eight_blocks(pools: Pools, stage: int) -> None:
     for found in pools(2).run(training, stage, 1):
@@ -102,7 +103,6 @@ def test_a_break_in_each_of_eight_blocks(pools: Pools, stage: int) -> None:
         assert found["difference"][0] <= 1, found["difference"]
 
 
-@pytest.mark.matrix
 def test_without_prefetch_every_gather_is_late(pools: Pools) -> None:
     """The measure itself: 8 blocks forwards and 7 backwards."""
     for found in pools(2).run(training, 3, 0):

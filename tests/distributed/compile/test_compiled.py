@@ -18,6 +18,8 @@ from tests.support.odd_models import BEYOND_LIMIT
 from tests.support.reference import build
 from tests.support.zoo import Entry, huggingface, tokens
 
+pytestmark = pytest.mark.matrix
+
 
 def trained(model: Entry, steps: int = 3, **more: Any) -> tuple[Any, list[str]]:
     """The stats after some compiled steps, and the messages of warnings. `more` are keys of `compile`."""
@@ -38,7 +40,6 @@ def beyond_the_limit() -> tuple[dict[str, str], list[str], int]:
     return stats.eager_regions, [text for text in messages if "eager" in text], stats.compiled_calls
 
 
-@pytest.mark.matrix
 def test_blocks_beyond_the_recompile_limit_are_counted_and_reported_once(pools: Pools) -> None:
     told, *others = pools(2).run(beyond_the_limit)
     for regions, _, compiled in (told, *others):
@@ -54,7 +55,6 @@ def within_the_limit() -> tuple[dict[str, str], int]:
     return stats.eager_regions, stats.graphs
 
 
-@pytest.mark.matrix
 def test_a_higher_limit_lets_them_all_be_compiled(pools: Pools) -> None:
     for regions, graphs in pools(2).run(within_the_limit):
         assert not regions and graphs == 12
@@ -71,7 +71,6 @@ def transformers_layers(layers: int) -> tuple[dict[str, str], int, int, list[str
     return stats.eager_regions, stats.graphs, stats.templates, [text for text in messages if "use_cache" in text]
 
 
-@pytest.mark.matrix
 def test_all_layers_of_a_transformers_model_share_one_template(pools: Pools) -> None:
     """Called as its users call it: the engine passes `use_cache=False` and says so once."""
     few, many = (pools(2).run(transformers_layers, layers)[0] for layers in (4, 12))

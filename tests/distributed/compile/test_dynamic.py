@@ -19,6 +19,8 @@ from tests.support.models import Decoder, TokenDropoutBlock
 from tests.support.reference import Plain, build, draw, judge
 from tests.support.zoo import Entry, next_token, tokens
 
+pytestmark = pytest.mark.matrix
+
 LENGTHS = (16, 24, 9, 33)
 MICRO_STEPS = 2 * len(LENGTHS)
 
@@ -108,13 +110,11 @@ def check(ranks: list[Found]) -> None:
 ROWS = [pytest.param(3, 2, None, marks=pytest.mark.oldest), (2, 1, None), (1, 2, True), (3, 1, True)]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "gas", "dynamic"), ROWS)
 def test_lengths_in_turn_and_other_ones_on_each_rank(pools: Pools, stage: int, gas: int, dynamic: bool | None) -> None:
     check(pools(2).run(train, stage, gas, None, dynamic))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_the_same_with_a_cold_and_a_warm_cache(pools: Pools, tmp_path: Path, dynamic: bool | None) -> None:
     cold, warm = (pools(2).run(train, 3, 2, str(tmp_path), dynamic) for _ in range(2))

@@ -15,6 +15,8 @@ from tests.support.harness import Pools
 from tests.support.marks import WITH_INDUCTOR as MODES
 from tests.support.reference import worst
 
+pytestmark = pytest.mark.matrix
+
 EPSILON = torch.finfo(torch.float32).eps
 
 
@@ -72,13 +74,11 @@ def check(result: dict[str, Any], mode: str) -> None:
     assert result["error"][0] <= result["allowed"], result
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_under_inductor(name: str) -> None:
     check(trained(name, 3, "inductor", layers=1, steps=2), "inductor")
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

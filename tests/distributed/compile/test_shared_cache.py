@@ -16,6 +16,8 @@ from tests.support.harness import Pools
 from tests.support.reference import Plain, judge
 from zeroweave.demo import Llama, LlamaConfig
 
+pytestmark = pytest.mark.matrix
+
 
 def llama(layers: int) -> nn.Module:
     torch.manual_seed(0)
@@ -55,7 +57,6 @@ def with_cache(folder: str) -> tuple[int, int, int, float]:
     return stats.templates, stats.found_templates, misses, difference[0]
 
 
-@pytest.mark.matrix
 def test_one_rank_compiles_and_the_other_finds(pools: Pools, tmp_path: Path) -> None:
     cold = pools(2).run(with_cache, str(tmp_path))
     templates = cold[0][0]
@@ -73,7 +74,6 @@ def compilations(layers: int) -> tuple[int, int, list[str]]:
     return stats.graphs, stats.templates, phases
 
 
-@pytest.mark.matrix
 def test_the_number_of_compilations_does_not_depend_on_the_number_of_blocks(pools: Pools) -> None:
     few, more, many = (pools(2).run(compilations, layers) for layers in (8, 16, 32))
     assert few == more == many

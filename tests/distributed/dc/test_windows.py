@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -34,14 +36,6 @@ def pattern(stage: int, held: str, updates: str, end: bool) -> list[float]:
 
 
 @pytest.mark.matrix
-@every_row
-@daily("updates", ["TFTT"], ["FFFT"])
-def test_update_patterns(pools: Pools, stage: int, held: str, updates: str) -> None:
-    for found in pools(2).run(pattern, stage, held, updates, False):
-        assert len(found) == updates.count("T") and max(found) <= 1, found
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize("world", [3, 4])
 @every_row
 def test_more_ranks(pools: Pools, stage: int, held: str, world: int) -> None:
@@ -61,21 +55,6 @@ def shared(stage: int, held: str, order: list[Use]) -> list[float]:
     return found
 
 
-@slow("1-taken")
-@every_row
-def test_a_parameter_in_two_graphs(pools: Pools, stage: int, held: str) -> None:
-    order = [(3, 0), (3, 1), (3, 2), (5, 0), (5, 3), (5, 2), (5, 4)]
-    for found in pools(2).run(shared, stage, held, order):
-        assert max(found) <= 1, found
-
-
-@every_row
-def test_a_parameter_twice_in_one_graph(pools: Pools, stage: int, held: str) -> None:
-    order = [(3, 0), (3, 0), (3, 2), (3, 1), (5, 4), (5, 3), (3, 0)]
-    for found in pools(2).run(shared, stage, held, order):
-        assert max(found) <= 1, found
-
-
 def recompiled(stage: int, held: str) -> list[float]:
     """The graph is forgotten and registered anew between micro-steps 2 and 3 of 4."""
     found = []
@@ -87,12 +66,6 @@ def recompiled(stage: int, held: str) -> list[float]:
                 world.micro_step(first + micro, update=micro == 3)
             found.append(world.difference())
     return found
-
-
-@every_row
-def test_a_recompilation_in_the_middle(pools: Pools, stage: int, held: str) -> None:
-    for found in pools(2).run(recompiled, stage, held):
-        assert max(found) <= 1, found
 
 
 def grown(stage: int, held: str) -> float:
@@ -112,7 +85,7 @@ def test_a_graph_that_comes_in_the_middle_of_a_window(pools: Pools, stage: int, 
 
 
 def absent(stage: int, held: str) -> list[float]:
-    """Parameters 1 and 2 have no gradient in a micro-step, in a whole window, and in the first one ever."""
+    """Parameters 1 and 2 have no gradient in a micro-step, in a whole window, and in the first one ever: then zero."""
     rest: list[Use] = [(0, 0), (0, 3), (0, 4)]
     found = []
     with World(stage, held) as world:
@@ -124,13 +97,6 @@ def absent(stage: int, held: str) -> list[float]:
                 assert all(world.plain[i].grad is None for i in (1, 2))
             found.append(world.difference())
     return found
-
-
-@every_row
-def test_a_parameter_without_a_gradient(pools: Pools, stage: int, held: str) -> None:
-    """Its target is zero after a window without one: not what the last window left, not uninitialised memory."""
-    for found in pools(2).run(absent, stage, held):
-        assert len(found) == 5 and max(found) <= 1, found
 
 
 class Boom(Exception):
@@ -215,12 +181,6 @@ def skipped(stage: int, held: str) -> list[float]:
     return found
 
 
-@every_row
-def test_zero_grad_after_a_skipped_step(pools: Pools, stage: int, held: str) -> None:
-    for found in pools(2).run(skipped, stage, held):
-        assert max(found) <= 1, found
-
-
 def dtypes(stage: int, held: str, buffer: torch.dtype, reduce_dtype: str | None) -> float:
     """bfloat16 and float32 gradients of the same parameters, whose sums are exact in both."""
     config = {"reduce_dtype": reduce_dtype}
@@ -294,7 +254,7 @@ def test_another_buffer_in_the_middle(pools: Pools, stage: int, held: str) -> No
         assert max(found) <= 1, found
 
 
-def nested(stage: int, held: str) -> float:
+def nested(stage: int, held: str) -> list[float]:
     """A backward inside a backward (a reentrant checkpoint) hands gradients over, as well as the outer one."""
     with World(stage, held) as world:
 
@@ -318,15 +278,10 @@ def nested(stage: int, held: str) -> float:
             world.runtime.end_backward(0)
             for seed, uses in ((1, [(0, 0), (0, 2)]), (0, [(0, 3)]), (0, [(0, 1), (0, 2)]), (2, [(0, 4)])):
                 world.plain_backward(seed, uses)
-        return world.difference()
+        return [world.difference()]
 
 
-@every_row
-def test_nested_backwards(pools: Pools, stage: int, held: str) -> None:
-    assert max(pools(2).run(nested, stage, held)) <= 1
-
-
-def retained(stage: int, held: str) -> float:
+def retained(stage: int, held: str) -> list[float]:
     """The same graph is differentiated twice in one window."""
     with World(stage, held) as world:
         loss, copies = world.loss(0), [world.loss(0, among=each) for each in (world.plain, world.exact)]
@@ -336,12 +291,30 @@ def retained(stage: int, held: str) -> float:
             for each in copies:
                 each.backward(retain_graph=True)
         world.runtime.end_backward(0)
-        return world.difference()
+        return [world.difference()]
 
 
+PROGRAMS: dict[str, tuple[int, Callable[[int, str], list[float]]]] = {
+    "updates": (3, partial(pattern, updates="TFTT", end=False)),
+    "late updates": (1, partial(pattern, updates="FFFT", end=False)),
+    "a parameter in two graphs": (2, partial(shared, order=[(3, 0), (3, 1), (3, 2), (5, 0), (5, 3), (5, 2), (5, 4)])),
+    "twice in one graph": (2, partial(shared, order=[(3, 0), (3, 0), (3, 2), (3, 1), (5, 4), (5, 3), (3, 0)])),
+    "recompiled in the middle": (2, recompiled),
+    "without a gradient": (5, absent),
+    "a skipped step": (3, skipped),
+    "a backward in a backward": (1, nested),
+    "a graph differentiated twice": (1, retained),
+}
+"""How many windows of which there are differences, and the program."""
+
+
+@slow("1-taken-a parameter in two graphs", *(f"{s}-{h}-{p}" for s, h in DAILY for p in ("updates", "late updates")))
+@pytest.mark.parametrize("program", PROGRAMS)
 @every_row
-def test_a_graph_that_is_differentiated_twice(pools: Pools, stage: int, held: str) -> None:
-    assert max(pools(2).run(retained, stage, held)) <= 1
+def test_windows(pools: Pools, stage: int, held: str, program: str) -> None:
+    windows, run = PROGRAMS[program]
+    for found in pools(2).run(run, stage, held):
+        assert len(found) == windows and max(found) <= 1, found
 
 
 def strided() -> float:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed.engine.coalescing import Setting, initialize
 from tests.support.harness import Pools
-from tests.support.marks import slow
+from tests.support.marks import daily
 from tests.support.reference import Expected, Plain, build, draw, judge, sgd
 from tests.support.zoo import WIDTH, Block, Entry, Stack, regression, rows
 
@@ -116,15 +115,10 @@ reduction, or with the step; at stage 1 all goes with the last backward's, or wi
 STAGE_1 = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0]
 
 
-@slow("2-eager", "3-aot_eager")
-@pytest.mark.parametrize(
+@daily(
     ("stage", "mode"),
-    [
-        (1, "aot_eager"),
-        (2, "eager"),
-        (3, "aot_eager"),
-        *(pytest.param(*each, marks=pytest.mark.matrix) for each in [(1, "eager"), (2, "aot_eager"), (3, "eager")]),
-    ],
+    [(1, "eager"), (2, "eager")],
+    [(1, "aot_eager"), (2, "aot_eager"), (3, "aot_eager"), (3, "eager")],
 )
 def test_windows_of_every_kind(pools: Pools, stage: int, mode: str) -> None:
     for gradients, parameters, reductions in pools(2).run(train, Setting(stage, mode), LENGTHS):

@@ -14,7 +14,9 @@ from tests.distributed.engine.nested import WAYS, nested
 from tests.support.harness import Pools
 from tests.support.reference import Expected, judge, judge_numbers
 
-DAILY = [
+pytestmark = pytest.mark.matrix
+
+SETTINGS = [
     Setting(1, "aot_eager"),
     Setting(2, "eager", bucket="slot"),
     Setting(2, "aot_eager", params="bfloat16"),
@@ -29,11 +31,9 @@ PRODUCT = [
 ]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("setting", "name", "counts"),
-    [(each, "mlp", (1, 4)) for each in DAILY]
-    + [pytest.param(each, "decoder", (1, 2, 4, 8), marks=pytest.mark.matrix) for each in PRODUCT],
+    [(each, "mlp", (1, 4)) for each in SETTINGS] + [(each, "decoder", (1, 2, 4, 8)) for each in PRODUCT],
     ids=str,
 )
 def test_the_sum_is_that_of_plain_backwards(pools: Pools, setting: Setting, name: str, counts: tuple[int, ...]) -> None:
@@ -68,20 +68,10 @@ def works(config: dict[str, Any], stage: int) -> bool:
 
 
 PATHS = [(1, "eager"), (2, "aot_eager"), (3, "aot_eager"), (3, "eager")]
-TOGETHER = [("plain", *path) for path in PATHS] + [
-    (what, *PATHS[1 + index % 3]) for index, what in enumerate(WITH) if what != "plain"
-]
-APART = [
-    each
-    for each in itertools.product(WITH, (1, 2, 3), ("aot_eager", "eager"))
-    if each not in TOGETHER and works(WITH[each[0]][1], each[1])
-]
+ROWS = [row for row in itertools.product(WITH, (1, 2, 3), ("aot_eager", "eager")) if works(WITH[row[0]][1], row[1])]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("what", "stage", "mode"), TOGETHER + [pytest.param(*each, marks=pytest.mark.matrix) for each in APART]
-)
+@pytest.mark.parametrize(("what", "stage", "mode"), ROWS)
 def test_training_is_exact_and_leaves_nothing_behind(pools: Pools, what: str, stage: int, mode: str) -> None:
     name, config = WITH[what]
     for gradients, parameters, (buckets, *reductions), departures in pools(2).run(
@@ -91,15 +81,9 @@ def test_training_is_exact_and_leaves_nothing_behind(pools: Pools, what: str, st
         assert set(reductions) == {buckets} and departures == 0
 
 
-WITH_EXPERTS = list(itertools.product((1, 2), (1, 2, 3), ("aot_eager", "eager"), (1, 4), (None, 0.5)))
-WITH_EXPERTS_DAILY = [(1, 3, "eager", 4, None), (2, 2, "eager", 4, 0.5)]
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("parallel_size", "stage", "mode", "n", "clip"),
-    WITH_EXPERTS_DAILY
-    + [pytest.param(*each, marks=pytest.mark.matrix) for each in WITH_EXPERTS if each not in WITH_EXPERTS_DAILY],
+    list(itertools.product((1, 2), (1, 2, 3), ("aot_eager", "eager"), (1, 4), (None, 0.5))),
 )
 def test_experts_of_all_ranks_and_of_some(
     pools: Pools, parallel_size: int, stage: int, mode: str, n: int, clip: float | None
@@ -112,15 +96,9 @@ def test_experts_of_all_ranks_and_of_some(
 
 
 NESTED = [(way, *path, coalesce) for way in WAYS for path in PATHS for coalesce in (True, False)]
-NESTED_DAILY = [("forward", 2, "aot_eager", True), ("hook", 3, "aot_eager", True), ("head", 3, "eager", True)]
-NESTED_DAILY += [("hook", 3, "eager", False), ("head", 2, "aot_eager", False)]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("way", "stage", "mode", "coalesce"),
-    NESTED_DAILY + [pytest.param(*each, marks=pytest.mark.matrix) for each in NESTED if each not in NESTED_DAILY],
-)
+@pytest.mark.parametrize(("way", "stage", "mode", "coalesce"), NESTED)
 def test_backwards_inside_something_else(pools: Pools, way: str, stage: int, mode: str, coalesce: bool) -> None:
     for gradients, parameters, reductions in pools(2).run(nested, Setting(stage, mode), way, coalesce):
         assert max(gradients)[0] <= 1 and parameters[0] <= 1, (gradients, parameters)
@@ -144,14 +122,9 @@ COURSES = {
     },
 }
 COURSE_ROWS = [(what, *path) for what in COURSES for path in PATHS if works(COURSES[what], path[0])]
-COURSE_DAILY = [("clipped", 2, "aot_eager"), ("clipped", 3, "eager"), ("float16, overflowing", 3, "aot_eager")]
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("what", "stage", "mode"),
-    COURSE_DAILY + [pytest.param(*each, marks=pytest.mark.matrix) for each in COURSE_ROWS if each not in COURSE_DAILY],
-)
+@pytest.mark.parametrize(("what", "stage", "mode"), COURSE_ROWS)
 def test_several_steps_take_the_course_of_plain_windows(pools: Pools, what: str, stage: int, mode: str) -> None:
     n = 4
     low = "float16" in what  # bfloat16 as well

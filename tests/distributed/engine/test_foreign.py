@@ -68,7 +68,7 @@ def train(folder: Path, stage: int, mode: str) -> dict[str, Any]:
     }
 
 
-@daily(("stage", "mode"), [(3, "aot_eager")], [(2, "eager"), (2, "aot_eager"), (3, "eager"), (1, "eager")])
+@daily(("stage", "mode"), [(3, "eager")], [(2, "eager"), (2, "aot_eager"), (3, "aot_eager"), (1, "eager")])
 def test_adapters_above_quantized_weights(pools: Pools, tmp_path: Path, stage: int, mode: str) -> None:
     for found in pools(2).run(train, tmp_path, stage, mode):
         assert found["apart"] < 1e-5 and found["resumed"] and found["compiled"] == (mode != "eager")

@@ -18,6 +18,8 @@ from tests.support.harness import Pools
 from tests.support.marks import WITH_INDUCTOR as MODES
 from tests.support.reference import Expected, Plain, judge, judge_numbers
 
+pytestmark = pytest.mark.matrix
+
 STEPS, BATCH, CHUNK = 4, 8, 4
 CHUNKS = 2 * BATCH // CHUNK
 DRIFT = 1e-3
@@ -61,16 +63,9 @@ def beside(stage: int, mode: str) -> tuple[dict[bool, Run], list[tuple[float, st
     return runs, found
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("stage", "mode"),
-    [
-        pytest.param(2, "aot_eager", marks=pytest.mark.matrix),
-        (3, "aot_eager"),
-        pytest.param(2, "eager", marks=pytest.mark.matrix),
-        pytest.param(3, "eager", marks=pytest.mark.matrix),
-        pytest.param(3, "inductor", marks=pytest.mark.matrix),
-    ],
+    [(2, "aot_eager"), (3, "aot_eager"), (2, "eager"), (3, "eager"), (3, "inductor")],
 )
 def test_cached_chunks_train_as_the_whole_batch(pools: Pools, stage: int, mode: str) -> None:
     for runs, found in pools(2).run(beside, stage, mode):
@@ -82,7 +77,6 @@ def test_cached_chunks_train_as_the_whole_batch(pools: Pools, stage: int, mode: 
         assert runs[True].collectives["all_gather"] == runs[False].collectives["all_gather"]
 
 
-@pytest.mark.matrix
 def test_the_script() -> None:
     script = str(ROOT / "examples" / "gradcache.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]

@@ -18,12 +18,13 @@ from torch import nn
 import zeroweave as zw
 from tests.distributed.engine.stopping import stacks_of, stop
 from tests.support.harness import Pools
-from tests.support.marks import daily
 from tests.support.patience import patient
 from zeroweave.ranks import answers, control
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.board import Board
 from zeroweave.schedule import Schedule
+
+pytestmark = pytest.mark.matrix
 
 DEADLINE = 3.0
 SOON = 10.0
@@ -122,7 +123,7 @@ def train(folder: Path, moment: str, deadline: float, seconds: float | None = No
     return losses
 
 
-@daily("moment", [], ["schedule", *MOMENTS])
+@pytest.mark.parametrize("moment", ["schedule", *MOMENTS])
 def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, disposable: Pools) -> None:
     # Where twice as long could be taken for soon, it is long.
     deadline = 4 * DEADLINE if moment in ("agree", "barrier") else DEADLINE
@@ -140,7 +141,6 @@ def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, di
         shutil.rmtree(stacks_of(ended))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("moment", ["schedule", *MOMENTS])
 def test_who_gets_an_answer_in_time_goes_on(moment: str, tmp_path: Path, disposable: Pools) -> None:
     pool = disposable(2)

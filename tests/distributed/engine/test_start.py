@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.matrix
+
 LIMIT = 240.0
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,7 +67,6 @@ ENGINES = """
 """
 
 
-@pytest.mark.matrix
 def test_engines_after_each_other(tmp_path: Path) -> None:
     """Ranks leave one engine and come to the next at different times; the group ends with the process."""
     for done in ranks(tmp_path, ENGINES):
@@ -105,7 +106,6 @@ HANDED = """
 """
 
 
-@pytest.mark.matrix
 def test_a_group_that_was_handed_in_is_the_callers(tmp_path: Path) -> None:
     for done in ranks(tmp_path, GLOO_THREADS + textwrap.dedent(HANDED)):
         assert done.returncode == 0 and done.stdout == ENDED, done.stderr
@@ -127,7 +127,6 @@ MODEL = """
 EXPERTS = pytest.mark.parametrize(("parallel", "world"), [(1, 2), (2, 4)])
 
 
-@pytest.mark.matrix
 @EXPERTS
 def test_a_process_that_ends_with_an_engine_ends_its_groups(tmp_path: Path, parallel: int, world: int) -> None:
     script = GLOO_THREADS + textwrap.dedent(MODEL.format(given=False, parallel=parallel))
@@ -135,7 +134,6 @@ def test_a_process_that_ends_with_an_engine_ends_its_groups(tmp_path: Path, para
         assert done.returncode == 0 and done.stdout == ENDED, done.stderr
 
 
-@pytest.mark.matrix
 @EXPERTS
 def test_an_engine_ends_behind_the_group_that_it_was_given(tmp_path: Path, parallel: int, world: int) -> None:
     script = textwrap.dedent(MODEL.format(given=True, parallel=parallel)) + "dist.destroy_process_group()\n"
@@ -154,7 +152,6 @@ DC = """
 """
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("end", ["", "dc.cleanup()\ndc.cleanup()\n"])
 def test_a_runtime_ends_behind_the_group_that_it_was_given(tmp_path: Path, end: str) -> None:
     for done in ranks(tmp_path, GLOO_THREADS + textwrap.dedent(DC) + end):
@@ -179,7 +176,6 @@ FAILS_EARLY = """
 """
 
 
-@pytest.mark.matrix
 def test_a_rank_that_fails_while_another_is_in_initialize(tmp_path: Path) -> None:
     one, two = ranks(tmp_path, FAILS_EARLY)
     assert one.returncode != 0 and "initialized" in one.stdout

@@ -1,4 +1,4 @@
-"""Weights between steps: averaged, saved, loaded and read, and parts of the model called alone."""
+"""Weights between steps: averaged, saved and loaded, and parts of the model called alone."""
 
 from __future__ import annotations
 
@@ -122,21 +122,3 @@ def test_state_dict_and_back(pools: Pools, stage: int, mode: str) -> None:
     (different, names), (_, others) = pools(2).run(saved_and_loaded, stage, mode)
     assert different == [] and others == 0
     assert names == len(build(entry("batch_norm")).state_dict())
-
-
-def read_between(stage: int) -> list[bool]:
-    """`gather_after_step`: the module's parameters may be read after `step()`, and are this step's."""
-    model = build(entry("mlp"))
-    right = []
-    with zw.initialize(model, momentum(model.parameters()), config(stage, "eager", gather_after_step=True)) as engine:
-        for index in range(3):
-            step_of(engine, index)
-            read = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
-            with engine.full_parameters() as full:
-                right.append(all(torch.equal(read[name], full[name]) for name in read))
-    return right
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_reading_after_the_step(pools: Pools, stage: int) -> None:
-    assert pools(2).run(read_between, stage) == [[True] * 3] * 2

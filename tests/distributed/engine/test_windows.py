@@ -1,8 +1,7 @@
-"""Windows: no_sync, plain backwards, exceptions on all ranks, zero_grad, and forwards that are never differentiated."""
+"""Windows: plain backwards, exceptions on all ranks, zero_grad, and forwards that are never differentiated."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -42,41 +41,6 @@ def started(model: Entry, settings: dict[str, Any]) -> Any:
 def data(index: int) -> tuple[Tensor, Tensor]:
     draw(dist.get_rank(), index)
     return rows(dist.get_rank(), index)
-
-
-def without_sync(stage: int, mode: str) -> tuple[list[tuple[float, str]], tuple[float, str], list[int], list[int]]:
-    """Three backwards a step, two of them in no_sync: differences, and reductions with it and without it."""
-    model, gas = entry("mlp"), 3
-    expected = train_reference(model, gas)
-    counts: dict[bool, list[int]] = {}
-    for quiet in (True, False):
-        counts[quiet], differences = [], []
-        with started(model, config(stage, mode, gas)) as engine:
-            for step in range(CHECKED + TRAINED):
-                set_lr(engine.optimizer, step, model.lr)
-                for index in range(step * gas, (step + 1) * gas):
-                    last = index == (step + 1) * gas - 1
-                    x, y = data(index)
-                    assert engine.is_gradient_accumulation_boundary() == last
-                    with engine.no_sync() if quiet and not last else contextlib.nullcontext():
-                        engine.backward(F.mse_loss(engine(x), y))
-                    if step < CHECKED and last:
-                        differences.append(judge(engine.gradients(), expected.gradients[step]))
-                    engine.step()
-                counts[quiet].append(engine.stats.last_step["reduce_scatter"].calls)
-            buckets = sum(bucket.requires_grad for bucket in engine.buckets)
-            with engine.full_parameters() as full:
-                differences.append(judge(full, expected.parameters))
-    assert set(counts[True]) == {buckets}, (counts, buckets)
-    assert set(counts[False]) == {buckets * (1 if stage == 1 else gas)}, (counts, buckets)
-    return differences[:-1], differences[-1], counts[True], counts[False]
-
-
-@pytest.mark.matrix
-@daily(("stage", "mode"), [(1, "aot_eager"), (3, "aot_eager")], [(2, "eager"), (2, "aot_eager"), (3, "eager")])
-def test_no_sync_reduces_once_a_step(pools: Pools, stage: int, mode: str) -> None:
-    for gradients, parameters, _, _ in pools(2).run(without_sync, stage, mode):
-        assert max(gradients)[0] <= 1 and parameters[0] <= 1, (gradients, parameters)
 
 
 def plain_backward(stage: int, mode: str) -> list[tuple[float, str]]:

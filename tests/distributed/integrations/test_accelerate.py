@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 import zeroweave as zw
 from tests.support.harness import Pools
-from tests.support.marks import daily
 
 pytest.importorskip("accelerate")
 
@@ -21,6 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from tests.distributed.integrations import accelerating as runs
+
+pytestmark = pytest.mark.matrix
 
 STEPS = 20
 
@@ -47,7 +48,6 @@ def distance(
 ROWS = [(stage, mode, n) for stage in (1, 2, 3) for mode in ("eager", "aot_eager") for n in (1, 3)]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode", "accumulate"), ROWS)
 def test_a_script_trains_what_it_trains_with_ddp(pools: Pools, stage: int, mode: str, accumulate: int) -> None:
     for rank, told in enumerate(pools(2).run(distance, stage, mode, accumulate)):
@@ -56,7 +56,6 @@ def test_a_script_trains_what_it_trains_with_ddp(pools: Pools, stage: int, mode:
         assert told["steps"][0] == told["steps"][1] >= STEPS
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("plugin", [{"sync_each_batch": True}, {"sync_with_dataloader": False}])
 def test_ways_to_accumulate(pools: Pools, stage: int, plugin: dict[str, bool]) -> None:
@@ -68,7 +67,6 @@ def accumulated(stage: int, plugin: dict[str, bool]) -> dict[str, Any]:
     return distance(stage, "eager", 3, plugin=plugin)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_losses_are_scaled_and_gradients_unscaled_once(pools: Pools, stage: int) -> None:
     """A loss scale changes nothing, neither weights nor the norms that clipping returns."""
@@ -90,7 +88,6 @@ def mixed(stage: int, mode: str) -> tuple[dict[str, Any], float, torch.dtype]:
     )
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode"), [(2, "eager"), (3, "aot_eager"), (1, "eager")])
 def test_mixed_precision_is_accelerates(pools: Pools, stage: int, mode: str) -> None:
     for told, apart, dtype in pools(2).run(mixed, stage, mode):
@@ -117,9 +114,8 @@ def stopped_and_not(folder: Path, stages: tuple[int, int], accumulate: int) -> d
     }
 
 
-@daily(
+@pytest.mark.parametrize(
     ("stages", "accumulate"),
-    [],
     [((3, 3), 3), ((1, 1), 3), ((2, 2), 3), ((3, 1), 1), ((1, 2), 1)],
 )
 def test_a_run_goes_on_bit_by_bit(pools: Pools, tmp_path: Path, stages: tuple[int, int], accumulate: int) -> None:
@@ -148,7 +144,6 @@ def loaded(folder: Path) -> tuple[int, dict[str, torch.Tensor]]:
         return run.accelerator.step, run.weights()
 
 
-@pytest.mark.matrix
 def test_more_ranks_go_on_with_the_same_micro_step(pools: Pools, tmp_path: Path) -> None:
     saved = saved_alone(tmp_path)
     (step, weights), (other_step, _) = pools(2).run(loaded, tmp_path)
@@ -182,7 +177,6 @@ def saved_again(folder: Path) -> list[Any]:
     return [*told, sorted(path.name for path in (folder / "checkpoints").iterdir())]
 
 
-@pytest.mark.matrix
 def test_folders_are_accelerates(pools: Pools, tmp_path: Path) -> None:
     first, second = pools(2).run(saved_again, tmp_path)
     assert first == [True] * 10 + [1] + [True] * 10 + [["checkpoint_1", "checkpoint_2"]]
@@ -210,7 +204,6 @@ def torn(folder: Path) -> tuple[str, bool]:
     return "", False
 
 
-@pytest.mark.matrix
 def test_a_state_without_its_engine_is_refused_and_changes_nothing(pools: Pools, tmp_path: Path) -> None:
     for message, same in pools(2).run(torn, tmp_path):
         assert "has no checkpoint of an engine" in message and same, message
@@ -250,7 +243,6 @@ NAMED = ("zero_grad first", "no_sync", "counted", "dropped", "dropped by the mod
 WAYS = [(stage, way) for way in NAMED for stage in (1, 2, 3)]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "way"), WAYS)
 def test_loops_without_accumulate(pools: Pools, stage: int, way: str) -> None:
     assert max(pools(2).run(distance_by_hand, stage, way)) <= 1e-6
@@ -273,7 +265,6 @@ def distance_of_plain_backwards(stage: int) -> float:
     return max((float((value - expected[name]).abs().max()) for name, value in found.items()), default=0.0)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_plain_backwards(pools: Pools, stage: int) -> None:
     assert max(pools(2).run(distance_of_plain_backwards, stage)) <= 1e-6
@@ -315,7 +306,6 @@ def kept(folder: Path) -> dict[str, Any]:
         return told
 
 
-@pytest.mark.matrix
 def test_models_are_saved_unwrapped_and_evaluated(pools: Pools, tmp_path: Path) -> None:
     for told in pools(2).run(kept, tmp_path):
         assert all(told.values()), told
@@ -335,6 +325,5 @@ def skipping() -> tuple[bool, bool, bool]:
         return skipped, moved, run.accelerator.optimizer_step_was_skipped
 
 
-@pytest.mark.matrix
 def test_a_skipped_step_does_not_move_the_schedule(pools: Pools) -> None:
     assert pools(2).run(skipping) == [(True, False, False)] * 2

@@ -21,6 +21,8 @@ from tests.distributed.integrations.trainers import apart
 from tests.support.harness import Pools
 from tests.support.reference import average
 
+pytestmark = pytest.mark.matrix
+
 STEPS = 5
 """Behind the second one a schedule is followed."""
 IDS = 96
@@ -134,7 +136,6 @@ def trained(chosen: Family, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     "config",
     [{"stage": 3, "compile": {"lower": "aot_eager"}}, {"stage": 2, "compile": {"enabled": False}}],

@@ -19,6 +19,8 @@ from tests.distributed.integrations.trainers import apart, config, launched, log
 from tests.support.harness import Pools
 from zeroweave.integrations import hf
 
+pytestmark = pytest.mark.matrix
+
 Loop = Callable[[type[Any], type[Any], dict[str, Any]], Any]
 """Makes a Trainer of a class and one of its arguments, runs it and returns it; `more`: what the arguments are told."""
 
@@ -128,7 +130,6 @@ def both(folder: str, loop: str) -> tuple[float, float, list[Any], list[Any]]:
         return *found, *logs
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_trains_what_it_trains_with_the_library(pools: Pools, tmp_path: Path, loop: str) -> None:
     for found, moved, library, sharded in pools(2).run(both, str(tmp_path), loop):

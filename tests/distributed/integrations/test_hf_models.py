@@ -22,6 +22,8 @@ from tests.support.harness import Pools
 from zeroweave.errors import ZeroweaveError
 from zeroweave.integrations import hf
 
+pytestmark = pytest.mark.matrix
+
 WORLDS = pytest.mark.parametrize("world", [1, 2])
 
 
@@ -64,7 +66,6 @@ def with_adapters(folder: str) -> dict[str, Any]:
         return made
 
 
-@pytest.mark.matrix
 @WORLDS
 def test_adapters_train_are_saved_and_resumed(pools: Pools, tmp_path: Path, world: int) -> None:
     pytest.importorskip("peft")
@@ -94,7 +95,6 @@ def with_a_head(folder: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.matrix
 def test_layers_beside_adapters_are_saved(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     for found in pools(2).run(with_a_head, str(tmp_path)):
@@ -126,7 +126,6 @@ def with_a_head_in_a_loop(folder: str) -> float:
         return float((loaded(input_ids=tokens).logits - logits).abs().max())
 
 
-@pytest.mark.matrix
 def test_layers_beside_adapters_are_saved_by_peft_itself(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     assert pools(2).run(with_a_head_in_a_loop, str(tmp_path)) == [0.0, 0.0]
@@ -146,7 +145,6 @@ def refused_adapters(folder: str) -> list[str]:
     return told
 
 
-@pytest.mark.matrix
 def test_adapters_that_an_engine_cannot_have_are_refused(pools: Pools, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     prompts, written = pools(1).run(refused_adapters, str(tmp_path))[0]
@@ -172,7 +170,6 @@ def with_experts(folder: str) -> dict[str, Any]:
         }
 
 
-@pytest.mark.matrix
 def test_a_mixture_trains_and_its_files_are_read_again(pools: Pools, tmp_path: Path) -> None:
     for found in pools(2).run(with_experts, str(tmp_path)):
         assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
@@ -208,7 +205,6 @@ def generated(folder: str) -> tuple[float, bool, list[float]]:
         return found, wanted.shape == got.shape and bool((wanted == got).all()), [loss, sharded_loss]
 
 
-@pytest.mark.matrix
 @WORLDS
 def test_prediction_by_generating_at_stage_3(pools: Pools, tmp_path: Path, world: int) -> None:
     for found, same, losses in pools(world).run(generated, str(tmp_path)):
@@ -267,7 +263,6 @@ def refusals(folder: str) -> dict[str, str]:
     return told
 
 
-@pytest.mark.matrix
 def test_what_contradicts_the_engine_is_refused_by_name(pools: Pools, tmp_path: Path) -> None:
     for told in pools(1).run(refusals, str(tmp_path)):
         assert len(told) == len(_known()) + 2
@@ -286,7 +281,6 @@ def by_position(folder: str) -> bool:
         return trainer.optimizer is optimizer
 
 
-@pytest.mark.matrix
 def test_arguments_may_be_given_by_their_places(pools: Pools, tmp_path: Path) -> None:
     assert pools(1).run(by_position, str(tmp_path)) == [True]
 
@@ -305,6 +299,5 @@ def parsed(folder: str) -> list[Any]:
         return found
 
 
-@pytest.mark.matrix
 def test_the_config_may_come_from_a_command_line(pools: Pools, tmp_path: Path) -> None:
     assert pools(1).run(parsed, str(tmp_path))[0] == [{"stage": 2}, {"stage": 1}, {}, {"stage": 3}]

@@ -13,58 +13,14 @@ pytest.importorskip("accelerate", minversion="1.15", reason="transformers' Train
 import transformers
 
 from tests.distributed.integrations import trainers
+from tests.distributed.integrations.test_hf_trainer_steps import side_by_side
 from tests.distributed.integrations.trainers import apart, config, equal, launched, logged, ours, theirs, weights, whole
 from tests.support.harness import Pools
-from tests.support.marks import daily
 
-WORLDS = daily("world", [], [1, 2])
-
-
-def side_by_side(folder: str, zeroweave: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Both Trainers' runs: how far apart the parameters are, and what was logged."""
-    with launched(folder):
-        library, sharded = theirs(**more), ours(zeroweave, **more)
-        library.train()
-        sharded.train()
-        start = trainers.llama().state_dict()
-        want = {name: value.detach().clone() for name, value in library.model.state_dict().items()}
-        found = {
-            "apart": apart(whole(sharded), want),
-            "moved": apart(start, want),
-            "losses": (logged(library, "loss"), logged(sharded, "loss")),
-            "norms": (logged(library, "grad_norm"), logged(sharded, "grad_norm")),
-            "rates": (logged(library, "learning_rate", "epoch"), logged(sharded, "learning_rate", "epoch")),
-            "evaluations": (logged(library, "eval_loss"), logged(sharded, "eval_loss")),
-            "predictions": abs(
-                library.predict(trainers.Sentences(7)).predictions - sharded.predict(trainers.Sentences(7)).predictions
-            ).max(),
-            "compiled": sharded.engine.stats.compiled_calls,
-        }
-        sharded.engine.destroy()
-        return found
+pytestmark = pytest.mark.matrix
 
 
-@daily(
-    ("stage", "mode"),
-    [(3, "eager")],
-    [(1, "eager"), (2, "aot_eager"), (3, "aot_eager"), (3, "inductor")],
-)
-def test_parameters_after_20_steps_are_those_of_the_librarys_own_run(
-    pools: Pools, tmp_path: Path, stage: int, mode: str
-) -> None:
-    for found in pools(2).run(side_by_side, str(tmp_path), config(stage, mode)):
-        assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
-        assert found["predictions"] <= 1e-5
-        assert (found["compiled"] > 0) == (mode != "eager")
-        norms, sharded = found["norms"]
-        assert sharded == pytest.approx(norms, rel=1e-5)
-        assert len(norms) == 20 and min(norms) > 0.5  # each step was clipped
-        losses, sharded = found["losses"]
-        assert sharded == pytest.approx(losses, abs=1.01e-4)  # logged with four decimals
-        assert found["rates"][0] == found["rates"][1]
-
-
-@WORLDS
+@pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_and_evaluation_in_between_change_nothing(
     pools: Pools, tmp_path: Path, world: int, reentrant: bool
@@ -75,14 +31,10 @@ def test_gradient_checkpointing_and_evaluation_in_between_change_nothing(
         "eval_strategy": "steps",
         "eval_on_start": True,
     }
-    for found in pools(world).run(_side_by_side, str(tmp_path), config(3, "aot_eager"), more):
+    for found in pools(world).run(side_by_side, str(tmp_path), 3, "aot_eager", more):
         assert found["apart"] <= 1e-6 < 1e-3 < found["moved"]
         losses, sharded = found["evaluations"]
         assert len(losses) == 5 and sharded == pytest.approx(losses, rel=1e-6)
-
-
-def _side_by_side(folder: str, zeroweave: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    return side_by_side(folder, zeroweave, **more)
 
 
 def evaluated(folder: str) -> list[Any]:
@@ -106,7 +58,6 @@ def evaluated(folder: str) -> list[Any]:
         return found
 
 
-@pytest.mark.matrix
 def test_an_evaluation_neither_trains_nor_is_recorded(pools: Pools, tmp_path: Path) -> None:
     for found in pools(2).run(evaluated, str(tmp_path)):
         assert found == [True, True, True, True, 4]
@@ -125,7 +76,6 @@ def in_bfloat16(folder: str) -> list[tuple[list[float], list[float]]]:
         return [(logged(library, key), logged(sharded, key)) for key in ("eval_loss", "loss", "grad_norm")]
 
 
-@pytest.mark.matrix
 def test_bfloat16_is_the_librarys_autocast(pools: Pools, tmp_path: Path) -> None:
     """Compared before rounding can go two ways: weights that are an ulp apart may round to other bfloat16 numbers."""
     for (evaluations, evaluated), *rest in pools(2).run(in_bfloat16, str(tmp_path)):
@@ -170,7 +120,6 @@ def in_float16(folder: str) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.matrix
 def test_steps_that_float16_skips_do_not_move_the_learning_rate(pools: Pools, tmp_path: Path) -> None:
     for found in pools(2).run(in_float16, str(tmp_path)):
         done = sum(found["applied"])
@@ -195,9 +144,8 @@ def stopped_and_resumed(folder: str, before: dict[str, Any], after: dict[str, An
         return found
 
 
-@daily(
+@pytest.mark.parametrize(
     ("saved", "loaded"),
-    [],
     # Not stage 1 behind another one: where backwards accumulate it adds up before it reduces, the others behind that.
     [
         ((3, "eager"), (3, "eager")),
@@ -225,7 +173,6 @@ def from_the_library(folder: str, experts: bool) -> float:
         return found
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("experts", [False, True])
 def test_a_checkpoint_of_the_librarys_own_run_goes_on_sharded(pools: Pools, tmp_path: Path, experts: bool) -> None:
     """On one rank: on several CPU ranks transformers 4 cannot load its own."""
@@ -261,7 +208,6 @@ def first_named(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: parameters[name] for name in trainers.llama().state_dict()}
 
 
-@pytest.mark.matrix
 def test_the_best_model_is_loaded_at_the_end(pools: Pools, tmp_path: Path) -> None:
     for saved, loaded, written, kept in pools(2).run(best, str(tmp_path)):
         assert saved.endswith("checkpoint-5") and loaded and written
@@ -316,7 +262,6 @@ def subclassed(folder: str) -> tuple[float, list[str], list[str]]:
         return found, wanted, events
 
 
-@pytest.mark.matrix
 def test_an_unmodified_subclass_with_callbacks_runs_as_it_does(pools: Pools, tmp_path: Path) -> None:
     # On one rank, where the library hands the subclass the model itself and not DistributedDataParallel.
     for found, wanted, events in pools(1).run(subclassed, str(tmp_path)):
@@ -352,7 +297,6 @@ def lives(folder: str) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.matrix
 def test_evaluation_before_training_and_training_twice(pools: Pools, tmp_path: Path) -> None:
     for found in pools(2).run(lives, str(tmp_path)):
         assert found.pop("before") == pytest.approx(found.pop("library"), rel=1e-6)

@@ -10,8 +10,9 @@ import pytest
 import zeroweave as zw
 from tests.distributed import cases
 from tests.support.harness import Pools
-from tests.support.marks import daily
 from tests.support.parity import Case, check, run_case
+
+pytestmark = pytest.mark.matrix
 
 CHECKPOINTED = (
     "checkpoint",
@@ -25,11 +26,9 @@ MORE = [
     for model, stage, mode in itertools.product(CHECKPOINTED, (1, 2, 3), ("aot_eager", "eager"))
     if (case := Case(model, stage, mode, 1)) not in cases.DAILY
 ]
-DAILY = [Case("checkpoint_reentrant", 2, "eager", 1), Case("checkpoint_inside", 1, "aot_eager", 1)]
 
 
-@pytest.mark.matrix
-@daily("case", DAILY, [case for case in MORE if case not in DAILY], ids=str)
+@pytest.mark.parametrize("case", MORE, ids=str)
 def test_checkpoints_at_every_stage(pools: Pools, case: Case) -> None:
     """Beside the rows that `test_parity` has of these models."""
     check(case, pools(2).run(run_case, case))
@@ -40,8 +39,7 @@ def with_budget(model: Any, optimizer: Any, config: dict[str, Any]) -> zw.Engine
     return zw.initialize(model, optimizer, {**config, "compile": compile_})
 
 
-@pytest.mark.matrix
-@daily(("model", "stage"), [("checkpoint_inside", 1)], [("dropout", 3), ("decoder", 2)])
+@pytest.mark.parametrize(("model", "stage"), [("checkpoint_inside", 1), ("dropout", 3), ("decoder", 2)])
 def test_a_budget_changes_no_gradient(pools: Pools, model: str, stage: int) -> None:
     """`tests/compile/test_activation_budget.py` shows that fewer bytes are saved."""
     case = Case(model, stage, "aot_eager", 1)

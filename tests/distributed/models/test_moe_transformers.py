@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from tests.distributed.runtime.uneven import Job, Result, Setting, beside, say
 from tests.support.harness import Pools
-from tests.support.marks import daily
+
+pytestmark = pytest.mark.matrix
 
 EXPERTS, TOKENS, TAKEN, VOCABULARY = 24, 5, 2, 64
 MARGIN = 1e-5
@@ -114,7 +115,7 @@ def check(outcomes: list[Any], steps: int) -> None:
         assert len(uneven) >= 2 * steps and all(result.applied)
 
 
-@daily(("name", "mode", "steps"), [], [("qwen3_moe", "eager", 3), ("mixtral", "aot_eager", 2)])
+@pytest.mark.parametrize(("name", "mode", "steps"), [("qwen3_moe", "eager", 3), ("mixtral", "aot_eager", 2)])
 def test_more_experts_than_tokens(pools: Pools, name: str, mode: str, steps: int) -> None:
     check(pools(2).run(trained, name, Setting(3, mode, windows=(1,) * steps), SEEDS[name]), steps)
 
@@ -126,7 +127,6 @@ PRODUCT += [(world, 3, mode, how) for world in (3, 4) for mode in ("eager", "aot
 PRODUCT += [(world, 3, "inductor", "gas 2") for world in (3, 4)]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("world", "stage", "mode", "how"), PRODUCT)
 def test_more_experts_than_tokens_everywhere(
@@ -137,7 +137,6 @@ def test_more_experts_than_tokens_everywhere(
     check(outcomes, sum(windows))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("stage", "mode"), [(2, "eager"), (3, "eager"), (3, "aot_eager")])
 def test_more_experts_than_tokens_left_alone(pools: Pools, name: str, stage: int, mode: str) -> None:

@@ -16,6 +16,8 @@ from tests.distributed.optim.test_muon_beside import Own
 from tests.support.harness import Pools
 from tests.support.patience import patient
 
+pytestmark = pytest.mark.matrix
+
 
 def one_by_one() -> list[str]:
     model = build()
@@ -29,7 +31,6 @@ def one_by_one() -> list[str]:
     return told
 
 
-@pytest.mark.matrix
 def test_one_of_several_has_no_state_dict(pools: Pools) -> None:
     for told in pools(2).run(one_by_one):
         assert "state_dict() of Muon alone" in told[0] and "engine.optimizer.state_dict()" in told[0]
@@ -58,7 +59,6 @@ def one_trips(stage: int) -> None:
         train(engine, range(5))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_ranks_optimizer_raises(disposable: Pools, stage: int) -> None:
     other, own = disposable(2).outcomes(one_trips, stage)
@@ -94,7 +94,6 @@ def refused(taken: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.matrix
 def test_states_that_come_and_go(pools: Pools) -> None:
     for told in pools(2).run(refused, True):
         assert "'average' of '" in told and "was taken out of the optimizer's state" in told
@@ -122,7 +121,6 @@ def with_experts(wholes: str) -> tuple[list[str], bool]:
     return [], all(bool((p != before[name]).any()) for name, p in named.items())
 
 
-@pytest.mark.matrix
 def test_experts_are_refused_and_others_are_not(pools: Pools) -> None:
     assert pools(2).run(with_experts, "others") == [([], True)] * 2
     for (told,), untouched in pools(2).run(with_experts, "experts"):

@@ -208,7 +208,7 @@ def under_autocast(stage: int, mode: str, by_config: bool) -> list[tuple[float, 
     return differences
 
 
-@slow("2-aot_eager-False", "3-eager-False")
+@slow("2-aot_eager-False", "3-aot_eager-True")
 @pytest.mark.parametrize(
     ("stage", "mode", "by_config"),
     rows_of(

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeroweave as zw
-from tests.distributed.engine.test_values_between_calls import by_sgd
 from tests.support.harness import Pools
 from tests.support.marks import MODES, daily
 from tests.support.reference import SEED, Plain, judge
@@ -68,7 +67,7 @@ def hook(net: nn.Module, calls: list[str] | None = None) -> list[Any]:
 def trained(stage: int, mode: str, gas: int, before: bool, syncs: bool, keeps: bool) -> list[Any]:
     """Three steps; behind the second one of the hooks is removed, and behind all of them the engine destroyed."""
     torch.manual_seed(SEED)
-    plain = Plain(Shared(), by_sgd())
+    plain = Plain(Shared(), lambda parameters: torch.optim.SGD(parameters, 0.1))
     torch.manual_seed(SEED)
     net, calls = Shared(), list[str]()
     handles = [*hook(net, calls)] if before else []

@@ -19,6 +19,8 @@ from torch import nn
 from tests.distributed.runtime.uneven import BRANCHES, Choice, Gated, Job, Setting, Stack, beside, say, stack_job
 from tests.support.harness import Pools
 
+pytestmark = pytest.mark.matrix
+
 WINDOWS = ((1, 1, 1, 1), (1, 1, 1, 1), (2, 2, 2), (1, 2, 1, 2), (2, 1, 1))
 BUCKETS: tuple[dict[str, Any], ...] = ({}, {"by_block": 2}, {"bytes": 1}, {"bytes": 300}, {"by_block": False})
 
@@ -119,7 +121,6 @@ def report(outcomes: list[dict[str, list[str]]]) -> str:
     return "\n".join(f"{label}: {each}" for found in outcomes for label, wrong in found.items() for each in wrong[:3])
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("mode", "seeds"),
     [("eager", range(7)), ("aot_eager", range(100, 101)), ("aot_eager", range(101, 103))],
@@ -136,7 +137,6 @@ JOBS += [(4, first) for first in range(3000, 3040, PER_JOB)]
 """(world, first seed): 240 cases"""
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "first"), JOBS)
 def test_random_cases(pools: Pools, world: int, first: int) -> None:
     mode = "eager" if first // PER_JOB % 2 else "aot_eager"

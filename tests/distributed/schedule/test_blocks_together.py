@@ -43,8 +43,8 @@ def train(stage: int, mode: str, gas: int, by_block: int) -> tuple[list[str], li
 
 @daily(
     ("stage", "mode", "gas"),
-    [(3, "aot_eager", 1)],
-    [row for row in itertools.product((1, 2, 3), MODES, (1, 2)) if row != (3, "aot_eager", 1)],
+    [(3, "eager", 1)],
+    [row for row in itertools.product((1, 2, 3), MODES, (1, 2)) if row != (3, "eager", 1)],
 )
 def test_blocks_together_train_alike(pools: Pools, stage: int, mode: str, gas: int) -> None:
     def run(by_block: int) -> tuple[list[str], list[str], Counter[str], int]:

@@ -59,7 +59,7 @@ def measured(pools: Pools) -> Callable[..., list[dict[str, Any]]]:
     return cache(lambda stage, mode, gas: pools(2).run(measure, "decoder", stage, mode, gas))
 
 
-@slow("2-3-eager", "3-1-aot_eager")
+@slow("2-3-aot_eager", "3-1-aot_eager")
 @pytest.mark.parametrize("mode", MODES)
 @daily(("stage", "gas"), [(2, 3), (3, 1)], [(1, 1), (2, 1), (1, 3), (3, 3)])
 def test_three_counts_agree(measured: Callable[..., list[dict[str, Any]]], stage: int, gas: int, mode: str) -> None:

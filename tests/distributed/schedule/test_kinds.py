@@ -14,9 +14,11 @@ import torch.nn.functional as F
 import zeroweave as zw
 from tests.distributed.schedule.test_rescheduling import Detour
 from tests.support.harness import Pools
-from tests.support.marks import MODES, daily, slow
+from tests.support.marks import MODES
 from tests.support.parity import digest
 from tests.support.zoo import rows
+
+pytestmark = pytest.mark.matrix
 
 Windows = Sequence[tuple[int, bool]]
 """Of each window: its micro-steps, and whether its blocks run backwards."""
@@ -63,17 +65,9 @@ def alternating(windows: Windows, rounds: int, mode: str, stage: int) -> tuple[l
         return departed, len(followed), sum(followed.values())
 
 
-@slow("mixed-3-aot_eager")
-@daily(
-    ("stage", "mode"),
-    [(3, "aot_eager")],
-    [(1, "eager"), (1, "aot_eager"), (2, "eager"), (2, "aot_eager"), (3, "eager")],
-)
-@pytest.mark.parametrize(
-    "windows",
-    [pytest.param(w, marks=pytest.mark.matrix) for w in (COUNTS, WAYS)] + [MIXED],
-    ids=["counts", "ways", "mixed"],
-)
+@pytest.mark.parametrize("mode", ["eager", "aot_eager"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("windows", [COUNTS, WAYS, MIXED], ids=["counts", "ways", "mixed"])
 def test_windows_that_alternate_stop_departing(pools: Pools, windows: Windows, stage: int, mode: str) -> None:
     for departed, _, known in pools(2).run(alternating, windows, 8, mode, stage):
         assert all(index < 2 * len(windows) for index in departed), departed
@@ -104,7 +98,6 @@ def at_random(seed: int, mode: str, stage: int) -> tuple[int, int]:
         return engine.stats.departures, windows
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("stage", "mode"), [(1, "aot_eager"), (2, "eager"), (3, "aot_eager"), (3, "eager")])
 def test_windows_of_any_kind_in_any_order_are_exact(pools: Pools, stage: int, mode: str, seed: int) -> None:

@@ -18,6 +18,8 @@ from tests.support.memory import CountedClock, counted
 from tests.support.parity import digest
 from tests.support.zoo import Block, regression, rows, stack_of
 
+pytestmark = pytest.mark.matrix
+
 BLOCKS = 10
 ACTIVATION = 600
 """bytes that each block leaves for its backward"""
@@ -121,12 +123,10 @@ def shrinks(settings: dict[str, Any], pools: Pools) -> None:
     assert one.departures == other.departures == 0
 
 
-@pytest.mark.matrix
 def test_growth_on_one_rank_shrinks_all_at_the_same_step(pools: Pools) -> None:
     shrinks({}, pools)
 
 
-@pytest.mark.matrix
 def test_compiled_steps_shrink_without_compiling(pools: Pools) -> None:
     shrinks({"enabled": True, "lower": "aot_eager"}, pools)
 
@@ -141,7 +141,6 @@ def refused() -> list[int]:
         return counts
 
 
-@pytest.mark.matrix
 def test_an_allocator_that_had_to_try_again_is_reason_enough(pools: Pools) -> None:
     one, other = pools(2).run(refused)
     assert one == other
@@ -161,7 +160,6 @@ def alternating(seed: int) -> tuple[list[int], list[int]]:
         return prints, counts
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(3))
 def test_kinds_that_come_in_any_order_shrink_alike_on_all_ranks(pools: Pools, seed: int) -> None:
     one, other = pools(2).run(alternating, seed)
@@ -204,7 +202,6 @@ def asked() -> list[tuple[int, int | None]]:
         return found
 
 
-@pytest.mark.matrix
 def test_budgets_that_are_asked_for(pools: Pools) -> None:
     one, other = pools(2).run(asked)
     assert one == other
@@ -232,7 +229,6 @@ def uncounted() -> tuple[Any, ...]:
     return tuple(found)
 
 
-@pytest.mark.matrix
 def test_without_a_count_there_is_no_budget(pools: Pools) -> None:
     ends = 0, BLOCKS + 1  # whose uses follow each other at once
     for found in pools(2).run(uncounted):

@@ -24,6 +24,8 @@ from tests.support.reference import SEED, draw
 from tests.support.zoo import Block, regression, rows, stack_of
 from zeroweave.engine.scheduler import Plan
 
+pytestmark = pytest.mark.matrix
+
 BLOCKS = 6
 BUDGET = 20_000
 """bytes that "memory" lets flats and gradient flats take: five blocks of some 4 kB"""
@@ -96,13 +98,11 @@ def check_settings(pools: Pools, stage: int, mode: str, gas: int, wanted: list[R
         assert schedules >= (8 if stage == 3 else 3)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode", "gas"), [(1, "eager", 2), (2, "aot_eager", 1), (3, "aot_eager", 2)])
 def test_settings_that_cover_all_pairs(pools: Pools, stage: int, mode: str, gas: int) -> None:
     check_settings(pools, stage, mode, gas, SOME)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("gas", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -136,13 +136,11 @@ def check_shuffled(pools: Pools, stage: int, mode: str, gas: int, seeds: range) 
     return outcomes[0][1]
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("stage", "mode", "gas"), [(3, "aot_eager", 2), (2, "eager", 2)])
 def test_random_schedules(pools: Pools, stage: int, mode: str, gas: int) -> None:
     assert len(check_shuffled(pools, stage, mode, gas, range(20))) >= 15
 
 
-@pytest.mark.matrix
 def test_many_random_schedules(pools: Pools) -> None:
     fingerprints: set[int] = set()
     for stage, mode, gas in itertools.product([2, 3], MODES, [1, 2]):
