@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--model", choices=sorted(SHAPES), default="llama-1b")
     one.add_argument("--lengths", type=numbers, default=(512, 640, 768, 1024), help="of the sequences, in turn")
     one.add_argument("--micro-batch", type=int, default=1)
-    one.add_argument("--loop", choices=["train_step", "plain"], default="train_step")
+    one.add_argument("--loop", choices=["train_step", "plain", "busy"], default="train_step")
     one.add_argument("--watch", type=int, default=100, help="steps after which reserved memory must not grow")
     one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of the config, dotted key")
     one.add_argument("--at-once", type=int, default=1, help="stages that train at the same time")

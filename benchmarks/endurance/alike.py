@@ -54,7 +54,9 @@ def problems(spec: Spec, records: Sequence[Record]) -> list[str]:
     if any(record.growth for record in records):
         found.append(f"reserved memory grows after step {spec.watch}")
     first = records[0]
-    if spec.graphs and first.late:
+    if changed := sum(record.changed for record in records):
+        found.append(f"{changed} kept tensors changed")
+    if spec.graphs and first.late and spec.loop != "busy":  # the steps after an error are no graphs
         why = "; ".join(first.ungraphed) or "the device has none"
         found.append(f"{first.late} calls after step {spec.watch} were no graphs: {why}")
     return [f"{name_of(spec)}: {each}" for each in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeroweave as zw
 from benchmarks.models import SHAPES, build
@@ -24,11 +25,16 @@ VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "TORCHINDUCTOR_DETERMINISTIC"
 RATE = 1e-4
 TOLD = 200
 """Steps between two lines of rank 0."""
+KEPT, EVALUATED, RAISED = 5, 50, 97
+"""Of the busy loop: steps for which a hidden state is kept; steps between two evaluations, and between two errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What is trained. `lengths` of the sequences come in turn; `watch`: see `Record`; `more`: of the config."""
+    """What is trained. `lengths` of the sequences come in turn; `watch`: see `Record`; `more`: of the config.
+
+    `loop`: the busy one is the plain one with evaluations, forwards that raise, and hidden states that are kept.
+    """
 
     model: str
     stage: int
@@ -37,7 +43,7 @@ class Spec:
     micro_batch: int
     steps: int
     watch: int
-    loop: Literal["train_step", "plain"]
+    loop: Literal["train_step", "plain", "busy"]
     lower: Literal["inductor", "aot_eager", "none"]
     more: dict[str, Any] = field(default_factory=dict)
 
@@ -48,7 +54,7 @@ class Record:
 
     `graphed`: calls that were launched as graphs. `late`: compiled calls after step `watch` that were not. `ungraphed`:
     the reasons. `reserved`: bytes after step `watch`. `growth`: how many more there were after a later step. Both are
-    None without a GPU.
+    None without a GPU. `changed`: hidden states that changed while the busy loop kept them.
     """
 
     losses: list[float]
@@ -57,6 +63,44 @@ class Record:
     ungraphed: dict[str, int]
     reserved: int | None
     growth: int | None
+    changed: int = 0
+
+
+class Stop(Exception):
+    """What a forward of the busy loop raises."""
+
+
+class Busy:
+    """What a program does beside its training."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.changed = 0
+        """kept tensors whose values are others than when they were made"""
+        self._kept: deque[tuple[Tensor, Tensor]] = deque()
+        self._raises = False
+        *_, last = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+        last[-1].register_forward_hook(self._keep)
+
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if self._raises:
+            raise Stop
+        self._kept.append((output, output.detach().clone()))
+
+    def beside(self, engine: zw.Engine, index: int, tokens: Tensor) -> None:
+        """Before step `index`."""
+        while len(self._kept) > KEPT:
+            output, copy = self._kept.popleft()
+            self.changed += not torch.equal(output, copy)
+        if index % EVALUATED == EVALUATED - 1:
+            with torch.no_grad():
+                engine(tokens, tokens)
+        if index % RAISED == RAISED - 1:
+            self._raises = True
+            try:
+                engine(tokens, tokens)
+            except Stop:
+                self._raises = False
+                engine.zero_grad()
 
 
 def tokens_of(spec: Spec, rank: int, device: torch.device) -> Iterator[Tensor]:
@@ -84,8 +128,11 @@ def train(spec: Spec, device: torch.device) -> Record:
     reserved: list[int] = []
     """from step `watch` on"""
     late = 0
+    busy = Busy(model) if spec.loop == "busy" else None
     with zw.initialize(model, optimizer, config) as engine:
         for index, tokens in enumerate(tokens_of(spec, rank, device)):
+            if busy is not None:
+                busy.beside(engine, index, tokens)
             if spec.loop == "train_step":
                 loss = engine.train_step((tokens, tokens))
             else:
@@ -107,6 +154,7 @@ def train(spec: Spec, device: torch.device) -> Record:
             ungraphed=stats.ungraphed_calls,
             reserved=reserved[0] if cuda else None,
             growth=max(reserved) - reserved[0] if cuda else None,
+            changed=0 if busy is None else busy.changed,
         )
 
 

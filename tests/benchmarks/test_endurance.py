@@ -25,6 +25,13 @@ def test_runs_that_pass_and_runs_that_fail(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.matrix
+def test_a_busy_program_trains_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--graphs both --model tiny --lengths 16,24 --steps 120 --watch 20 --stages 3 --gpus 1 --lower none"
+    assert main([*asked.split(), "--loop", "busy", "--out", str(tmp_path)]) == 0
+    assert "holds: tiny stage 3: losses with graphs and without are equal in 120 steps" in capsys.readouterr().out
+
+
+@pytest.mark.matrix
 def test_without_graphs_on_the_device_losses_are_equal_and_the_verdict_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,7 +51,9 @@ def test_growth_and_steps_that_are_no_graphs_are_problems() -> None:
     assert alike.problems(SPEC, [GOOD, replace(GOOD, growth=1)]) == [
         "tiny stage 3, graphs on: reserved memory grows after step 100"
     ]
+    assert alike.problems(SPEC, [replace(GOOD, changed=2)]) == ["tiny stage 3, graphs on: 2 kept tensors changed"]
     late = replace(GOOD, late=3)
+    assert not alike.problems(replace(SPEC, loop="busy"), [late])
     assert alike.problems(SPEC, [late]) == ["tiny stage 3, graphs on: 3 calls after step 100 were no graphs: new"]
     assert not alike.problems(replace(SPEC, graphs=False), [late])
     assert "190 calls as graphs; 10 not: new; 3 MiB reserved after step 100, then 0 more" in alike.line(
