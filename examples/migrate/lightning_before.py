@@ -19,6 +19,6 @@ class Module(LightningModule):
 
 torch.manual_seed(0)
 module, loader = Module(), DataLoader(torch.randn(64, 16), batch_size=4)
-trainer = Trainer(strategy="auto", devices=1, max_epochs=1, gradient_clip_val=1.0, logger=False)
+trainer = Trainer(strategy="ddp", devices=1, max_epochs=1, gradient_clip_val=1.0, logger=False)
 trainer.fit(module, loader)
 trainer.save_checkpoint("last.ckpt")

@@ -95,7 +95,7 @@ class Transport(Gatherer, Protocol):
 
         The parts are summed over the group and divided by the number of all ranks, over which losses are averaged.
         `average` is the backend's average; `predivide` divides first and then sums, for dtypes whose sum could
-        overflow. Padding and missing parts are zeros. The parts are read only.
+        overflow. Padding and missing parts are zeros. Single parts are read only; a flat may be overwritten.
         """
 
     def all_reduce(self, out: torch.Tensor, parts: Parts, layout: Spread, op: ReduceOp) -> Pending:

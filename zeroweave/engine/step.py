@@ -45,8 +45,6 @@ class OptimizerStep:
         """steps that did not, because gradients were not finite"""
         self.executed: tuple[Instruction, ...] = ()
         """the instructions of the last one"""
-        self.gradients_alike = False
-        """had this rank, in the last one, gradients of all parameters that any rank had gradients of?"""
         self.traffic = parts.progress.ledger.step()
         """what the last one and its window have sent; at first, what `initialize` has"""
         parts.progress.ledger.begin_step()
@@ -99,7 +97,6 @@ class OptimizerStep:
             self._parts.journal.tell("departed", departure)
         gradients = self._runtime.gradients
         absent = gradients.absent(found.had_gradient)
-        self.gradients_alike = absent == gradients.absent(gradients.had_gradient())
         applies = self._may_apply(found.decision.nonfinite)
         if applies:
             self._update(absent)

@@ -18,7 +18,6 @@ class Timing:
 
     def __init__(self, parts: EngineParts, headroom: Headroom) -> None:
         self._parts, self._headroom = parts, headroom
-        self._record_steps = parts.config.compile.record_steps
         self._recordings: list[Recording] = []
         """those that are open"""
         self._timeline: Timeline | None = None

@@ -54,8 +54,6 @@ class Window(Observer):
         """was the loss of the present backward scaled, or the engine asked to?"""
         self._warned = False
         """was it said that a loss was not?"""
-        self.aborted = 0
-        """windows that were"""
 
     @property
     def steps(self) -> int:
@@ -154,10 +152,6 @@ class Window(Observer):
         """The end of a coalesced block. Collective."""
         self._coalesced = self._runtime.reduce_rest() or self._coalesced
 
-    def reduced(self) -> None:
-        """A graph was the end of a coalesced block, and had something to reduce."""
-        self._coalesced = True
-
     def reduce_rest(self, what: str) -> None:
         """`what` needs reduced gradients: from now on all are, and settled. Collective."""
         self.refuse_coalescing(what)
@@ -202,7 +196,6 @@ class Window(Observer):
     def abort(self) -> None:
         """Forgets the open window and what an exception left behind; the engine is dirty until all of that is done."""
         schedule, broken = self._runtime.replay.schedule, self._guard.dirty
-        self.aborted += 1
         with self._guard.cleaning():
             self._runtime.abort()
             self._runtime.next_window(schedule)

@@ -106,13 +106,3 @@ def test_the_table_is_what_engines_do(pools: Pools, stage: int, mode: str, preci
         for n in (1,) if "one plain" in kind else (1, 3) if "one or" in kind else (3,):
             for elements, found in pools(2).run(measured, stage, mode, precision, kind, n):
                 assert found == evaluated(formulas, elements, 2, n, BYTES[precision]), (kind, n)
-
-
-def test_the_example_follows_from_the_table() -> None:
-    formulas = {(stage, kind.split()[-1]): formulas for stage, kind, formulas in told() if "one plain" not in kind}
-    for name, gathered, *gigabytes in rows("window | gathered"):
-        stage = int(name.split()[1].rstrip(","))
-        sizes = BYTES["bf16 accumulated" if "accumulate" in name else "bf16"]
-        local, reduced, _, sent = evaluated(formulas[stage, name.split()[2].rstrip(",")], 8e9, 8, 4, sizes)
-        assert [float(each) * 1e9 for each in gigabytes] == [local, reduced, sent], name
-        assert gathered == ("a block or two" if stage == 3 else "16")
