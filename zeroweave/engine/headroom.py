@@ -31,7 +31,7 @@ class Headroom:
         self._peak = 0
         """bytes in use at most in the last window; 0 where that is not known, as it was no more than before"""
         self._had = 0
-        """bytes that windows had when it was found out how much they take: so much is there, for those of any kind"""
+        """the largest peak of windows when costs were last changed: below it memory is never short"""
         self._fixed = 0
         """bytes that no schedule can change, as found where memory was short; the same on all ranks"""
 

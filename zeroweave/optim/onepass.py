@@ -99,7 +99,7 @@ class OnePass:
         self._known: dict[int, tuple[object, list[Range]]] = {}
         """by bucket: what its ranges were cut by, and they"""
         self._behind: dict[int, dict[int, tuple[torch.Tensor, int, int]]] = {}
-        """of those that were released: bucket id -> slot -> its step counter, its version, and the number there"""
+        """of offloaded buckets: bucket id -> slot -> step counter, its version, its value: the device is not asked"""
 
     def takes(self, bucket: int) -> bool:
         """Whether the bucket can be updated here, as its options are now. Else the optimizer steps itself."""

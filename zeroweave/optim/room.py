@@ -1,7 +1,7 @@
 """Is there room for the optimizer's state of whole parameters, and in which memory? Every rank is to have all of it.
 
 It goes where the engine computes if every rank has the room there, else to host memory if every machine has it for all
-of its ranks, else nowhere. Numbers only; `Room.now` alone looks at the machine.
+of its ranks. Otherwise no rank gets it. Numbers only; `Room.now` alone looks at the machine.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ that polls the board and ends its process, with the reason on stderr, when one o
    a collective that the other will never issue.
 3. Another process has ended through an uncaught exception, or was rank 0, which keeps the board, and has gone without
    a word.
-4. This rank has waited in a collective for longer than the deadline for one that has issued fewer, and nothing more
-   for as long; if it is silent, too, for a minute more, unless it is on this machine and its process is stopped. How
-   long a rank computes, or is silent, while nobody waits for it does not matter. So, too, if rank 0, which keeps the
-   board, has not answered for as long what this rank needs to go on (`answers`).
+4. This rank has waited past the deadline in a collective for a rank that has issued fewer, and none meanwhile. A rank
+   that is silent, too, is given at least a minute of silence, unless its process is stopped on this machine. How long
+   a rank computes, or is silent, while nobody waits for it does not matter. The deadline holds for rank 0's answers on
+   the board as well (`answers`).
 5. Another rank has issued other collectives than this one.
 
 Where a rank was missed for longer than the deadline, in a collective or by the control group, every rank writes
@@ -88,7 +88,7 @@ class Alarm:
             self._line.post(process=own())
         self._boards = control.board, self._line.board
         self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds, lambda: control.operations)
-        answers = Answers(self.rank, self._missed, end, control.deadline_seconds, self._watcher.write_stacks)
+        answers = Answers(self.rank, self._waiting_since, end, control.deadline_seconds, self._watcher.write_stacks)
         self._stop, self._gone = threading.Event(), threading.Event()
         self._thread, self._second = (
             threading.Thread(target=run, args=(stop,), name=name, daemon=True)
@@ -192,7 +192,7 @@ class Alarm:
         """
         self._leave("it closed its engine")
 
-    def _missed(self) -> float | None:
+    def _waiting_since(self) -> float | None:
         """Since when this rank has waited for an answer of rank 0's that it needs to go on, if it does.
 
         The user's thread needs what it asks. What the watcher asks it needs where it waits for other ranks, or for the

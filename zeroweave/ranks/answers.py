@@ -27,22 +27,22 @@ NO_ANSWER = "rank 0, whose process keeps the board, has not answered"
 class Answers:
     """Ends this process where rank 0 has not answered for longer than the deadline.
 
-    It asks nobody itself. `missed()`: since when (`time.monotonic`) this process has waited for an answer that it needs
-    to go on, if it does. `grace`: seconds that it waits behind the deadline. The message says `what` has not happened
-    until then, and ends with `where()`.
+    It asks nobody itself. `waiting_since()`: since when (`time.monotonic`) this process has waited for an answer that it
+    needs to go on, if it does. `grace`: seconds that it waits behind the deadline. The message says `what` has not
+    happened until then, and ends with `where()`.
     """
 
     def __init__(
         self,
         rank: int,
-        missed: Callable[[], float | None],
+        waiting_since: Callable[[], float | None],
         end: Callable[[str], None],
         deadline_seconds: float,
         where: Callable[[], str] = str,
         grace: float = 0.0,
         what: str = NO_ANSWER,
     ) -> None:
-        self._rank, self._missed, self._end, self._where = rank, missed, end, where
+        self._rank, self._waiting_since, self._end, self._where = rank, waiting_since, end, where
         self._deadline, self._grace, self._what = deadline_seconds, grace, what
         self._clock = RunningClock()
         self._since: float | None = None
@@ -57,7 +57,7 @@ class Answers:
 
     def look(self, now: float) -> str | None:
         """Why this process must end, or None."""
-        since = self._missed()
+        since = self._waiting_since()
         same = since is not None and since == self._since and now - self._looked <= _LOOKS * LOOK_SECONDS
         self._looks = self._looks + 1 if same else 0
         self._since, self._looked = since, now

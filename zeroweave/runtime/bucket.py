@@ -54,8 +54,8 @@ class Bucket(Flat):
     ) -> None:
         """`dtype`: of the computation, in which the values are gathered.
 
-        `doubt(names, altered)`: an operator that may write had these parameters, and `altered()` said this then. False
-        if nobody reads it later.
+        `doubt(names, altered)` queues what `altered()` found after an operator that may write, to be read at the end of
+        the call. False if no call is under way.
 
         The shard of trainable parameters has at least float32: it is the optimizer's master, and rounded when
         it is gathered. So nothing is kept twice, and the optimizer has nothing to round.
@@ -144,8 +144,8 @@ class Bucket(Flat):
             return []
         return [i for i, (count, most) in enumerate(zip(now, own, strict=True)) if count > most]
 
-    def kept(self, handed_in: int) -> bool:
-        return super().kept(handed_in) or bool(self.referenced())
+    def may_be_read(self, handed_in: int) -> bool:
+        return super().may_be_read(handed_in) or bool(self.referenced())
 
     @torch.no_grad()
     def altered(self) -> torch.Tensor:

@@ -92,7 +92,7 @@ class Flat:
     def _views(self) -> int:
         return storage_use_count(self.storage) - self._references
 
-    def kept(self, handed_in: int) -> bool:
+    def may_be_read(self, handed_in: int) -> bool:
         """Could somebody still read the storage, other than through `handed_in` views?"""
         return self._is_shared or self._views() > handed_in
 
@@ -119,11 +119,9 @@ class Flat:
 
         Where there is no memory, or the gather cannot be issued, no hold is taken: the next one gathers.
         """
-        if not self.holds and not self.good:
+        if not self.holds:
             try:
-                self._move_in()
-                source, self._adrift = self._source(), True
-                self._issued(self._gatherer.all_gather(self._target, source, self.layout))
+                self.gather()
             except BaseException:
                 self.free()
                 raise
@@ -134,14 +132,11 @@ class Flat:
 
         Where it cannot be issued, the storage stays.
         """
-        if not self.good:
-            self._move_in()
-            source, self._adrift = self._source(), True
-            self._issued(self._gatherer.all_gather(self._target, source, self.layout))
-
-    def _issued(self, gather: Pending) -> None:
-        """Its gather is under way."""
-        self._pending, self._adrift = gather, False
+        if self.good:
+            return
+        self._move_in()
+        source, self._adrift = self._source(), True
+        self._pending, self._adrift = self._gatherer.all_gather(self._target, source, self.layout), False
         self.gathers += 1
         self.standing = self.stays
 
@@ -239,7 +234,7 @@ class Flat:
         self.check_unchanged()
         if self.stays or self._remains or self.is_shard:
             return True
-        if self._adrift or self.kept(handed_in):
+        if self._adrift or self.may_be_read(handed_in):
             return False
         self._give_up()
         self._gauge.add(-self.layout.nbytes)

@@ -11,7 +11,7 @@ from zeroweave.comm.transport import ReduceOp
 
 @dataclass(frozen=True)
 class Policy:
-    """How gradients and parameters are kept. With `Observer.reduces`, `kept_by_stage` is all that makes a stage."""
+    """How gradients and parameters are kept. A stage is `kept_by_stage`, `optional` and `Observer.reduces`."""
 
     kept_by_stage: frozenset[int]
     """buckets that stay unsharded until the optimizer step"""

@@ -175,8 +175,8 @@ class Replay:
     def turn(self, bucket: int) -> None:
         """Nothing that is still to come in this backward uses the bucket: its turn, where no schedule says when.
 
-        What has it follows from the forward alone. So all ranks reduce it now, as it is, if it has no gradient with
-        zeros; a gradient that comes later waits for another reduction.
+        Which buckets have a turn follows from the forward alone, so all ranks agree and reduce it now. Missing
+        gradients are zeros. A gradient that comes later waits for another reduction.
         """
         if not self.reducing or not self._gradients.is_unissued(bucket) or bucket in self._optional:
             return  # the ranks come to optional buckets at different times: those are reduced at the end

@@ -26,7 +26,7 @@ def keep(schedule: Schedule) -> Schedule:
 
     "auto" fills the memory that ``facts.memory`` and prefetch leave, first with the buckets whose gathers expose most
     time per byte, then with those that save most time of the collectives' lane per byte and are needed again soonest;
-    without measured costs it keeps none. What has no room for all windows may have it inside of one.
+    without measured costs it keeps none. A bucket that cannot stay from window to window may stay within one.
     """
     wanted, costs = schedule.facts.keep, schedule.costs
     if wanted != "auto":
