@@ -27,8 +27,8 @@ NO_ANSWER = "rank 0, whose process keeps the board, has not answered"
 class Answers:
     """Ends this process where rank 0 has not answered for longer than the deadline.
 
-    It asks nobody itself. `waiting_since()`: since when (`time.monotonic`) this process has waited for an answer that it
-    needs to go on, if it does. `grace`: seconds that it waits behind the deadline. The message says `what` has not
+    It asks nobody itself. `waiting_since()`: when (`time.monotonic`) this process began to wait for an answer that it
+    needs to go on, if it waits. `grace`: seconds that it waits behind the deadline. The message says `what` has not
     happened until then, and ends with `where()`.
     """
 
