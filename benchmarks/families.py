@@ -5,6 +5,9 @@
 Each family is a small model in float32, trained by plain PyTorch and by zeroweave on the same batches. A row has how
 far its parameters are from plain PyTorch's without graphs and with them (largest relative norm), and how many calls
 were graphs. A row fails where graphs are farther away than twice the run without them, or where nothing was a graph.
+
+Models with ReLU or routed experts (opt, t5, gptoss, qwen3moe) amplify rounding: plain PyTorch with weights changed by
+1e-7 can end 4.5e-2 (opt) or 3.5e-3 (t5) away after 36 steps.
 """
 
 from __future__ import annotations
