@@ -36,6 +36,13 @@ class Engine:
     Where `what` names a value of a parameter, it is "param", the value itself; "grad", the reduced gradient, which
     `gradient_clipping` clips in `step()`; or a key of the optimizer's state, such as "exp_avg". The name of an expert
     that not all ranks share means this rank's own; "all ranks" are then those that have the same.
+
+    Attributes:
+        module: the user's model.
+        config: the `Config`, with all defaults.
+        device: where this rank computes.
+        rank: this process's number, from 0.
+        world: the number of ranks.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class Engine:
 
     @property
     def buckets(self) -> tuple[BucketLayout, ...]:
+        """How parameters lie in buckets."""
         return tuple(b.layout for b in self._runtime.buckets.values())
 
     @property
@@ -416,10 +424,12 @@ class Engine:
 
     # ------------------------------------------------------------------ its end
     def train(self, mode: bool = True) -> Engine:
+        """`module.train(mode)`."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
+        """`module.eval()`."""
         return self.train(False)
 
     def destroy(self, optimizer_state: bool = True) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import cast
+from typing import assert_never, cast
 
 from zeroweave._torch.modes import unseen
 from zeroweave.runtime.activation_offload import Offloading
@@ -14,6 +14,7 @@ from zeroweave.runtime.gradients import Gradients
 from zeroweave.runtime.timeline import Timeline
 from zeroweave.runtime.transfers import Snapshot
 from zeroweave.schedule.instructions import (
+    End,
     Free,
     Instruction,
     Offload,
@@ -105,7 +106,7 @@ class Executor:
                 self.executed.append(instruction)
                 before = None if timeline is None else timeline.mark(self._lands(instruction))
                 match instruction:
-                    case Run():
+                    case Run() | End():
                         pass  # the program does that itself
                     case Unshard(bucket):
                         self._buckets[bucket].unshard()
@@ -127,6 +128,10 @@ class Executor:
                     case Offload() | Release() | Reload():
                         assert self._offloading is not None
                         self._offloading.move(instruction, timeline)
+                    case Update():
+                        raise AssertionError("an Update is for `finish`")
+                    case _:
+                        assert_never(instruction)
                 if timeline is not None:
                     timeline.add(instruction, before)
 
