@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import assert_never, cast
+from typing import cast
 
 from zeroweave._torch.modes import unseen
 from zeroweave.runtime.activation_offload import Offloading
@@ -106,8 +106,6 @@ class Executor:
                 self.executed.append(instruction)
                 before = None if timeline is None else timeline.mark(self._lands(instruction))
                 match instruction:
-                    case Run() | End():
-                        pass  # the program does that itself
                     case Unshard(bucket):
                         self._buckets[bucket].unshard()
                         self.holds[bucket] += 1
@@ -128,10 +126,8 @@ class Executor:
                     case Offload() | Release() | Reload():
                         assert self._offloading is not None
                         self._offloading.move(instruction, timeline)
-                    case Update():
-                        raise AssertionError("an Update is for `finish`")
-                    case _:
-                        assert_never(instruction)
+                    case _:  # the program runs and ends calls itself
+                        assert isinstance(instruction, Run | End), f"{instruction} is not for `execute`"
                 if timeline is not None:
                     timeline.add(instruction, before)
 

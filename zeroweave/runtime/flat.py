@@ -119,9 +119,11 @@ class Flat:
 
         Where there is no memory, or the gather cannot be issued, no hold is taken: the next one gathers.
         """
-        if not self.holds:
+        if not self.holds and not self.good:
             try:
-                self.gather()
+                self._move_in()
+                source, self._adrift = self._source(), True
+                self._issued(self._gatherer.all_gather(self._target, source, self.layout))
             except BaseException:
                 self.free()
                 raise
@@ -132,11 +134,14 @@ class Flat:
 
         Where it cannot be issued, the storage stays.
         """
-        if self.good:
-            return
-        self._move_in()
-        source, self._adrift = self._source(), True
-        self._pending, self._adrift = self._gatherer.all_gather(self._target, source, self.layout), False
+        if not self.good:
+            self._move_in()
+            source, self._adrift = self._source(), True
+            self._issued(self._gatherer.all_gather(self._target, source, self.layout))
+
+    def _issued(self, gather: Pending) -> None:
+        """Its gather is under way."""
+        self._pending, self._adrift = gather, False
         self.gathers += 1
         self.standing = self.stays
 
