@@ -10,12 +10,17 @@ from tests.engine.test_call_graphs import engine_of, same_parameters, train
 from tests.support.graph_double import GraphDouble
 from tests.support.harness import Pools
 from tests.support.marks import daily
+from zeroweave.comm.places import Places
 
 
 def trains(stage: int, gas: int, lengths: tuple[int, ...]) -> tuple[bool, bool, int]:
     plain = engine_of(False, stage, gas)
     wanted = train(plain, 12, lengths)
-    with patch("zeroweave.engine.assembly.capture_for", lambda device: GraphDouble(1 << 24)):
+    assembly = "zeroweave.engine.assembly"
+    with (
+        patch(f"{assembly}.capture_for", lambda device: GraphDouble(1 << 24)),
+        patch(f"{assembly}.fixed_places", lambda device, gauge: Places()),  # those are of a CUDA device
+    ):
         engine = engine_of(True, stage, gas)
     got = train(engine, 12, lengths)
     same = same_parameters(engine, plain)
@@ -34,4 +39,4 @@ def trains(stage: int, gas: int, lengths: tuple[int, ...]) -> tuple[bool, bool, 
 def test_trains_as_without_graphs(pools: Pools, stage: int, gas: int, lengths: tuple[int, ...]) -> None:
     for losses, parameters, graphed in pools(2).run(trains, stage, gas, lengths):
         assert losses and parameters
-        assert graphed > 20 or stage == 3  # there, gathered parameters have no fixed addresses without copy engines
+        assert graphed > 20 or stage == 3  # there, gathered parameters have no fixed addresses without places
