@@ -75,15 +75,19 @@ def run_random_plainly(module: torch.fx.GraphModule) -> None:
 
     graph = module.graph
     wrapped = [node for node in graph.nodes if node.target in (run_and_save_rng_state, run_with_rng_state)]
+    if not wrapped:
+        return
+    mode = cast(AbstractContextManager[Any], detect_fake_mode([each.meta.get("val") for each in graph.nodes]))
+    with mode:
+        module.register_buffer("no_state", torch.empty(0), persistent=False)
     for node in wrapped:
         saves = node.target is run_and_save_rng_state
         operator, *args = cast(Any, node.args if saves else node.args[1:])
         with graph.inserting_before(node):
             plain = graph.call_function(operator, tuple(args), node.kwargs)
         values, named = torch.fx.map_arg((plain.args, plain.kwargs), lambda each: each.meta["val"])
-        with cast(AbstractContextManager[Any], detect_fake_mode([each.meta.get("val") for each in graph.nodes])):
+        with mode:
             plain.meta["val"] = operator(*values, **named)
-            module.register_buffer("no_state", torch.empty(0), persistent=False)
         if not saves:
             node.replace_all_uses_with(plain)
         for use in list(node.users):
