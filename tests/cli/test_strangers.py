@@ -104,6 +104,8 @@ def two_nodes(way: str) -> Iterator[list[Node]]:
                 _ran(*enter, process, "ip", "link", "set", each, "up")
             launcher: list[object] = ["-n", "1", "--nnodes", "2"]
             if way == "c10d":
+                # by itself the launcher looks its address up by the machine's name, which leads into no namespace
+                launcher += ["--rdzv-conf", f"is_host={int(number == 0)}", "--local-addr", address]
                 launcher += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"10.77.0.1:{PORT}"]
             else:
                 launcher += ["--node-rank", number, "--master-addr", "10.77.0.1", "--master-port", PORT]
@@ -169,7 +171,11 @@ class Running:
 
 
 def attacked(run: Running) -> tuple[int, dict[str, int]]:
-    """Strangers on each node connect until that is enough: how often, and how often to each kind of port."""
+    """Strangers on each node connect until that is enough: how often, and how often to each kind of port.
+
+    Numbers that gloo could expect are sent behind the first step. Until then it takes whoever sends the right one for a
+    rank, and the job ends with an error.
+    """
     made, kinds, turn = 0, dict[str, int](), 0
     with ExitStack() as ends:
         talkers = [
@@ -186,7 +192,7 @@ def attacked(run: Running) -> tuple[int, dict[str, int]]:
         for talker in talkers:
             ends.callback(talker.kill)
         while made < CONNECTIONS and all(launcher.poll() is None for launcher in run.launchers):
-            found = run.listening()
+            found, connected = run.listening(), (run.folder / "saved").exists()
             assert run.unexpected(found) == []
             for listener, owner in {(each, n) for n, node in enumerate(found) for each in node}:
                 for number, talker in enumerate(talkers):
@@ -195,7 +201,7 @@ def attacked(run: Running) -> tuple[int, dict[str, int]]:
                     for address in reachable if bound else {listener.address} & set(reachable):
                         turn += 1
                         assert talker.stdin is not None and talker.stdout is not None
-                        print(address, listener.port, BATCH, turn, file=talker.stdin, flush=True)
+                        print(address, listener.port, BATCH, turn, int(connected), file=talker.stdin, flush=True)
                         came = int(talker.stdout.readline())
                         made += came
                         kind = f"node {owner}, {'all interfaces' if bound else listener.address}"

@@ -1,6 +1,7 @@
 """A stranger on the network, as a script: connects to where it is told, and sends what nobody understands.
 
-Reads lines of `ADDRESS PORT COUNT SEED`. For each it makes so many connections, and writes how many came about.
+Reads lines of `ADDRESS PORT COUNT SEED NUMBERS`. For each it makes so many connections, and writes how many came about.
+With NUMBERS `1` some of them begin with a small number, as gloo's own connections do.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ HELD = 64
 """Connections that stay open, the latest ones."""
 
 
-def garbage(chance: random.Random) -> Iterator[bytes]:
+def garbage(chance: random.Random, numbers: bool) -> Iterator[bytes]:
     """What a connection sends, without end."""
     while True:
         yield b""
@@ -25,18 +26,17 @@ def garbage(chance: random.Random) -> Iterator[bytes]:
         yield b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500)  # TLS
         yield chance.randbytes(chance.randrange(1, 17))
         yield chance.randbytes(4096)
-        yield b"\0" * 64
         yield b"\xff" * 64
-        yield struct.pack("<Q", chance.randrange(64))  # a small number, as who counts connections sends it
-        yield struct.pack("<BIB", 0, 0x3C85F7CE, chance.randrange(20)) + chance.randbytes(
-            8
-        )  # begins as PyTorch's store
+        yield struct.pack("<BIB", 0, 0x3C85F7CE, chance.randrange(20)) + chance.randbytes(8)  # as PyTorch's store
+        if numbers:
+            yield b"\0" * 64
+            yield struct.pack("<Q", chance.randrange(64))
 
 
-def connect(address: str, port: int, count: int, seed: int, held: deque[socket.socket]) -> int:
+def connect(address: str, port: int, count: int, seed: int, numbers: bool, held: deque[socket.socket]) -> int:
     made = 0
     chance = random.Random(seed)
-    for _, content in zip(range(count), garbage(chance), strict=False):
+    for _, content in zip(range(count), garbage(chance, numbers), strict=False):
         try:
             one = socket.create_connection((address, port), timeout=5.0)
         except OSError:  # it listens no longer
@@ -60,8 +60,8 @@ def connect(address: str, port: int, count: int, seed: int, held: deque[socket.s
 def main() -> None:
     held: deque[socket.socket] = deque()
     for line in sys.stdin:
-        address, port, count, seed = line.split()
-        print(connect(address, int(port), int(count), int(seed), held), flush=True)
+        address, port, count, seed, numbers = line.split()
+        print(connect(address, int(port), int(count), int(seed), numbers == "1", held), flush=True)
 
 
 if __name__ == "__main__":
