@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import zeroweave as zw
 from tests.support.commands import ROOT
 from zeroweave import cli, errors
-from zeroweave.ranks.compare import RankMissed
 from zeroweave.ranks.control import Diverged
 
 PACKAGE = ROOT / "zeroweave"
@@ -26,7 +25,7 @@ HEAD, _, *ROWS = (
     for line in (PACKAGE / "error_codes.md").read_text().splitlines()
 )
 CODES = [row[0] for row in ROWS]
-CLASSES = {value.__name__: value for value in (*vars(errors).values(), RankMissed, Diverged) if inspect.isclass(value)}
+CLASSES = {value.__name__: value for value in (*vars(errors).values(), Diverged) if inspect.isclass(value)}
 
 UNCODED = {
     # pydantic makes a ConfigError of them
@@ -41,8 +40,9 @@ UNCODED = {
     ("checkpoint/reader.py", "OSError"),
     ("checkpoint/writer.py", "_Stopped"),
     ("integrations/deepspeed_schedules.py", "NotImplementedError"),
-    ("ranks/board.py", "ConnectionError"),
-    ("ranks/control.py", "RuntimeError"),
+    ("ranks/channel.py", "ConnectionError"),
+    ("ranks/channel.py", "Forged"),
+    ("ranks/control.py", "ConnectionError"),
     ("report/apart.py", "RuntimeError"),
     ("_triton/masters.py", "RuntimeError"),
     # what no program can bring about

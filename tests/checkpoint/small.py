@@ -19,7 +19,7 @@ from zeroweave.checkpoint.manifest import NAMES, Entry, Manifest, Piece
 from zeroweave.checkpoint.reader import opened
 from zeroweave.ranks.control import Control
 
-ALONE = Control(None, 0, 1)
+ALONE = Control()
 OF_FOLDERS = ("zeroweave.checkpoint.folder", "zeroweave.checkpoint.partial")
 """Modules, between whose lines processes die."""
 SHARED = 7

@@ -44,7 +44,7 @@ def test_copy_engines_gather_from_a_size_on_or_all_or_nothing() -> None:
 
 
 def test_where_nothing_is_gathered_between_gpus_kernels_do() -> None:
-    alone = Control(None, 0, 1)
+    alone = Control()
     assert refused("kernel", alone, CPU, MIB) == "transport.gathers is 'kernel'"
     for asked in ("auto", "copy_engine"):
         assert refused(asked, alone, CPU, MIB) == "nothing is gathered in a world of 1"

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import cast
 
 import pytest
 import torch
@@ -20,10 +19,11 @@ import torch.distributed as dist
 from tests.support.harness import Pools
 from tests.support.patience import patient
 from zeroweave.comm.ledger import Ledger
-from zeroweave.ranks import watcher
+from zeroweave.ranks import alarm
 from zeroweave.ranks.alarm import Alarm
-from zeroweave.ranks.board import Board
-from zeroweave.ranks.control import Agreement, Control
+from zeroweave.ranks.control import Address, Agreement, Control, coordinate, listen
+from zeroweave.ranks.process import own
+from zeroweave.ranks.rules import ALIKE_SECONDS
 
 
 class Engine:
@@ -31,17 +31,21 @@ class Engine:
 
     def __init__(self, deadline: float = 60.0) -> None:
         self.control = Control.over(None, deadline)
-        self.step = self.count = 0
+        self.step = 0
         self.rank = self.control.rank
-        self.alarm = Alarm(self.control, Ledger(self.control.world, self.rank), lambda: (self.step, self.count))
+        self.ledger = Ledger(self.control.world, self.rank)
+        self.alarm = Alarm(self.control, self.ledger, lambda: self.step)
+
+    def issue(self) -> None:
+        self.ledger.record("all_reduce", 0, "float32", 16)
 
     def collective(self) -> None:
-        self.count += 1
+        self.issue()
         dist.all_reduce(torch.ones(4))
 
     def agree(self) -> None:
-        self.alarm.post_counts(self.step, self.count)
-        self.control.agree(Agreement(self.step, self.count, 0, b""))
+        self.alarm.post_counts(self.step, self.ledger.count)
+        self.control.agree(Agreement(self.step, self.ledger.count, 0, b""))
         self.step += 1
 
     def close(self) -> None:
@@ -147,7 +151,7 @@ def all_fail_alike_slowly(seconds: float) -> list[object]:
 
 @pytest.mark.matrix
 def test_how_fast_ranks_fail_alike_does_not_matter(pools: Pools) -> None:
-    outcomes = pools(2).outcomes(all_fail_alike_slowly, watcher.ALIKE_SECONDS + 3.0)
+    outcomes = pools(2).outcomes(all_fail_alike_slowly, ALIKE_SECONDS + 3.0)
     assert [outcome.value for outcome in outcomes] == [[True, None]] * 2
     assert "zeroweave" not in "".join(outcome.stderr for outcome in outcomes)
 
@@ -166,17 +170,18 @@ def test_a_rank_that_waits_in_a_collective_of_the_programs_own_is_ended(disposab
     first, second = disposable(2).outcomes(one_fails_and_the_other_waits_elsewhere)
     shared, begin = second.value
     assert not shared and first.exit_code == 1 and "rank 1 failed in forward at step 0" in first.stderr
-    assert first.ended - begin < patient(watcher.ALIKE_SECONDS + 1.5)
+    assert first.ended - begin < patient(ALIKE_SECONDS + 1.5)
 
 
 def alarms(world: int) -> list[tuple[Alarm, list[str]]]:
-    """All ranks of a world in this process, each with what its watcher would have ended it for."""
-    store, made = dist.HashStore(), []
-    boards = [Board(rank, world, lambda: store) for rank in range(world)]
-    for rank, board in enumerate(boards):
-        control = Control(cast(dist.ProcessGroup, object()), rank, world, 3.0, board)
+    """All ranks of a world in this process, each with what its alarm would have ended it for."""
+    listener, made = listen("127.0.0.1"), []
+    address = Address("127.0.0.1", listener.getsockname()[1], 0, "test", own(), b"secret")
+    coordinator = coordinate(world, listener, b"secret", 3.0)
+    for rank in range(world):
+        control = Control(rank, world, 3.0, address, None if rank else coordinator)
         ends: list[str] = []
-        made.append((Alarm(control, Ledger(world, rank), lambda: (0, 0), ends.append), ends))
+        made.append((Alarm(control, Ledger(world, rank), lambda: 0, ends.append), ends))
     return made
 
 
@@ -192,8 +197,8 @@ def test_four_ranks_fail_alike_and_then_three_of_them() -> None:
         assert list(threads.map(fail, [alarm for alarm, _ in made])) == [True] * 4
         assert list(threads.map(fail, [alarm for alarm, _ in made[:3]])) == [False] * 3
     time.sleep(0.5)
-    for alarm, ends in made[:3]:
-        assert not ends and "rank 3" not in (alarm.fatal or "") and "failed in step at step 7" in (alarm.fatal or "")
+    for each, ends in made[:3]:
+        assert not ends and "rank 3" not in (each.fatal or "") and "failed in step at step 7" in (each.fatal or "")
     assert len(made[3][1]) == 1 and "rank 0 failed in step at step 7: ValueError: no" in made[3][1][0]
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(Alarm.close, [alarm for alarm, _ in made]))
@@ -203,7 +208,7 @@ def fail_differently(how: str) -> tuple[bool, str | None, float]:
     with engine() as made:
         odd = made.rank == 1
         if how == "count" and odd:
-            made.count += 1
+            made.issue()
         made.step = 4 if how == "step" and odd else 3
         begin = time.monotonic()
         shared = raised(made, "backward" if how == "place" and odd else "forward", f"on {made.rank}")
@@ -250,7 +255,7 @@ def one_skips_a_collective() -> str:
 def test_a_rank_in_a_collective_that_nobody_joins_is_ended(disposable: Pools) -> None:
     first, second = disposable(2).outcomes(one_skips_a_collective)
     assert second.exit_code == 1
-    found = "rank 0 finished step 0 with 1 collectives; this rank has issued 2 and is in step 0"
+    found = "rank 0 finished step 0 with 1 collectives; rank 1 has issued 2 and is in step 0"
     assert f"rank 1 is ended by its alarm: {found}" in second.stderr
     # The other one either sees its connection break, or is ended by what rank 1 found.
     assert found in (first.value or "") + first.stderr
@@ -287,7 +292,7 @@ def one_leaves_early() -> None:
         made.close()
         time.sleep(2.0)
     else:
-        time.sleep(1.0)  # rank 0 has taken the board with it
+        time.sleep(1.0)  # rank 0 has taken the coordinator with it
         made.collective()
 
 
@@ -318,16 +323,17 @@ def test_two_engines(pools: Pools) -> None:
 
 
 def rank_0_is_killed() -> None:
-    watcher.LOST_SECONDS = 1.0
+    alarm.LOST_SECONDS = 1.0
     made = Engine(deadline=3.0)
     made.agree()
     if made.rank == 0:
+        time.sleep(0.5)  # the other one has the answer
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(30.0)
 
 
 @pytest.mark.matrix
-def test_the_process_that_keeps_the_board_is_killed(disposable: Pools) -> None:
+def test_the_process_of_the_coordinator_is_killed(disposable: Pools) -> None:
     killed, ended = disposable(2).outcomes(rank_0_is_killed)
     assert killed.exit_code == -signal.SIGKILL
     assert ended.exit_code == 1 and "the process of rank 0 has gone without a word" in ended.stderr
@@ -371,7 +377,7 @@ def test_a_forked_child_does_not_speak_for_its_rank(pools: Pools) -> None:
 
 
 def test_a_world_of_one() -> None:
-    alarm = Alarm(Control(None, 0, 1), Ledger(1, 0), lambda: (0, 0))
+    alarm = Alarm(Control(), Ledger(1, 0), lambda: 0)
     assert alarm.failed("forward", 0, ValueError()) and alarm.fatal is None
     alarm.post_counts(0, 1)
     alarm.close()

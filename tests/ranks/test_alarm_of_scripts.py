@@ -22,9 +22,10 @@ from zeroweave.comm.ledger import Ledger
 from zeroweave.ranks.alarm import Alarm
 from zeroweave.ranks.control import Agreement, Control
 dist.init_process_group("gloo")
-rank, count = dist.get_rank(), 0
+rank = dist.get_rank()
 control = Control.over(None, 60.0)
-alarm = Alarm(control, Ledger(2, rank), lambda: (0, count))
+ledger = Ledger(2, rank)
+alarm = Alarm(control, ledger, lambda: 0)
 control.agree(Agreement(0, 0, 0, b""))
 {body}
 """
@@ -120,7 +121,7 @@ def test_a_rank_that_waits_for_one_whose_script_has_ended(tmp_path: Path) -> Non
         """
         if rank == 0:
             sys.exit(0)
-        count = 1
+        ledger.record("all_reduce", 0, "float32", 16)
         time.sleep(20)
         """,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroweave.comm.ledger import Ledger
-from zeroweave.ranks.differ import ADVICE, MODULES, Issued, advice, dump, explain, next_collective, parse
+from zeroweave.ranks.differ import ADVICE, MODULES, Issued, advice, explain, first_difference, next_collective
 
 
 def marks(*issued: tuple[str, int]) -> list[Issued]:
@@ -21,9 +21,10 @@ STEP = [("in forward", 0), ("in forward", 1), ("in backward", 1)]
 
 
 @pytest.mark.oldest
-def test_marks_survive_the_board() -> None:
-    assert parse(dump(marks(*STEP))) == marks(*STEP)
-    assert parse("") == []
+def test_where_lists_begin_to_differ() -> None:
+    assert first_difference(["a", "b"], ["a", "c", "d"], 0, 2) == "at 1, rank 0 has 'b' and rank 2 has 'c'"
+    assert first_difference(["a"], ["a", "b"], 0, 3) == "at 1, rank 0 has 'nothing more' and rank 3 has 'b'"
+    assert first_difference(["a"], ["a"], 0, 3) == "ranks 0 and 3 describe them alike"
 
 
 def test_equal_collectives_have_no_difference() -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT
-from zeroweave.ranks.running import RunningClock
-from zeroweave.ranks.watcher import note
+from zeroweave.ranks.process import RunningClock, note
 
 TRAINS = """
 import os, sys, time, torch, zeroweave as zw

@@ -36,7 +36,7 @@ def verified(path: Path) -> AbstractContextManager[Reader]:
     """A checkpoint, or the latest of a folder, when all of its bytes have been checked. CheckpointError where they are
     not what was written.
     """
-    return opened(*located(path), Control(None, 0, 1))
+    return opened(*located(path), Control())
 
 
 def verify(path: Path) -> Iterator[tuple[str, str]]:

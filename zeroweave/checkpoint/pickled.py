@@ -43,7 +43,7 @@ def convert(source: Path, folder: Path, key: str, optimizer: str, shard_bytes: i
     """
     if source.is_dir():
         found = deepspeed.read(source, optimizer)
-        whole = Control(None, 0, 1)
+        whole = Control()
         Saving(Folder(folder), found.tag, found.step, found.stage, lambda: found.content, whole, None).finish()
         left_out = f", without {', '.join(found.left_out)}" if found.left_out else ""
         return f"wrote the checkpoint {found.tag} of {source} to {folder}{left_out}"

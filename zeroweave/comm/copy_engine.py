@@ -22,7 +22,6 @@ from zeroweave.comm.places import FixedMemory
 from zeroweave.comm.process_group import ProcessGroupTransport
 from zeroweave.comm.transport import Gatherer, Parts, Pending, ReduceOp, Spread, Transport
 from zeroweave.layout import WORLD, BucketLayout
-from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
 
 
@@ -87,15 +86,15 @@ class CopyEngines:
         that nothing can be registered.
         """
         control = self._control
-        if control.board is None or control.world == groups:
+        if control.rendezvous is None or control.world == groups:
             return None
         name = f"copy engines of {groups}.{control.rank % groups}"
-        with rendezvous(control.board, name, control.deadline_seconds) as store:
+        with control.rendezvous.store(name) as store:
             own = copying_communicator(store, control.rank // groups, control.world // groups, name, timeout)
             self._backends.append(own)
             own.allreduce([torch.ones(1, device=self._device)]).wait()
             torch.cuda.synchronize(self._device)
-        control.barrier("the start of gathers by copy engines")  # a rank that meets the others still needs the board
+        control.barrier("the start of gathers by copy engines")  # a rank that meets the others still needs the store
         return own
 
     def close(self) -> None:

@@ -27,7 +27,6 @@ from zeroweave.comm.rounding import cast_
 from zeroweave.comm.transport import Messages, Parts, Pending, ReduceOp, Spread
 from zeroweave.errors import EngineError, RankFailure
 from zeroweave.layout import WORLD, BucketLayout
-from zeroweave.ranks.answers import rendezvous
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.start import local_gpu
 
@@ -348,14 +347,14 @@ def own_group(
     `layout`. None where that is a group of one rank. Collective over the ranks of `group`; others need not take part.
     `end_process_group` ends it, before the control group is closed.
     """
-    if control.board is None or control.world == groups:
+    if control.rendezvous is None or control.world == groups:
         return None
     number, name = control.rank % groups, control.broadcast_object(f"zeroweave {uuid.uuid4()}")
     ranks = dist.get_process_group_ranks(group)[number::groups]
     place = f"collectives of {groups}.{number}"
-    with rendezvous(control.board, place, control.deadline_seconds) as store:
+    with control.rendezvous.store(place) as store:
         own = new_process_group(ranks, _backends_of(group)[device_of(group).type], store, f"{name}.{number}", timeout)
-    control.barrier("the start of the collectives")  # a rank that meets the others there still needs the board
+    control.barrier("the start of the collectives")  # a rank that meets the others there still needs the store
     return own
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,9 +13,8 @@ from zeroweave.engine.guard import Progress
 from zeroweave.errors import AgreementError
 from zeroweave.optim.options import Options, difference, packed
 from zeroweave.ranks.alarm import Alarm
-from zeroweave.ranks.compare import compare, first_difference
 from zeroweave.ranks.control import Agreement, Control, Decision, Diverged, decide
-from zeroweave.ranks.differ import MODULES
+from zeroweave.ranks.differ import MODULES, first_difference
 from zeroweave.ranks.notes import Notes
 from zeroweave.schedule import Costs, Schedule
 
@@ -72,7 +71,7 @@ class Agreements:
         flags = had_gradient + late + viewed
         mine = Agreement(step, count, digest, flags, candidate.fingerprint, candidate.shape, found)
         if self._transport.skips:
-            decision = decide([mine])
+            decision = decide({0: mine})
         else:
             given = options()
             mine = replace(mine, flags=flags + self.notes.flags, options=_hash(given))
@@ -115,11 +114,7 @@ class Agreements:
         try:
             decision = self._control.agree(mine, place)
         except Diverged as error:
-            board = self._control.board
-            assert board is not None
-            self._changes += 1
-            texts = self._progress.ledger.texts(self._agreed)
-            found = first_difference(board, self._changes, texts, error.rank, self._seconds)
+            found = self._first_difference(self._progress.ledger.texts(self._agreed), error.rank)
             if self._progress.ledger.gathers_on_entry:
                 found = f"{found}; {MODULES}"
             raise AgreementError(f"{error}. Behind the {self._agreed} on which they agreed: {found}") from None
@@ -138,10 +133,6 @@ class Agreements:
                     f"{name} is {here} on rank 0, {there} on rank {rank}. Give all ranks the same; what a scheduler "
                     "decides by, such as a loss, has to be averaged over the ranks before"
                 )
-
-    @property
-    def _seconds(self) -> float:
-        return min(SCHEDULE_SECONDS, self._control.deadline_seconds)
 
     def costs(self, schedule: Schedule | None, mine: Costs | None) -> Costs | None:
         """The costs that all ranks decide by; None where a rank has none, or computes other things. Collective.
@@ -165,7 +156,21 @@ class Agreements:
     def schedule(self, schedule: Schedule) -> None:
         """Raises `AgreementError` on all ranks unless all would follow this schedule. Collective."""
         self._changes += 1
-        compare(self._control.board, self._changes, schedule.fingerprint, schedule.words, self._seconds)
+        label, seconds = (
+            f"change {self._changes} of the schedule",
+            min(SCHEDULE_SECONDS, self._control.deadline_seconds),
+        )
+        ranks = self._control.all_gather_bytes(schedule.fingerprint.to_bytes(8, "little"), label, seconds)
+        other = next((rank for rank, theirs in enumerate(ranks) if theirs != ranks[0]), 0)
+        if other:
+            found = self._first_difference(schedule.words(), other)
+            raise AgreementError(f"the ranks made different schedules: {found}")
+
+    def _first_difference(self, mine: Sequence[str], other: int) -> str:
+        """Where the lists of rank 0 and of rank `other` begin to differ, in words. Collective."""
+        told = mine if self._control.rank in (0, other) else ()
+        ranks = self._control.all_gather_object(told, f"where rank {other} differs")
+        return first_difference(ranks[0], ranks[other], 0, other)
 
 
 def _hash(options: Options) -> int:

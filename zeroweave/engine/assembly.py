@@ -128,7 +128,7 @@ def initialize(
         ends.callback(control.close)
         ledger = Ledger(control.world, control.rank, gathers_on_entry=settings.stage == 3)
         progress = Progress(ledger)
-        alarm = Alarm(control, ledger, progress)  # from here on nobody waits for a rank that has failed
+        alarm = Alarm(control, ledger, lambda: progress.step)  # from here on nobody waits for a rank that has failed
         ends.callback(alarm.close)
         guard = Guard(alarm, progress)
         with guard("initialize"):

@@ -11,8 +11,8 @@ import torch
 
 from zeroweave.comm.wire import Wire
 from zeroweave.engine.agreements import Agreements
-from zeroweave.ranks.board import machine
 from zeroweave.ranks.control import Control
+from zeroweave.ranks.process import machine
 from zeroweave.schedule import Costs, Schedule, fixed, grown, margin
 
 SHORT = "memory is short"

@@ -14,7 +14,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from zeroweave.layout import round_up
-from zeroweave.ranks.board import machine
+from zeroweave.ranks.process import machine
 
 _SMALL: Final = 10 * 2**20
 _GRAIN: Final = 512

@@ -1,25 +1,26 @@
 """The alarm: when a rank fails, the others learn of it and do not wait for it forever.
 
-A rank that is blocked in a collective can only be ended. So each process has a watcher thread (`watcher`)
-that polls the board and ends its process, with the reason on stderr, when one of these is certain:
+A rank that is blocked in a collective can only be ended. So each process has a thread that tells the coordinator, each
+second, where this rank is, and ends the process, with the reason on stderr, when the coordinator says so:
 
 1. Another rank failed and told so (`failed`), and this one does not fail alike: it fails elsewhere, leaves, or
    begins a collective, or an operation of the control group, that the other had not begun when it failed; or it has
-   begun such a one in a process group of the program's own, and waits there for `ALIKE_SECONDS`; or it does none of
-   these before the deadline, however slow it is. If all ranks fail alike, nobody waits for anybody: no process is ended
-   and training can go on. Which of the two it is, is decided once for all ranks by whoever knows first.
+   begun such a one in a process group of the program's own, and waits there for `rules.ALIKE_SECONDS`; or it does none
+   of these before the deadline, however slow it is. If all ranks fail alike, nobody waits for anybody: no process is
+   ended and training can go on.
 2. Another rank has issued all collectives of its step, or has left, and this one has issued more: it waits in
    a collective that the other will never issue.
-3. Another process has ended through an uncaught exception, or was rank 0, which keeps the board, and has gone without
-   a word.
-4. This rank has waited past the deadline in a collective for a rank that has issued fewer, and none meanwhile. A rank
-   that is silent, too, is given at least a minute of silence, unless its process is stopped on this machine. How long
-   a rank computes, or is silent, while nobody waits for it does not matter. The deadline holds for rank 0's answers on
-   the board as well (`answers`).
+3. Another process has ended through an uncaught exception.
+4. A rank has waited past the deadline in a collective for one that has issued fewer, and none meanwhile. A rank
+   that is silent, too, is given at least a minute of silence, unless its process is stopped on its machine. How long
+   a rank computes, or is silent, while nobody waits for it does not matter.
 5. Another rank has issued other collectives than this one.
 
+Without the coordinator the thread decides two things itself: that rank 0 has gone without a word, and that it has been
+silent for longer than the deadline while this rank waits.
+
 Where a rank was missed for longer than the deadline, in a collective or by the control group, every rank writes
-Python's stacks before it ends (`stacks`).
+Python's stacks before it ends.
 
 A rank that leaves in order (`close`), or whose script ends without an exception, ends nobody by that, but by
 rule 2 those that go on to wait for it.
@@ -35,126 +36,119 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
 
 from zeroweave._torch.distributed import collectives_begun
 from zeroweave.errors import RankFailure
-from zeroweave.ranks import stacks
-from zeroweave.ranks.answers import Answers, answered
-from zeroweave.ranks.board import Board
-from zeroweave.ranks.compare import RankMissed
-from zeroweave.ranks.control import Control
-from zeroweave.ranks.process import is_gone, is_stopped, own
-from zeroweave.ranks.running import RunningClock
-from zeroweave.ranks.status import Failure, StatusLine, describe, question_of, read, tell
-from zeroweave.ranks.watcher import LOOK_SECONDS, Trail, Watcher, end_process, note
+from zeroweave.ranks.channel import LOOK_SECONDS
+from zeroweave.ranks.control import NO_ANSWER, Control
+from zeroweave.ranks.coordinator import POLL_SECONDS
+from zeroweave.ranks.differ import ADVICE, in_vain
+from zeroweave.ranks.process import RunningClock, end_process, is_stopped, note, stacks_folder, write_stacks
+from zeroweave.ranks.rules import SILENCE
+from zeroweave.ranks.status import Failure, Status, Trail, Wait, describe
 
-CAUSE_SECONDS = 2 * LOOK_SECONDS
-"""Within this time a watcher finds out what broke a collective, if anybody has told."""
-PARTING_SECONDS = 5.0
-"""How long rank 0 keeps the board for ranks that do not yet know that it has left."""
+CAUSE_SECONDS: Final = 2 * LOOK_SECONDS
+"""Within this time the coordinator tells what broke a collective, if anybody knows."""
+LOST_SECONDS = 5.0
+"""How long an alarm that has lost the coordinator waits for its own process to end or close."""
+_NEWS_SECONDS: Final = 0.3
+"""Within this time what the coordinator has sent has come."""
+_LOOKS: Final = 3
+"""Looks without the coordinator that count: a job that was suspended as a whole and goes on has an answer before."""
 
 
 class Alarm:
     """One engine's alarm on this rank. Every rank makes one over its `control`.
 
-    `progress()` -> (step, count): the step this rank is in and the collectives it has issued since the
-    beginning. The watcher's thread calls it, so it must be cheap and must not raise; it is kept until `close` or
-    the end of the process, so it must not lead to the engine. `end(reason)` ends the process. `trail` is the
-    ledger: ranks compare what they issued even while they wait for each other in collectives that do not belong
-    together. `fatal` says what happened once a failure was not shared by all ranks: no call of the engine can
-    succeed then. In a world of 1 there is no thread and no board, and all ranks share every failure.
+    `step()`: the optimizer step this rank is in. The alarm's thread calls it, so it must be cheap and must not raise.
+    It is kept until `close` or the end of the process, so it must not lead to the engine. `end(reason)` ends that.
+    `trail` is the ledger: ranks compare what they issued even while they wait for each other in collectives that do not
+    belong together. `fatal` says what happened once a failure was not shared by all ranks: no call of the engine can
+    succeed then. In a world of 1 there is no thread, and all ranks share every failure.
     """
 
     def __init__(
-        self,
-        control: Control,
-        trail: Trail,
-        progress: Callable[[], tuple[int, int]],
-        end: Callable[[str], None] = end_process,
+        self, control: Control, trail: Trail, step: Callable[[], int], end: Callable[[str], None] = end_process
     ) -> None:
         self.rank, self.world = control.rank, control.world
         self.fatal: str | None = None
-        self._control, self._progress, self._trail = control, progress, trail
+        self._control, self._trail, self._step, self._end = control, trail, step, end
         self._shared: str | None = None  # the last error that all ranks had
-        self._leaves: float | None = None  # since when it has waited for its threads to end
         self._process = os.getpid()
-        self._line: StatusLine | None = None
-        if control.board is None:
+        self._there = control.address is not None
+        if control.address is None:
             return
-        with answered(self.rank, control.deadline_seconds, grace=LOOK_SECONDS):
-            self._line = StatusLine(control.board.connect())
-            self._line.post(process=own())
-        self._boards = control.board, self._line.board
-        self._watcher = Watcher(self._line, progress, end, trail, control.deadline_seconds, lambda: control.operations)
-        answers = Answers(self.rank, self._waiting_since, end, control.deadline_seconds, self._watcher.write_stacks)
-        self._stop, self._gone = threading.Event(), threading.Event()
-        self._thread, self._second = (
-            threading.Thread(target=run, args=(stop,), name=name, daemon=True)
-            for run, stop, name in (
-                (self._watcher.run, self._stop, "zeroweave alarm"),
-                (answers.run, self._gone, "zeroweave answers"),
-            )
-        )
+        self._stacks, self._rank_0 = stacks_folder(control.address.name), control.address.process
+        if control.coordinator is not None:
+            control.coordinator.follow(trail)
+        self.channel = control.connect("alarm")
+        self._status = Status()
+        self._clock = RunningClock()
+        self._heard, self._missed_looks = self._clock.look(), 0
+        self._often = False  # does it tell where it is at each poll?
+        self._first: Status | None = None  # rank 0's, when it has left
+        self._failing: float | None = None  # since when it waits for the verdict about a failure of this rank
+        self._verdict: tuple[str, Sequence[str], bool] = "", (), False
+        self._decided, self._stop = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zeroweave alarm", daemon=True)
         self._thread.start()
-        self._second.start()
-        # A thread that comes back from the store into an interpreter that has ended aborts the process.
+        # A thread that comes back from a wait into an interpreter that has ended aborts the process.
         atexit.register(self._at_exit)
 
     def failed(self, place: str, step: int, error: BaseException) -> bool:
         """To be called once per exception that leaves the engine, which is then raised again.
 
         True: all ranks failed at this step and place, after equally many collectives, and none was interrupted; they
-        can go on together. False: they did not, or a connection is broken; `fatal` says what is known, and the watchers
+        can go on together. False: they did not, or a connection is broken; `fatal` says what is known, and the alarms
         of the other ranks end them. It returns when that is certain, at the deadline at the latest.
         """
-        if self.fatal is not None or self._line is None:
+        if self.fatal is not None or not self._there:
             return self.fatal is None and self.world == 1
         if isinstance(error, RankFailure):
-            # A broken connection is no cause. If the watcher knows or finds one, it ends this process with that.
+            # A broken connection is no cause. If the coordinator knows or finds one, this process is ended with that.
             self._thread.join(CAUSE_SECONDS)
-        line, count = self._line, self._progress()[1]
-        broken = self._control.broken is not None or isinstance(error, RankFailure)
-        missed = self._control.late or isinstance(error, RankMissed)
         mine = Failure(
-            line.epoch,
             step,
             place,
-            count,
+            self._trail.mark[0],
             describe(error),
-            final=broken,
+            final=self._control.broken is not None or isinstance(error, RankFailure),
             operations=self._control.operations,
-            missed=missed,
+            missed=self._control.late,
             interrupted=isinstance(error, KeyboardInterrupt),
-            others=collectives_begun(),
+            begun=collectives_begun(),
         )
-        known: list[str] = []
         noted = note(error)  # where the others end, torchrun ends this process, too
-        try:
-            line.post(failure=mine)
-            line.board.ring()
-            alike = self._verdict(line.board, mine) == "alike"
-            for rank, status in enumerate(read(line.board)):
-                theirs = status.failure
-                if rank != self.rank and theirs is not None and theirs.epoch == mine.epoch:
-                    known.append(tell(rank, theirs))
-                    missed = missed or theirs.missed
-        except ConnectionError as lost:
-            alike, known = False, [*self._watcher.heard(), str(lost)]
-        if missed and (where := stacks.write(self._watcher.stacks, self.rank)):
+        found, known, missed = self._ask(mine)
+        if (mine.missed or missed) and (where := write_stacks(self._stacks, self.rank)):
             error.add_note(where.removeprefix("; "))
-        if alike:
+        if found == "alike":
             self._shared = mine.error
             if noted is not None:
                 noted.unlink(missing_ok=True)
-            line.survive()
             return True
         known = known or ["no other rank failed alike"]
         self.fatal = "; ".join([f"rank {self.rank} failed in {place} at step {step}{self._latest()}", *known])
-        if self.rank:
-            self._stop.set()  # the others end, and rank 0 takes the board with it
+        self._stop.set()  # the others end
         return False
+
+    def _ask(self, mine: Failure) -> tuple[str, Sequence[str], bool]:
+        """What the ranks decide about the failures that they have now, what the others told, and was one missed?"""
+        self._decided.clear()
+        self._failing = time.monotonic()
+        try:
+            self.channel.send(mine)
+            while self._thread.is_alive() and not self._decided.wait(LOOK_SECONDS):
+                pass
+            return self._verdict if self._decided.is_set() else ("different", (), False)
+        except ConnectionError as lost:
+            return "different", [str(lost)], False
+        finally:
+            self._failing = None
 
     def _latest(self) -> str:
         """The last collective of this rank, in words: another rank may have issued something else with it."""
@@ -162,14 +156,13 @@ class Alarm:
         return f" behind its '{text}'" if text else ""
 
     def post_counts(self, step: int, count: int) -> None:
-        """Tells that this rank has issued all its collectives before the agreement of `step`.
+        """Tells, with the next status, that this rank has issued all its collectives before the agreement of `step`.
 
         `count`: their number since the beginning. Called before `Control.agree`; a rank that has already
-        issued more and does not come is stuck, and its watcher ends it.
+        issued more and does not come is stuck, and is ended.
         """
-        if self._line is not None:
-            with suppress(ConnectionError):  # the agreement that follows fails and says why
-                self._line.finish(step, count)
+        if self._there:
+            self._status = replace(self._status, step=step, count=count, steps=self._status.steps + 1)
 
     def meet(self, place: str, call: str) -> None:
         """Returns when all ranks have come to the call of this name, before any of them issues a collective in it.
@@ -177,96 +170,147 @@ class Alarm:
         Else its collectives would meet those of another call. A rank that issues one elsewhere is told who waits here.
         AgreementError where ranks meet in different calls, or one does not come before the deadline.
         """
-        if self._line is not None:
-            with suppress(ConnectionError):  # the meeting fails and says why
-                meetings = self._line.status.meetings + 1
-                self._line.post(meetings=meetings, count=self._progress()[1], call=call)
-                self._line.board.ring()
+        if self._there:
+            meetings, count = self._status.meetings + 1, self._trail.mark[0]
+            self._status = replace(self._status, meetings=meetings, count=count)
         self._control.barrier(place)
 
     def close(self) -> None:
         """Leaves in order: no thread, no message and no action at exit remain. Before `Control.close`.
 
-        Ranks may close at different times, after their last collective. Rank 0 waits until the others know: a
-        tenth of a second if they live, `PARTING_SECONDS` at most. Closing twice does nothing.
+        Ranks may close at different times, after their last collective. Rank 0 waits until the others know: a moment
+        if they live, some seconds at most. Closing twice does nothing.
         """
         self._leave("it closed its engine")
 
-    def _waiting_since(self) -> float | None:
-        """Since when this rank has waited for an answer of rank 0's that it needs to go on, if it does.
+    def _run(self) -> None:
+        """The thread: tells where this rank is, hears what the coordinator says, and ends the process where it must."""
+        lost, told = None, float("-inf")
+        while not self._stop.is_set():
+            period = POLL_SECONDS if self._often else LOOK_SECONDS
+            now = self._clock.look()
+            if lost is not None or self._first is not None:
+                self._stop.wait(POLL_SECONDS)
+            else:
+                try:
+                    if now - told >= period:
+                        told, self._missed_looks = now, self._missed_looks + 1
+                        self.channel.send(self._here())
+                    message = self.channel.receive(told + period - now)
+                    if message is not None and self._hears(message):
+                        return
+                except ConnectionError:
+                    lost = self._clock.look()
+            if (reason := self._alone(self._clock.look(), lost)) is not None:
+                self._ends(*reason)
+                return
 
-        The user's thread needs what it asks. What the watcher asks it needs where it waits for other ranks, or for the
-        watcher. The earliest counts: an operation that has waited in vain asks who is missing, and waits on.
-        """
-        asks = {thread: since for board in self._boards for thread, since in board.asks.items()}
-        watcher = asks.pop(self._thread.ident or 0, None)
+    def _here(self) -> Status:
+        """Where this rank is. How many collectives it has issued is read first: a step may be finished meanwhile."""
+        trail, (issued, digest) = self._trail, self._trail.mark
+        waiting, wait = trail.waiting, None
+        if waiting is not None:
+            number, since = waiting
+            seconds = self._clock.look() - self._clock.at(since)
+            wait = Wait(number, seconds, trail.text_at(number), self._where(number))
+        here = self._where(issued) or (trail.call and f"{trail.call}: {ADVICE}")
+        return replace(
+            self._status,
+            issued=issued,
+            hash=digest,
+            latest=trail.text_at(issued),
+            here=here,
+            call=trail.call,
+            at=self._step(),
+            waits=wait,
+            begun=collectives_begun() if self._often else {},
+        )
+
+    def _where(self, number: int) -> str:
+        """Where this rank has issued its collective of that number, in words, and what to do."""
+        issued = self._trail.issued_at(number)
+        return "" if issued is None else in_vain(issued, self._trail.gathers_on_entry)
+
+    def _hears(self, message: Any) -> bool:
+        """What the coordinator says. True: the process was ended."""
+        self._heard, self._missed_looks = self._clock.look(), 0
+        match message:
+            case ("heard", (count, digest)) if self._trail.hash_at(count) not in (None, digest):
+                self.channel.send(("marks", self._trail.marks))
+            case ("marks",):
+                self.channel.send(("marks", self._trail.marks))
+            case ("often", often):
+                self._often = often
+            case ("verdict", *verdict):
+                self._decides(*verdict)
+            case ("look at", rank, process) if is_stopped(process):
+                self.channel.send(("stopped", rank))
+            case ("left", first):
+                self._first = first
+                self.channel.send(("parted",))
+            case ("end", reason, missed):
+                self._ends(reason, missed)
+                return True
+        return False
+
+    def _decides(self, found: str, known: Sequence[str], missed: bool) -> None:
+        self._verdict = found, known, missed
+        self._decided.set()
+
+    def _alone(self, now: float, lost: float | None) -> tuple[str, bool] | None:
+        """What this rank can tell without the coordinator that must end its process, and was rank 0 missed?"""
+        if self._first is not None:
+            issued = self._trail.mark[0]
+            if issued <= self._first.count:
+                return None
+            why = f"rank 0 issues no collective after its {self._first.count}: {self._first.left}"
+            return f"{why}; this rank has issued {issued} and is in step {self._step()}", False
+        if lost is not None:
+            over = self._failing is not None or now - lost > LOST_SECONDS
+            return ("the process of rank 0 has gone without a word", False) if over else None
         collective = self._trail.waiting
-        waits = [self._control.waiting, self._leaves, None if collective is None else collective[1]]
-        since = max((time for time in waits if time is not None), default=None)
-        needed = list(asks.values())
-        if watcher is not None and since is not None:
-            needed.append(max(watcher, since))
-        return min(needed, default=None)
+        waits = [self._control.waiting, self._failing, None if collective is None else collective[1]]
+        since = max((self._clock.at(time) for time in waits if time is not None), default=None)
+        deadline = self._control.deadline_seconds
+        if since is None or self._missed_looks < _LOOKS or now - max(since, self._heard) <= deadline:
+            return None
+        if self._missed_looks < SILENCE and not is_stopped(self._rank_0):
+            return None
+        return f"{NO_ANSWER} within the deadline of {deadline:g} s", True
 
-    def _verdict(self, board: Board, mine: Failure) -> str:
-        """What the ranks decide about the failures of this epoch: "alike", or else it is fatal."""
-        question, clock = question_of(mine), RunningClock()
-        begin = clock.look()
-        while (decided := board.decided(question)) is None:
-            statuses = read(board)
-            failures = [status.failure for status in statuses]
-            same = [failure for failure in failures if failure is not None and failure.epoch == mine.epoch]
-            if any(failure.final or failure.spot != mine.spot for failure in same):
-                return board.decide(question, "different")
-            if len(same) == self.world:
-                # Nobody knows how far an interrupted call came: one rank may have written, or issued, what another did
-                # not. Asked last, so that each of them gets the time to fail by itself.
-                interrupted = any(failure.interrupted for failure in same)
-                return board.decide(question, "different" if interrupted else "alike")
-            late = clock.look() - begin > self._control.deadline_seconds
-            if late or any(status.left or is_gone(status.process) for status in statuses):
-                return board.decide(question, "alone")
-            time.sleep(0.02)
-        return decided
+    def _ends(self, reason: str, missed: bool) -> None:
+        """Ends this process, unless its own thread fails by itself."""
+        if self._failing is not None:
+            self._decides("different", [reason], missed)
+            return
+        where = write_stacks(self._stacks, self.rank) if missed else ""
+        if self._control.coordinator is not None:
+            self._control.coordinator.part(_NEWS_SECONDS)
+        self._end(f"rank {self.rank} is ended by its alarm: {reason}{where}")
 
     def _at_exit(self) -> None:
         """The interpreter ends and nobody has called `close`."""
-        line, error = self._line, getattr(sys, "last_value", None)  # an exception that nobody caught
-        if line is None or os.getpid() != self._process:
+        error = getattr(sys, "last_value", None)  # an exception that nobody caught
+        if not self._there or os.getpid() != self._process:
             return
         # An error that all ranks had is news to nobody: each shows its own.
         if error is not None and self.fatal is None and describe(error) != self._shared:
-            step, count = self._progress()
-            news = Failure(line.epoch, step, "the script", count, describe(error), final=True)
+            news = Failure(self._step(), "the script", self._trail.mark[0], describe(error), final=True)
             with suppress(ConnectionError):
-                line.post(failure=news)
+                self.channel.send(news)
         self._leave("its process ended without closing the engine")
         self._control.close()
 
     def _leave(self, how: str) -> None:
-        line, self._line = self._line, None
+        there, self._there = self._there, False
         # A forked child has a copy of the object, but no thread, and does not speak for this rank.
-        if line is None or os.getpid() != self._process:
+        if not there or os.getpid() != self._process:
             return
-        stopped = self._stop.is_set()
         self._stop.set()
-        self._leaves = time.monotonic()
-        self._thread.join(PARTING_SECONDS)  # it may still wait for an answer then
         with suppress(ConnectionError):
-            if not (self._watcher.host_left or stopped):
-                line.post(count=self._progress()[1], left=how)
-                line.board.ring()
-            if self.rank == 0:
-                self._await_others(line.board)
-        self._gone.set()
-        self._second.join()
+            self.channel.send(replace(self._here(), count=self._trail.mark[0], left=how))
+        if self._control.coordinator is not None:
+            self._control.coordinator.part()
+        self.channel.close()
+        self._thread.join()
         atexit.unregister(self._at_exit)
-        line.board.close()
-
-    def _await_others(self, board: Board) -> None:
-        deadline = time.monotonic() + PARTING_SECONDS
-        while time.monotonic() < deadline:
-            waiting = [status.process for status in read(board) if not (status.left or status.parted)]
-            if all(is_gone(process) or is_stopped(process) for process in waiting):
-                return
-            time.sleep(0.02)

@@ -1,50 +1,41 @@
 """The control group: how ranks agree, on the host, once per optimizer step.
 
-It is a gloo group of its own, beside the process group that moves parameters: it never waits for a device and
-never touches NCCL. Everything it does is one operation, an all-gather of short byte strings
-(`all_gather_bytes`), in frames of one fixed size, so that ranks that are in different places find that out
-instead of reading each other's data wrongly.
-
-A rank that waits for the others for longer than a moment writes on the board where it is. When a rank does not
-come, the others read there who is missing, and raise that. Where it was last they know: all were in the last
-operation that came to its end.
+It is a connection of each rank to the coordinator, apart from the process groups that move parameters: it never waits
+for a device. An operation costs a rank one message and its answer, whatever the number of ranks. Ranks that are in
+different places find that out instead of reading each other's data wrongly. When one does not come, the others learn
+which.
 """
 
 from __future__ import annotations
 
-import hmac
+import hashlib
+import os
 import pickle
+import secrets
+import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, cast
+from ipaddress import ip_address
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
-from zeroweave.ranks.answers import answered, rendezvous
-from zeroweave.ranks.board import Board
-from zeroweave.ranks.differ import advice, same
-from zeroweave.ranks.running import RunningClock
-from zeroweave.ranks.start import backstop
-from zeroweave.ranks.watcher import LOOK_SECONDS
+from zeroweave.errors import AgreementError, RankFailure
+from zeroweave.ranks.channel import LOOK_SECONDS, Channel
+from zeroweave.ranks.coordinator import Answer, Brought, Coordinator
+from zeroweave.ranks.process import RunningClock, network, own
+from zeroweave.ranks.start import Rendezvous
 
-_FRAME = 4096
-"""Bytes of a frame. What does not fit behind its header goes into a second all-gather."""
-_HEADER = struct.Struct("<Q248s")
-"""Bytes of the payload, and the label of the operation."""
-_INLINE = _FRAME - _HEADER.size
 _FIELDS = struct.Struct("<qQQQQQ?")
 """Step, count, hash, candidate, record, options and flag of an agreement; the bits follow."""
-_SETTLE_SECONDS = 0.3
-"""How long the news of whose operation failed takes to reach every rank."""
-_MOMENT = timedelta(seconds=0.1)
-"""How long a rank waits before it tells where. Most operations take less, and to tell takes longer than they do."""
+_GRACE_SECONDS: Final = 5.0
+"""How long behind a deadline the coordinator may be with its answer."""
+NO_ANSWER: Final = "rank 0, whose process coordinates the ranks, has not answered"
 
 
 @dataclass(frozen=True)
@@ -91,65 +82,92 @@ class Diverged(AgreementError):
         super().__init__(message)
         self.rank = rank
 
+    def __reduce__(self) -> tuple[type[Diverged], tuple[str, int]]:
+        return Diverged, (str(self), self.rank)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where rank 0 has the coordinator, and the port of its store.
+
+    `name`: what all ranks call it, and no other one. `process`: rank 0's, see `process.own`. `token`: what the ranks
+    have in common, and nobody else knows.
+    """
+
+    host: str
+    port: int
+    store: int
+    name: str
+    process: str
+    token: bytes
+
 
 class Control:
     """Agreement between the ranks of one engine. All methods but `close` are collective, from one thread.
 
-    A rank that does not come within `deadline_seconds` makes the others raise `AgreementError`; a connection
-    that breaks while all are there is a `RankFailure`. After either the group cannot be used again (`broken`
-    says why). In a world of 1 there is no group and no board, and every method returns at once.
+    A rank that does not come within `deadline_seconds` makes the others raise `AgreementError`; where rank 0 has gone
+    it is a `RankFailure`. After either the group cannot be used again (`broken` says why). In a world of 1 there is no
+    connection, and every method returns at once. On rank 0 `coordinator` is the one at the address.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        world: int,
+        rank: int = 0,
+        world: int = 1,
         deadline_seconds: float = 600.0,
-        board: Board | None = None,
+        address: Address | None = None,
+        coordinator: Coordinator | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
-        if world > 1 and (group is None or board is None):
-            raise ValueError("a control group of more than one rank needs a gloo group and a board")
+        if world > 1 and address is None:
+            raise ValueError("a control group of more than one rank needs a coordinator")
         self.rank, self.world, self.deadline_seconds = rank, world, deadline_seconds
-        self.board = board
+        self.rendezvous = rendezvous
+        """where these ranks meet for new process groups"""
         self.broken: str | None = None
         self.late = False
         """is it broken because a rank did not come before the deadline?"""
         self.waiting: float | None = None
         """since when this rank waits in an operation, if it does; an alarm's thread reads it"""
-        self._ended = time.monotonic()  # the last operation
         self.operations = 0
-        """how many this rank has begun; the alarm's thread reads it"""
-        self._group = group
-        # A frame to each rank and one from each, and tensors over them that share the buffers' memory.
-        self._sent, self._received = bytearray(world * _FRAME), bytearray(world * _FRAME)
-        self._input = torch.frombuffer(self._sent, dtype=torch.uint8)
-        self._output = torch.frombuffer(self._received, dtype=torch.uint8)
-        self._starts = range(0, world * _FRAME, _FRAME)
-        # Eight bytes at a time are faster to compare.
-        self._headers = [memoryview(self._received)[start : start + _HEADER.size].cast("Q") for start in self._starts]
+        """how many this rank has begun"""
+        self.address, self.coordinator = address, coordinator
+        self.channel = None if world == 1 else self.connect("control")
 
     @classmethod
     def over(cls, process_group: dist.ProcessGroup | None = None, deadline_seconds: float = 600.0) -> Control:
         """The control group of `process_group`'s ranks, in its order; a world of 1 without torch.distributed.
 
         Collective over `process_group` (None: the default one), of whatever backend; with NCCL the current
-        device must be set. The new group is registered nowhere: ranks outside need not take part, and
-        destroying the default group leaves it alone. `close` ends it.
+        device must be set. Ranks outside need not take part. `close` ends it.
         """
         if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
-            return cls(None, 0, 1, deadline_seconds)
+            return cls(0, 1, deadline_seconds)
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        open_board = Board.meet(process_group, deadline_seconds)
-        with answered(rank, deadline_seconds, grace=LOOK_SECONDS):  # a connection has that deadline itself
-            board = open_board()
-        with rendezvous(board, "gloo", deadline_seconds) as store:
-            # Gloo counts what a stopped process misses, too: the deadline is counted in `_wait`.
-            group = dist.ProcessGroupGloo(store, rank, world, backstop(deadline_seconds))
-        # a backend without its process group, which has the same methods
-        control = cls(cast(dist.ProcessGroup, group), rank, world, deadline_seconds, board)
+        # MASTER_ADDR belongs to the first rank of the job, which need not be in this group.
+        host = (dist.get_rank() == 0 and os.environ.get("MASTER_ADDR")) or socket.gethostname()
+        host = "127.0.0.1" if _share_network(process_group) else host
+        coordinator, server, told = None, None, [Address("", 0, 0, "", "", b"")]
+        if rank == 0:
+            listener, token = listen(host), secrets.token_bytes(32)
+            server = Rendezvous.serve(host, listen(host), deadline_seconds)
+            coordinator = coordinate(world, listener, token, deadline_seconds)
+            told = [Address(host, listener.getsockname()[1], server.port, uuid.uuid4().hex, own(), token)]
+        dist.broadcast_object_list(told, group_src=0, group=process_group)
+        (address,) = told
+        meets = Rendezvous(rank, address.host, address.store, deadline_seconds, server)
+        control = cls(rank, world, deadline_seconds, address, coordinator, meets)
         control.barrier("the start of the engine")
         return control
+
+    def connect(self, kind: str) -> Channel:
+        """A connection to the coordinator."""
+        assert self.address is not None
+        try:
+            where = self.address.host, self.address.port
+            return Channel(where, self.address.token, (kind, self.rank, own()), self.deadline_seconds)
+        except ConnectionError as error:
+            raise RankFailure(str(error)) from error
 
     def agree(self, mine: Agreement, place: str = "agreement") -> Decision:
         """Compares this rank's `Agreement` with the others'; the same decision on all ranks.
@@ -157,182 +175,109 @@ class Control:
         `place` says what is agreed on, in the words of the error that ranks at different places get.
 
         Raises `AgreementError` on all ranks if they issued different collectives or are at different steps.
-        Costs one all-gather and no device synchronisation.
         """
+        if self.world == 1:
+            return decide({0: mine})
         fields = (mine.step, mine.count, mine.hash, mine.candidate, mine.record, mine.options, mine.nonfinite)
-        packed = _FIELDS.pack(*fields) + mine.flags
-        return decide([_unpack(data) for data in self.all_gather_bytes(packed, f"{place} of step {mine.step}")])
+        return Decision(*self._operate("agree", _FIELDS.pack(*fields) + mine.flags, f"{place} of step {mine.step}"))
 
     def barrier(self, label: str = "barrier") -> None:
         """Returns when every rank has called it."""
-        if self.world > 1:
-            self._meet(b"", label)
+        self.all_gather_bytes(b"", label)
 
     def all_gather_object(self, item: Any, label: str = "all_gather_object") -> list[Any]:
         """Every rank's picklable `item`, in rank order."""
-        data = pickle.dumps(item)
-        return [self._loaded(theirs) for theirs in self.all_gather_bytes(self._mark(data) + data, label)]
+        return [pickle.loads(theirs) for theirs in self.all_gather_bytes(pickle.dumps(item), label)]
 
     def broadcast_object(self, item: Any, source: int = 0, label: str = "broadcast_object") -> Any:
-        """The picklable, small `item` of rank `source`; the others' are ignored. An all-gather, too."""
-        data = pickle.dumps(item) if self.rank == source else b""
-        return self._loaded(self.all_gather_bytes(self._mark(data) + data, label)[source])
+        """The picklable `item` of rank `source`; the others' are ignored."""
+        return pickle.loads(self.all_gather_bytes(pickle.dumps(item) if self.rank == source else b"", label)[source])
 
-    def _mark(self, data: bytes) -> bytes:
-        return b"" if self.board is None else self.board.mark(data)
+    def all_gather_bytes(
+        self, data: bytes, label: str = "all_gather_bytes", deadline_seconds: float | None = None
+    ) -> list[bytes]:
+        """Every rank's `data`, of any length, in rank order. What ranks have alike travels once.
 
-    def _loaded(self, data: bytes) -> Any:
-        """What a rank has pickled. Nothing is read that no rank has marked."""
-        size = len(self._mark(b""))
-        if not hmac.compare_digest(data[:size], self._mark(data[size:])):
-            raise RankFailure("a message between the ranks has no mark of this job: something else has written it")
-        return pickle.loads(data[size:])
-
-    def all_gather_bytes(self, data: bytes, label: str = "all_gather_bytes") -> list[bytes]:
-        """Every rank's `data`, of any length, in rank order.
-
-        `label` says where this rank is (the first 248 bytes count); ranks with different labels raise
-        `AgreementError`, all of them.
+        `label` says where this rank is; ranks with different labels raise `AgreementError`, all of them.
         """
         if self.world == 1:
             return [data]
-        sizes = self._meet(data, label)
-        if max(sizes) > _INLINE:
-            return self._gather_long(data, sizes, label)
-        begins = [start + _HEADER.size for start in self._starts]
-        return [bytes(self._received[begin : begin + size]) for begin, size in zip(begins, sizes, strict=True)]
+        kept, places = self._operate("gather", data, label, deadline_seconds)
+        return [kept[place] for place in places] if places else kept * self.world
 
     def close(self) -> None:
-        """Ends the group, and on rank 0 the board. At any time on each rank; after `Alarm.close`."""
-        if self._group is not None and not self.late:
-            self._group.shutdown()
-        if self.board is not None:
-            self.board.close()
-        self._group, self.board = None, None
+        """Ends the group, and on rank 0 the coordinator. At any time on each rank; after `Alarm.close`."""
+        if self.channel is not None:
+            self.channel.close()
+        if self.coordinator is not None:
+            self.coordinator.close()
+        self.channel, self.coordinator, self.rendezvous = None, None, None
         self.broken = self.broken or "it was closed"
 
-    def _meet(self, data: bytes, label: str) -> list[int]:
-        """Exchanges a frame with the ranks, which are all at `label`; the length of each rank's data."""
-        if self.broken is not None:
+    def _operate(self, kind: str, data: bytes, label: str, deadline_seconds: float | None = None) -> Any:
+        """Brings this rank's data; what the coordinator makes of all ranks'."""
+        if self.broken is not None or self.channel is None:
             raise RankFailure(f"the control group cannot be used again: {self.broken}")
         self.operations += 1
-        frame = _HEADER.pack(len(data), label.encode()) + data[:_INLINE]
-        for start in self._starts:
-            self._sent[start : start + len(frame)] = frame
-        # Straight from each rank to each, which is less work than gloo's all-gather.
-        self._wait(lambda group: group.alltoall_base(self._output, self._input, [], []), label)
-        if self._headers.count(self._headers[0]) == self.world:
-            return [len(data)] * self.world
-        _same_place([_label(header) for header in self._headers])
-        return [_HEADER.unpack(header)[0] for header in self._headers]
-
-    def _gather_long(self, data: bytes, sizes: list[int], label: str) -> list[bytes]:
-        longest = max(sizes)
-        received = bytearray(self.world * longest)
-        outputs = list(torch.frombuffer(received, dtype=torch.uint8).view(self.world, longest).unbind())
-        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-        self._wait(lambda group: group.allgather([outputs], [mine]), label)
-        return [bytes(received[rank * longest :][:size]) for rank, size in enumerate(sizes)]
-
-    def _wait(self, issue: Callable[[dist.ProcessGroup], dist.Work], label: str) -> None:
-        """Issues an operation of the group and waits for it; what went wrong is raised, and told to the others."""
-        assert self._group is not None
-        self.waiting = time.monotonic()
-        clock = RunningClock()
-        begin = clock.look()
+        self.waiting, deadline = time.monotonic(), deadline_seconds or self.deadline_seconds
+        # An answer that is not read would be taken for that of the next operation.
+        self.broken = "an operation was interrupted"
         try:
-            work, moment = issue(self._group), _MOMENT
-            while True:
-                try:
-                    work.wait(moment)
-                    break
-                except RuntimeError:  # it takes longer, or has failed
-                    if work.is_completed():  # maybe since the wait gave up
-                        work.wait()  # raises what it has failed with
-                        break
-                    if clock.look() - begin > self.deadline_seconds:
-                        # Its end would wait for the operation, which may never end. A daemon's frame lasts.
-                        kept = (self._group, work, issue, self._input, self._output)
-                        threading.Thread(target=_keep, args=(kept,), name="zeroweave late", daemon=True).start()
-                        raise
-                    if moment is _MOMENT:
-                        self._arrive(label)
-                        moment = timedelta(seconds=LOOK_SECONDS)
-            if self.waiting - self._ended > self.deadline_seconds and self._given_up():
-                raise RuntimeError("this rank came after the deadline")
-        except RuntimeError as error:
-            lost = self._explain(label, clock.look() - begin, error)
-            self.broken = str(lost)
-            raise lost from error
+            answer = self._answer(Brought(label, kind, data, deadline), deadline)
+        except ConnectionError as error:
+            self.broken = f"{error}; rank {self.rank} waited for it at '{label}'"
+            raise RankFailure(self.broken) from error
         finally:
-            self.waiting, self._ended = None, time.monotonic()
+            self.waiting = None
+        self.late = answer.late
+        self.broken = str(answer.error) if answer.over else None
+        if answer.error is not None:
+            raise answer.error
+        return answer.value
 
-    def _given_up(self) -> bool:
-        """Has another rank waited in vain for this one, and told so?"""
-        assert self.board is not None
-        with suppress(ConnectionError):
-            places = map(_Place.parse, self.board.read("arrived"))
-            return any(place.failure and place.operation >= self.operations for place in places)
-        return False
-
-    def _arrive(self, label: str, failure: str = "") -> None:
-        assert self.board is not None
-        try:
-            self.board.post("arrived", f"{self.operations}\t{label}\t{failure}")
-        except ConnectionError:
-            pass  # rank 0 has gone; whoever reads the board will say so
-
-    def _explain(self, label: str, waited: float, error: RuntimeError) -> ZeroweaveError:
-        """Why an operation failed, by what the board says about where the others are."""
-        assert self.board is not None
-        self._arrive(label)
-        time.sleep(_SETTLE_SECONDS)
-        try:
-            with answered(self.rank, self.deadline_seconds, since=self.waiting):
-                places = [_Place.parse(line) for line in self.board.read("arrived")]
-        except ConnectionError:
-            return RankFailure(f"rank 0 has gone; rank {self.rank} waited for it at '{label}': {error}")
-        for rank, place in enumerate(places):
-            if place.failure and place.operation >= self.operations:
-                return AgreementError(f"rank {rank} gave up at '{place.label}': {place.failure}")
-        missing = [rank for rank, place in enumerate(places) if place.operation < self.operations]
-        if not missing:
-            return RankFailure(f"the ranks lost each other at '{label}': {error}")
-        # Its frame is that of the operation before.
-        last = {rank: _label(self._headers[rank]) or "nowhere yet" for rank in missing}
-        who = ", ".join(f"rank {rank} (last seen at '{label}')" for rank, label in last.items())
-        if waited >= 0.95 * self.deadline_seconds:
-            reason, self.late = f"{who} did not arrive within the deadline of {self.deadline_seconds:g} s", True
-        else:
-            reason = f"{who} did not arrive, and the connection was lost after {waited:.1f} s: {error}"
-        self._arrive(label, reason.replace("\n", " "))
-        return AgreementError(f"[ZW502] rank {self.rank} gave up at '{label}': {reason}")
+    def _answer(self, brought: Brought, deadline: float) -> Answer:
+        assert self.channel is not None
+        clock = RunningClock()
+        end = clock.look() + deadline + _GRACE_SECONDS
+        self.channel.send(tuple(brought))
+        while (message := self.channel.receive(LOOK_SECONDS)) is None:
+            if clock.look() > end:
+                raise ConnectionError(f"{NO_ANSWER} within the deadline of {deadline:g} s")
+        return Answer(*message)
 
 
-def _keep(_: object) -> None:
-    threading.Event().wait()
+def coordinate(world: int, listener: socket.socket, token: bytes, deadline_seconds: float) -> Coordinator:
+    """Starts the coordinator of so many ranks, which reach this process at `listener`."""
+    return Coordinator(world, listener, token, deadline_seconds, agree=_agreed, gather=_gathered)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A rank's line under "arrived": the operation it waited in last, from 1, and if that failed, why."""
-
-    operation: int
-    label: str
-    failure: str
-
-    @classmethod
-    def parse(cls, line: str) -> _Place:
-        if not line:
-            return cls(0, "", "")
-        operation, label, failure = line.split("\t", 2)
-        return cls(int(operation), label, failure)
+def _agreed(brought: Mapping[int, bytes]) -> tuple[Any, ...]:
+    decision = decide({rank: _unpack(data) for data, rank in _first_with(brought).items()})
+    return tuple(vars(decision).values())
 
 
-def decide(all_ranks: Sequence[Agreement]) -> Decision:
-    """The decision that follows from all agreements, in rank order; `AgreementError` if they differ."""
-    first = all_ranks[0]
-    for rank, other in enumerate(all_ranks):
+def _gathered(brought: Mapping[int, bytes]) -> tuple[list[bytes], list[int]]:
+    """What ranks have brought, each once, and which of it each rank has; nothing where all have the same."""
+    kept = list(_first_with(brought))
+    places = {data: place for place, data in enumerate(kept)}
+    return kept, [places[data] for data in brought.values()] if len(kept) > 1 else []
+
+
+def _first_with(brought: Mapping[int, bytes]) -> dict[bytes, int]:
+    """The different data, each with the first rank that has it."""
+    found: dict[bytes, int] = {}
+    for rank, data in brought.items():
+        found.setdefault(data, rank)
+    return found
+
+
+def decide(ranks: Mapping[int, Agreement]) -> Decision:
+    """The decision that follows from all agreements; `AgreementError` if they differ.
+
+    Of ranks that agree in everything one is enough. Rank 0 must be there.
+    """
+    first, all_ranks = ranks[0], ranks.values()
+    for rank, other in ranks.items():
         if other.step != first.step:
             raise AgreementError(f"rank 0 is at step {first.step}, rank {rank} at step {other.step}")
         if len(other.flags) != len(first.flags):
@@ -365,15 +310,28 @@ def _unpack(data: bytes) -> Agreement:
     return Agreement(step, count, digest, data[_FIELDS.size :], candidate, record, nonfinite, options)
 
 
-def _label(header: memoryview) -> str:
-    text: bytes = _HEADER.unpack(header)[1]
-    return text.rstrip(b"\0").decode(errors="replace")
+def listen(host: str) -> socket.socket:
+    """Listens on a free port of the interface that has the address `host`.
+
+    On all interfaces where none here has it, as behind a translated address, or where it is only this machine's name
+    for itself.
+    """
+    with suppress(OSError):
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(address[:2], family=family, backlog=4096)
+        if host == "127.0.0.1" or not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+            return listener
+        listener.close()
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", 0), backlog=4096)
 
 
-def _same_place(labels: list[str]) -> None:
-    for rank, label in enumerate(labels):
-        if not same(label, labels[0]):
-            raise AgreementError(
-                f"the ranks are in different places: rank 0 at '{labels[0]}', rank {rank} at '{label}'"
-                + advice(labels[0], label)
-            )
+def _share_network(process_group: dist.ProcessGroup | None) -> bool:
+    """Have all ranks the same loopback? Collective."""
+    mine = int.from_bytes(hashlib.sha256(network().encode()).digest()[:7])
+    device = "cuda" if "nccl" in dist.get_backend_config(process_group) and torch.cuda.is_available() else "cpu"
+    least = torch.tensor([mine, -mine], device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=process_group)
+    low, high = least.tolist()
+    return bool(low == -high)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from itertools import zip_longest
 
 ADVICE = "all ranks must make the engine's calls together and in the same order, also those that only one rank needs"
 
@@ -84,12 +84,12 @@ def in_vain(issued: Issued, gathers_on_entry: bool = False) -> str:
     return f"{where}: {ADVICE}"
 
 
-def dump(marks: Sequence[Issued]) -> str:
-    return json.dumps([astuple(mark) for mark in marks])
-
-
-def parse(text: str) -> list[Issued]:
-    return [Issued(*fields) for fields in json.loads(text or "[]")]
+def first_difference(one: Sequence[str], two: Sequence[str], rank: int, other: int) -> str:
+    """Where two ranks' lists begin to differ, in words."""
+    for index, (mine, theirs) in enumerate(zip_longest(one, two, fillvalue="nothing more")):
+        if mine != theirs:
+            return f"at {index}, rank {rank} has '{mine}' and rank {other} has '{theirs}'"
+    return f"ranks {rank} and {other} describe them alike"
 
 
 def explain(

@@ -1,27 +1,39 @@
-"""What a rank tells the others about itself: `RankStatus` is a rank's line on the board, `StatusLine` its own one."""
+"""What a rank tells the coordinator about itself, and what the coordinator knows of it."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from pydantic import TypeAdapter
+from zeroweave.ranks.differ import Issued
 
-from zeroweave.ranks.board import Board
+
+class Trail(Protocol):
+    """What a rank's ledger remembers; see `Ledger`."""
+
+    call: str
+    waiting: tuple[int, float] | None
+    gathers_on_entry: bool
+
+    @property
+    def mark(self) -> tuple[int, int]: ...
+    @property
+    def marks(self) -> tuple[Issued, ...]: ...
+    def hash_at(self, count: int) -> int | None: ...
+    def text_at(self, count: int) -> str: ...
+    def issued_at(self, count: int) -> Issued | None: ...
 
 
 @dataclass(frozen=True)
 class Failure:
     """An exception that left the engine on one rank; `final` if the others cannot share it.
 
-    `epoch` counts the failures that all ranks have survived together before; `count` the collectives issued,
-    `operations` those of the control group, `others` those begun in the program's own process groups, by name.
-    `missed`: a rank did not come before the deadline. `interrupted`: by Ctrl-C, which comes at any point of a call.
+    `count`: the collectives issued, `operations`: those of the control group, `begun`: those begun in the program's own
+    process groups, by name. `missed`: a rank did not come before the deadline. `interrupted`: by Ctrl-C, which comes at
+    any point of a call.
     """
 
-    epoch: int
     step: int
     place: str
     count: int
@@ -30,7 +42,7 @@ class Failure:
     operations: int = 0
     missed: bool = False
     interrupted: bool = False
-    others: Mapping[str, int] = field(default_factory=dict)
+    begun: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def spot(self) -> tuple[int, str, int, int]:
@@ -39,80 +51,106 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class RankStatus:
-    """A rank's line on the board.
+class Wait:
+    """A collective that a rank waits for. `where`: in the program, and what to do."""
 
-    `issued`, `trail`, `latest`: how many collectives it had issued when it last showed that it lives, their hash,
-    and the last of them in words. `call`: where it was then, "in forward" or "after step".
-    `asks`: it wants to know what the others remember of their collectives.
-    `step`, `count`: the last step whose collectives this rank has all issued (-1: none) and their number
-    since the beginning; `steps`: how many such steps there have been, since a run may go back to an earlier `step`;
-    `meetings`: how often it has come to meet the others in a call, the last time after `count`;
-    once it has `left`, the number of all it will ever issue. `left`: how, "" while it is
-    there. `parted`: it knows that rank 0 has left. `process`: see `process.own`.
+    number: int
+    seconds: float
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a rank is. It tells so each second.
+
+    `issued`, `hash`: its collectives. `latest`: the last of them in words, `here`: where in the program that was and
+    what to do. `call`: where it is, "in forward" or "after step"; `at`: the optimizer step.
+    `step`, `count`: the last step whose collectives it has all issued (-1: none) and their number since the beginning;
+    `steps`: how many such steps there have been, since a run may go back to an earlier `step`; `meetings`: how often it
+    has come to meet the others in a call, the last time after `count`. `left`: how it left, "" while it is there;
+    `count` is then the number of all collectives that it will ever issue. `begun`: see `Failure`, while one is known.
     """
 
-    beat: int = 0
     issued: int = 0
-    trail: int | None = None
+    hash: int = 0
     latest: str = ""
+    here: str = ""
     call: str = ""
-    asks: bool = False
+    at: int = 0
+    waits: Wait | None = None
     step: int = -1
     count: int = 0
     steps: int = 0
     meetings: int = 0
     left: str = ""
-    parted: bool = False
+    begun: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Member:
+    """A rank, as the coordinator sees it. Times are of its `RunningClock`.
+
+    `heard`: when it told its status last, `changed`: when it told of another number of collectives. `looks`: how often
+    nothing new had come from it. `stopped`: its process is, as another one on its machine sees. `gone`: its connection
+    ended without a word. `parted`: it knows that rank 0 has left. `operations`: of the control group, of which the last
+    was at `place`.
+    """
+
     process: str = ""
+    status: Status = Status()
     failure: Failure | None = None
+    failed: float = 0.0
+    heard: float = 0.0
+    changed: float = 0.0
+    looks: int = 0
+    stopped: bool = False
+    gone: bool = False
+    parted: bool = False
+    operations: int = 0
+    place: str = "nowhere yet"
 
-    def dump(self) -> str:
-        return _STATUS.dump_json(self).decode()
+    def greets(self, process: str, now: float) -> None:
+        """One of its connections is there."""
+        self.process, self.heard = process, now
 
-    @classmethod
-    def parse(cls, text: str) -> RankStatus:
-        return _STATUS.validate_json(text) if text else cls()
+    def comes(self, place: str) -> None:
+        """It has begun an operation of the control group."""
+        self.operations += 1
+        self.place = place
 
+    def tells(self, status: Status, now: float) -> None:
+        if status.issued != self.status.issued:
+            self.changed = now
+        self.status, self.heard, self.looks, self.stopped = status, now, 0, False
 
-_STATUS: Final = TypeAdapter(RankStatus)
+    def silent(self) -> int:
+        """Looks since it has told something; to be called at each."""
+        self.looks += 1
+        return self.looks - 1
 
+    def stops(self) -> None:
+        self.stopped = True
 
-class StatusLine:
-    """This rank's line, written by both threads. `epoch`: failures that all ranks have survived together."""
+    def fails(self, failure: Failure, now: float) -> None:
+        self.failure, self.failed = failure, now
 
-    def __init__(self, board: Board) -> None:
-        self.board, self.epoch, self.status = board, 0, RankStatus()
-        self._lock = threading.Lock()
-
-    def post(self, **changes: Any) -> None:
-        with self._lock:
-            self.status = replace(self.status, **changes)
-            self.board.post("status", self.status.dump())
-
-    def finish(self, step: int, count: int) -> None:
-        """This rank has issued all collectives of a step, `count` since the beginning."""
-        self.post(step=step, count=count, steps=self.status.steps + 1)
-
-    def survive(self) -> None:
+    def survives(self) -> None:
         """All ranks have failed alike, and go on."""
-        self.epoch += 1
+        self.failure = None
+
+    def parts(self) -> None:
+        """The connection of its alarm has ended."""
+        self.gone = not self.status.left
+        self.parted = True
+
+    def knows(self) -> None:
+        """It knows that rank 0 has left, or that it must end."""
+        self.parted = True
 
     @property
-    def failing(self) -> bool:
-        """Whether this rank has failed itself: its own thread then decides what happens to it."""
-        failure = self.status.failure
-        return failure is not None and failure.epoch == self.epoch
-
-
-def read(board: Board) -> list[RankStatus]:
-    """Every rank's status, in rank order."""
-    return [RankStatus.parse(text) for text in board.read("status")]
-
-
-def question_of(failure: Failure) -> str:
-    """The board's question whether all ranks share the failures of this epoch: "alike", or it is fatal."""
-    return f"failure {failure.epoch}"
+    def there(self) -> bool:
+        return not (self.status.left or self.gone)
 
 
 def tell(rank: int, failure: Failure) -> str:
@@ -122,3 +160,9 @@ def tell(rank: int, failure: Failure) -> str:
 def describe(error: BaseException, limit: int = 2000) -> str:
     """The type and the text of an exception."""
     return f"{type(error).__name__}: {error}"[:limit]
+
+
+def names(ranks: Mapping[int, str], most: int = 8) -> str:
+    """The first of these ranks, with what is said of each, and how many more there are."""
+    told = [f"rank {rank}{said}" for rank, said in list(ranks.items())[:most]]
+    return " and ".join(told) + (f" and {len(ranks) - most} more" if len(ranks) > most else "")

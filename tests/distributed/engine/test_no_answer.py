@@ -19,9 +19,9 @@ import zeroweave as zw
 from tests.distributed.engine.stopping import stacks_of, stop
 from tests.support.harness import Pools
 from tests.support.patience import patient
-from zeroweave.ranks import answers, control
+from zeroweave.ranks import control
 from zeroweave.ranks.alarm import Alarm
-from zeroweave.ranks.board import Board
+from zeroweave.ranks.channel import Channel
 from zeroweave.schedule import Schedule
 
 pytestmark = pytest.mark.matrix
@@ -32,19 +32,18 @@ STEPS = 8
 """More than are timed."""
 
 Stop = Callable[[], None]
-MOMENTS = ("board", "rendezvous", "barrier", "alarm", "agree", "close")
-"""Where rank 0 is stopped, beside "schedule": before the others reach the board, find each other there for the first
-group, ask there why nobody comes to the first barrier, connect to it anew, agree on a step, and say that they leave.
-There: before they compare schedules."""
-WATCHED = ("schedule", "agree", "close")
+MOMENTS = ("connect", "barrier", "alarm", "agree", "close")
+"""Where rank 0 is stopped, beside "schedule": before the others connect to it, come to the first barrier, start their
+alarms, agree on a step, and say that they leave. There: before they compare schedules. Who leaves needs no answer."""
+WATCHED = ("schedule", "alarm", "agree")
 """Where an alarm knows."""
 
 
 @contextmanager
 def stopping(moment: str, stops: Stop, folder: Path) -> Iterator[None]:
     """Inside, an engine's start or end stops rank 0 at the moment; the others come to it behind that."""
-    meet, rendezvous, barrier, agree = Board.meet, control.rendezvous, control.Control.barrier, control.Control.agree
-    start, close = Alarm.__init__, Alarm.close
+    connect, barrier, agree = control.Control.connect, control.Control.barrier, control.Control.agree
+    begin, close = Alarm.__init__, Alarm.close
 
     def behind() -> None:
         stops()
@@ -52,13 +51,10 @@ def stopping(moment: str, stops: Stop, folder: Path) -> Iterator[None]:
             time.sleep(0.01)
         time.sleep(0.2)  # told just before
 
-    def late_board(*args: Any) -> Callable[[], Board]:
-        opens = meet(*args)
-        return lambda: (behind(), opens())[1]  # type: ignore[func-returns-value]
-
-    def late_rendezvous(*args: Any) -> Any:
-        stops()
-        return rendezvous(*args)
+    def late_connect(self: control.Control, kind: str) -> Channel:
+        if kind == "control":
+            behind()
+        return connect(self, kind)
 
     def late_barrier(self: control.Control, *args: Any) -> None:
         if not self.operations:
@@ -72,17 +68,15 @@ def stopping(moment: str, stops: Stop, folder: Path) -> Iterator[None]:
 
     def late_start(self: Alarm, *args: Any) -> None:
         behind()
-        start(self, *args)
+        begin(self, *args)
 
     def late_close(self: Alarm) -> None:
         behind()
         close(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        if moment == "board":
-            patch.setattr(Board, "meet", late_board)
-        elif moment == "rendezvous":
-            patch.setattr(control, "rendezvous", late_rendezvous)
+        if moment == "connect":
+            patch.setattr(control.Control, "connect", late_connect)
         elif moment == "barrier":
             patch.setattr(control.Control, "barrier", late_barrier)
         elif moment == "agree":
@@ -99,7 +93,6 @@ def train(folder: Path, moment: str, deadline: float, seconds: float | None = No
 
     Rank 0 is stopped for so long, or for good.
     """
-    answers.BACKSTOP_SECONDS = 0.5  # the group's own timeout is over at the deadline
     stops = partial(stop, folder, seconds) if dist.get_rank() == 0 else lambda: None
 
     def stopping_pass(schedule: Schedule) -> Schedule:
@@ -123,19 +116,15 @@ def train(folder: Path, moment: str, deadline: float, seconds: float | None = No
     return losses
 
 
-@pytest.mark.parametrize("moment", ["schedule", *MOMENTS])
+@pytest.mark.parametrize("moment", ["schedule", *MOMENTS[:-1]])
 def test_who_gets_no_answer_ends_at_the_deadline(moment: str, tmp_path: Path, disposable: Pools) -> None:
     # Where twice as long could be taken for soon, it is long.
     deadline = 4 * DEADLINE if moment in ("agree", "barrier") else DEADLINE
     ended = disposable(2).first_end(train, tmp_path, moment, deadline)
-    assert ended.rank == 1 and ended.exit_code == 1
-    waits = 2 if moment in ("board", "rendezvous") else 1  # for the other ranks first
-    assert ended.ended - float((tmp_path / "stopped").read_text()) < waits * deadline + patient(SOON)
-    missed = ["rank 0, whose process keeps the board, has not answered"]
-    if moment == "rendezvous":  # unless rank 1 had still to reach the board
-        missed.append("the ranks have not found each other for 'gloo'")
-    said = [f"rank 1 is ended by its alarm: {each} within the deadline of {deadline:g} s" for each in missed]
-    assert any(each in ended.stderr for each in said), ended.stderr
+    assert ended.rank == 1 and ended.failed
+    assert ended.ended - float((tmp_path / "stopped").read_text()) < deadline + patient(SOON)
+    said = ended.stderr + ended.message
+    assert f"{control.NO_ANSWER} within the deadline of {deadline:g} s" in said, said
     assert ("; the ranks' stacks: " in ended.stderr) == (moment in WATCHED)
     if moment in WATCHED:
         shutil.rmtree(stacks_of(ended))

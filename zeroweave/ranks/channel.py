@@ -1,0 +1,172 @@
+"""Messages between the ranks and the coordinator: pickles behind a keyed hash, over TCP.
+
+Whoever reaches the coordinator's port can write to it. What does not carry the hash under the ranks' common token is
+not unpickled, and ends its connection and nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+import select
+import selectors
+import socket
+import struct
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import Any, Final
+
+LOOK_SECONDS: Final = 1.0
+"""How often a rank shows that it lives, and looks whether the others do."""
+STRANGERS: Final = 4096
+"""The longest first message of a connection, in bytes."""
+LONGEST: Final = 2**32 - 1
+"""That of the others."""
+_HEAD = struct.Struct("<I32s")
+"""Bytes of the pickle, and its keyed hash."""
+_READ: Final = 1 << 16
+"""Bytes that are read at once."""
+
+
+class Forged(Exception):
+    """A message has no hash of this job's: something else has written it."""
+
+
+class Codec:
+    """Messages of one direction as bytes. `longest`: bytes of a message that is taken."""
+
+    def __init__(self, token: bytes, direction: bytes, longest: int = LONGEST) -> None:
+        self._key, self._longest, self._rest = token + direction, longest, bytearray()
+
+    def pack(self, message: Any) -> bytes:
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        return _HEAD.pack(len(body), hmac.digest(self._key, body, "sha256")) + body
+
+    def allow(self, longest: int) -> None:
+        self._longest = longest
+
+    def feed(self, data: bytes) -> list[Any]:
+        """The messages that are whole now that these bytes have come, too."""
+        self._rest += data
+        messages = []
+        while len(self._rest) >= _HEAD.size:
+            size, mark = _HEAD.unpack_from(self._rest)
+            if size > self._longest:
+                raise Forged
+            if len(self._rest) < (end := _HEAD.size + size):
+                break
+            body = bytes(self._rest[_HEAD.size : end])
+            del self._rest[:end]
+            if not hmac.compare_digest(mark, hmac.digest(self._key, body, "sha256")):
+                raise Forged
+            messages.append(pickle.loads(body))
+        return messages
+
+
+class Channel:
+    """A rank's connection to the coordinator. One thread receives; any may send.
+
+    Every method raises `ConnectionError` once the connection is lost.
+    """
+
+    def __init__(self, address: tuple[str, int], token: bytes, hello: Any, within: float) -> None:
+        self._up, self._down = Codec(token, b"up"), Codec(token, b"down")
+        self._come: deque[Any] = deque()
+        self._lock = threading.Lock()
+        self.sent = self.received = 0
+        """bytes"""
+        try:
+            self._socket = socket.create_connection(address, within)
+        except OSError as error:
+            raise ConnectionError(f"rank 0 does not answer at {address[0]}:{address[1]}: {error}") from error
+        self._socket.settimeout(None)
+        self._poll = select.poll()  # `select` knows no number of a file above 1023
+        self._poll.register(self._socket, select.POLLIN)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.send(hello)
+
+    def send(self, message: Any) -> None:
+        data = self._up.pack(message)
+        try:
+            with self._lock:
+                self._socket.sendall(data)
+            self.sent += len(data)
+        except BaseException as error:
+            self.close()  # half a message may have gone
+            if isinstance(error, OSError):
+                raise ConnectionError(f"rank 0 has gone: {error}") from error
+            raise
+
+    def receive(self, seconds: float) -> Any | None:
+        """The next message; None where none has come in that time."""
+        while not self._come:
+            try:
+                if not self._poll.poll(1000 * max(0.0, seconds)):
+                    return None
+                data = self._socket.recv(_READ)
+            except OSError as error:
+                raise ConnectionError(f"rank 0 has gone: {error}") from error
+            if not data:
+                raise ConnectionError("rank 0 has gone: it closed the connection")
+            self.received += len(data)
+            self._come.extend(self._down.feed(data))
+        return self._come.popleft()
+
+    def close(self) -> None:
+        with suppress(OSError):  # for a thread that waits
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class Connection:
+    """The coordinator's end of a channel, in its selector: it never waits. `since`: when it was made.
+
+    `owner`: what its first message said, None before that.
+    """
+
+    def __init__(self, sock: socket.socket, token: bytes, since: float, selector: selectors.BaseSelector) -> None:
+        sock.setblocking(False)
+        with suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.since = since
+        self.owner: Any = None
+        self._socket, self._selector = sock, selector
+        self._codec, self._out = Codec(token, b"up", STRANGERS), bytearray()
+        selector.register(sock, selectors.EVENT_READ, self)
+
+    def read(self) -> list[Any] | None:
+        """The messages that have come; None: the other end has gone."""
+        try:
+            data = self._socket.recv(_READ)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self._codec.feed(data) if data else None
+
+    def greeted(self, owner: Any) -> None:
+        """Its first message has come. Longer ones may follow."""
+        self.owner = owner
+        self._codec.allow(LONGEST)
+
+    def write(self, data: bytes = b"") -> None:
+        """Bytes of `Codec.pack`, behind those that are left."""
+        self._out += data
+        try:
+            del self._out[: self._socket.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._out.clear()  # whoever reads learns that the other end has gone
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+        if self._selector.get_key(self._socket).events != events:
+            self._selector.modify(self._socket, events, self)
+
+    def close(self) -> None:
+        self._selector.unregister(self._socket)
+        with suppress(OSError):
+            self._socket.settimeout(1.0)
+            self._socket.sendall(self._out)
+            self._socket.shutdown(socket.SHUT_RDWR)  # a forked child may have it, too
+        self._socket.close()

@@ -1,0 +1,351 @@
+"""The coordinator: a thread of rank 0's process to which every rank has two connections.
+
+Over one a rank brings what the ranks agree on: one message to the coordinator and one back, whatever the number of
+ranks. Over the other one its alarm tells where it is, each second, and when it fails; the coordinator answers, and says
+when its process must end: `rules` has the reasons. No rank asks another one.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
+from zeroweave.notices import warn
+from zeroweave.ranks.channel import LOOK_SECONDS, Codec, Connection, Forged
+from zeroweave.ranks.differ import Issued, advice, explain, same
+from zeroweave.ranks.process import RunningClock, is_stopped, shares_machine
+from zeroweave.ranks.rules import late, verdict, waits_in_vain
+from zeroweave.ranks.status import Failure, Member, Status, Trail, names, tell
+
+POLL_SECONDS: Final = 0.1
+"""How often the coordinator looks, and ranks tell where they are, while a failure is open."""
+PARTING_SECONDS: Final = 5.0
+"""How long rank 0 stays for ranks that do not yet know that it has left."""
+_GREETING_SECONDS: Final = 10.0
+"""How long a new connection has to tell whose it is."""
+_STOPPED: Final = 3
+"""Looks without a sign of life after which it is asked whether a process is stopped."""
+_ANSWER_SECONDS: Final = 1.0
+"""How long it is waited for what another rank remembers of its collectives."""
+_TOLD: Final = 8
+"""Failures that a message tells of, at most."""
+
+Reduce = Callable[[Mapping[int, bytes]], Any]
+"""What all ranks are told of what they have brought, by rank."""
+
+
+class Brought(NamedTuple):
+    """What a rank brings to an operation: `label` says where it is, `kind` how the ranks' `data` become one answer.
+
+    It travels as a plain tuple, like the answer: a pickle of that is read in half the time.
+    """
+
+    label: str
+    kind: str
+    data: bytes
+    deadline: float
+
+
+class Answer(NamedTuple):
+    """`error`: what all ranks raise instead of a `value`. `over`: no operation can succeed any more.
+
+    `late`: since a rank did not come before the deadline.
+    """
+
+    value: Any = None
+    error: ZeroweaveError | None = None
+    over: bool = False
+    late: bool = False
+
+
+class Coordinator:
+    """Rank 0 makes one for `world` ranks, and closes it behind its alarm. `reduce`: by kind of operation."""
+
+    def __init__(
+        self, world: int, listener: socket.socket, token: bytes, deadline_seconds: float, **reduce: Reduce
+    ) -> None:
+        self._world, self._token, self._deadline, self._reduce = world, token, deadline_seconds, reduce
+        self._members = [Member() for _ in range(world)]
+        self._connections: dict[tuple[str, int], Connection] = {}
+        self._strangers: set[Connection] = set()
+        self._forged = 0
+        self._brought: dict[int, Brought] = {}
+        self._since = 0.0  # the first of them came
+        self._lost: set[int] = set()  # whose operations can not come any more
+        self._over: Answer | None = None
+        self._trail: Trail | None = None
+        self._asked: tuple[int, float] | None = None  # for what it remembers: a rank that differs, and since when
+        self._open = False  # is a failure?
+        self._ended = ""  # why all ranks were told to end
+        self._clock = RunningClock()
+        self._looked = self._clock.look()
+        self._down = Codec(token, b"down")
+        self._parted, self._stop = threading.Event(), threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._listener = listener
+        self._waker, self._woken = socket.socketpair()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="zeroweave coordinator", daemon=True)
+        self._thread.start()
+
+    def follow(self, trail: Trail) -> None:
+        """Collectives of the other ranks are compared with these, rank 0's."""
+        self._trail = trail
+
+    def part(self, seconds: float = PARTING_SECONDS) -> None:
+        """Returns when all ranks know that rank 0 has left, or have ended; after so many seconds at the latest."""
+        self._parted.wait(seconds)
+
+    def close(self) -> None:
+        """Drops all connections."""
+        self._stop.set()
+        self._waker.send(b"x")
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            often = self._open or self._asked or self._ended or self._members[0].status.left
+            for key, events in self._selector.select(POLL_SECONDS if often else LOOK_SECONDS):
+                connection: Connection | None = key.data
+                if key.fileobj is self._listener:
+                    with suppress(OSError):
+                        sock, _ = self._listener.accept()
+                        self._strangers.add(Connection(sock, self._token, self._clock.look(), self._selector))
+                elif connection is not None and events & selectors.EVENT_WRITE:
+                    connection.write()
+                elif connection is not None:
+                    self._serve(connection)
+            self._look(self._clock.look())
+        for connection in (*self._strangers, *self._connections.values()):
+            connection.close()
+        self._selector.close()
+        for each in (self._listener, self._waker, self._woken):
+            each.close()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            messages = connection.read()
+        except Forged:
+            self._forged += 1
+            if self._forged == 1:
+                warn("something that is no rank of this job has connected to its coordinator: it is ignored", 0)
+            messages = None
+        if messages is None:
+            self._drop(connection)
+            return
+        for message in messages:
+            if connection.owner is None:
+                kind, rank, process = message
+                if (kind, rank) in self._connections:  # a recorded greeting
+                    self._drop(connection)
+                    return
+                connection.greeted((kind, rank))
+                self._strangers.discard(connection)
+                self._connections[kind, rank] = connection
+                self._members[rank].greets(process, self._clock.look())
+            elif connection.owner[0] == "control":
+                self._take(connection.owner[1], Brought(*message))
+            else:
+                self._hear(connection.owner[1], message)
+
+    def _drop(self, connection: Connection) -> None:
+        connection.close()
+        self._strangers.discard(connection)
+        if connection.owner is None:
+            return
+        kind, rank = connection.owner
+        del self._connections[kind, rank]
+        if kind == "control":
+            self._lost.add(rank)
+            self._miss(self._clock.look())
+        else:
+            self._members[rank].parts()
+
+    def _send(self, kind: str, rank: int, *message: Any) -> None:
+        if connection := self._connections.get((kind, rank)):
+            connection.write(self._down.pack(message))
+
+    # Operations
+
+    def _take(self, rank: int, brought: Brought) -> None:
+        """A rank comes to an operation."""
+        if self._over is not None:
+            self._answer(self._over, [rank])
+            return
+        if not self._brought:
+            self._since = self._clock.look()
+        self._brought[rank] = brought
+        self._members[rank].comes(brought.label)
+        if len(self._brought) < self._world:
+            if self._lost:
+                self._miss(self._clock.look())
+            return
+        everything, self._brought = self._brought, {}
+        try:
+            _same_place({rank: brought.label for rank, brought in everything.items()})
+            answer = Answer(
+                self._reduce[everything[0].kind]({rank: everything[rank].data for rank in range(self._world)})
+            )
+        except ZeroweaveError as error:
+            answer = Answer(error=error)
+        self._answer(answer, (*range(1, self._world), 0))
+
+    def _answer(self, answer: Answer, ranks: Iterable[int]) -> None:
+        data = self._down.pack(tuple(answer))
+        for rank in ranks:
+            if connection := self._connections.get(("control", rank)):
+                connection.write(data)
+
+    def _miss(self, now: float) -> None:
+        """Ends the operation that some ranks wait in, where another one will not come to it or has not in time."""
+        if not self._brought or self._over is not None:
+            return
+        missing = [rank for rank in range(self._world) if rank not in self._brought]
+        deadline = min(brought.deadline for brought in self._brought.values())
+        lost = self._lost.intersection(missing)
+        if not lost and now - self._since <= deadline:
+            return
+        who = names({rank: f" (last seen at '{self._members[rank].place}')" for rank in sorted(lost or missing)})
+        label = next(iter(self._brought.values())).label
+        how = "for its connection was lost" if lost else f"within the deadline of {deadline:g} s"
+        error = AgreementError(f"[ZW502] at '{label}': {who} did not arrive {how}")
+        self._over = Answer(error=error, over=True, late=not lost)
+        self._answer(self._over, list(self._brought))
+        self._brought.clear()
+
+    # Alarms
+
+    def _hear(self, rank: int, message: Any) -> None:
+        """What the alarm of a rank tells."""
+        now, member = self._clock.look(), self._members[rank]
+        match message:
+            case Status() as status:
+                member.tells(status, now)
+                if status.left and rank == 0:
+                    for other in range(1, self._world):
+                        self._send("alarm", other, "left", status)
+                trail = self._trail
+                if not status.left:
+                    self._send("alarm", rank, "heard", None if trail is None else trail.mark)
+                    ours = None if trail is None else trail.hash_at(status.issued)
+                    if ours is not None and ours != status.hash:
+                        self._ask(rank, now)
+            case Failure() as failure:
+                member.fails(failure, now)
+                if self._ended:
+                    self._send("alarm", rank, "verdict", "different", [self._ended], False)
+                elif not self._open:
+                    self._open = True
+                    self._tell_all("often", True)
+                    self._judge(now)  # at once: what is final comes before the news that the rank leaves
+            case ("marks", marks):
+                self._differ(rank, marks)
+            case ("parted",):
+                member.knows()
+            case ("stopped", other):
+                self._members[other].stops()
+
+    def _tell_all(self, *message: Any) -> None:
+        data = self._down.pack(message)
+        for rank in range(self._world):
+            if connection := self._connections.get(("alarm", rank)):
+                connection.write(data)
+
+    def _ask(self, rank: int, now: float) -> None:
+        """Asks a rank whose collectives differ from rank 0's what it remembers of them."""
+        if self._asked is None and not self._ended:
+            self._asked = rank, now
+            self._send("alarm", rank, "marks")
+
+    def _differ(self, rank: int, marks: tuple[Issued, ...]) -> None:
+        if self._trail is None or self._ended:
+            return
+        status = self._members[rank].status
+        told = f"rank 0 and rank {rank} issued different collectives among their first {status.issued}"
+        found = explain(0, self._trail.marks, rank, marks, self._trail.gathers_on_entry)
+        latest = f"the last of them was '{status.latest}' there, '{self._trail.text_at(status.issued)}' on rank 0"
+        self._end(f"{told}: {found or latest}")
+
+    def _look(self, now: float) -> None:
+        """Applies the rules, as often as there may be something new."""
+        if self._members[0].status.left or self._ended:
+            others = (member for member in self._members[1:] if member.process)
+            if all(m.parted or not m.there or (self._ended and m.failure) or is_stopped(m.process) for m in others):
+                self._parted.set()
+        if self._open and not self._ended:
+            self._judge(now)
+        if self._asked is not None and now - self._asked[1] > _ANSWER_SECONDS:
+            self._differ(self._asked[0], ())
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        self._miss(now)
+        for stranger in [each for each in self._strangers if now - each.since > _GREETING_SECONDS]:
+            self._drop(stranger)
+        for rank, member in enumerate(self._members):
+            if member.there and member.silent() >= _STOPPED:
+                self._look_at(rank)
+        if self._ended or self._open:
+            return
+        if found := waits_in_vain(self._members):
+            self._end(found)
+        elif found := late(self._members, now, self._deadline):
+            self._end(found, missed=True)
+
+    def _look_at(self, rank: int) -> None:
+        """Asks whether the process of a silent rank is stopped, which another one on its machine sees."""
+        process = self._members[rank].process
+        for other, member in enumerate(self._members):
+            if other != rank and member.looks < _STOPPED and shares_machine(member.process, process):
+                self._send("alarm", other, "look at", rank, process)
+                return
+
+    def _judge(self, now: float) -> None:
+        """Decides about the failures that are open, once that is possible."""
+        found = verdict(self._members, now, self._deadline)
+        if found is None:
+            return
+        self._open = False
+        failures = {rank: member.failure for rank, member in enumerate(self._members) if member.failure is not None}
+        if found == "alike":
+            for member in self._members:
+                member.survives()
+            self._tell_all("verdict", found, [], False)
+            self._tell_all("often", False)
+            return
+        told = {rank: tell(rank, failure) for rank, failure in list(failures.items())[: _TOLD + 1]}
+        reason = "; ".join(list(told.values())[:_TOLD])
+        self._end(reason, any(failure.missed for failure in failures.values()), found, told)
+
+    def _end(
+        self, reason: str, missed: bool = False, found: str = "different", told: Mapping[int, str] | None = None
+    ) -> None:
+        """Has all processes ended that have not failed; rank 0's, and this thread with it, behind the others.
+
+        Those that have are told why the others end: `told` of each, or else the reason.
+        """
+        self._ended, self._asked, self._open = reason, None, False
+        self._over = self._over or Answer(error=RankFailure(reason), over=True)
+        for rank in (*range(1, self._world), 0):
+            if self._members[rank].failure is None:
+                self._send("alarm", rank, "end", reason, missed)
+            else:
+                known = [reason] if told is None else [each for other, each in told.items() if other != rank][:_TOLD]
+                self._send("alarm", rank, "verdict", found, known, missed)
+
+
+def _same_place(labels: dict[int, str]) -> None:
+    first = labels[0]
+    for rank, label in sorted(labels.items()):
+        if not same(label, first):
+            raise AgreementError(
+                f"the ranks are in different places: rank 0 at '{first}', rank {rank} at '{label}'"
+                + advice(first, label)
+            )
