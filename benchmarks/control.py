@@ -9,6 +9,7 @@ forked behind the imports, so that hundreds of them fit into its memory. Prints 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import secrets
@@ -53,6 +54,8 @@ def measure(ranks: int, rounds: int) -> dict[str, float]:
     news, told = os.pipe()
     free, began = _available(), time.monotonic()
     children: list[int] = []
+    gc.collect()
+    gc.freeze()  # else each collection copies the memory that the processes share
     for rank in range(1, ranks):
         children.append(os.fork())
         if not children[-1]:

@@ -17,7 +17,7 @@ def figures(ranks: int) -> dict[str, float]:
 
 
 def test_what_a_rank_sends_and_receives_does_not_grow_with_their_number() -> None:
-    few, more = figures(2), figures(8)
+    few, more = figures(3), figures(8)
     assert list(few) == list(more) == ["ranks", *NAMES]
     for name in ("sent_bytes", "received_bytes", "idle_bytes"):
         assert 0 < more[name] < 1.2 * few[name], (name, few, more)

@@ -132,7 +132,7 @@ class Connection:
         self.since = since
         self.owner: Any = None
         self._socket, self._selector = sock, selector
-        self._codec, self._out = Codec(token, b"up", STRANGERS), bytearray()
+        self._codec, self._out, self._writing = Codec(token, b"up", STRANGERS), bytearray(), False
         selector.register(sock, selectors.EVENT_READ, self)
 
     def read(self) -> list[Any] | None:
@@ -159,8 +159,9 @@ class Connection:
             pass
         except OSError:
             self._out.clear()  # whoever reads learns that the other end has gone
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        if self._selector.get_key(self._socket).events != events:
+        if self._writing != bool(self._out):
+            self._writing = not self._writing
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writing else 0)
             self._selector.modify(self._socket, events, self)
 
     def close(self) -> None:
