@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zeroweave.ranks.rules import ALIKE_SECONDS, SILENCE, late, verdict, waits_in_vain
-from zeroweave.ranks.status import Failure, Member, Status, Wait
+from zeroweave.ranks.status import Failure, Member, Status, Wait, steady
 
 DEADLINE = 20.0
 
@@ -251,3 +251,14 @@ def test_many_ranks_are_not_all_named() -> None:
     say(members[0], 0.0, issued=1, waits=wait(1, 0.0))
     found = first_word(members, 0.0, DEADLINE + 3.0, tuple(range(300)), 0.0)[1]
     assert "and rank 8 (" in found and " and 291 more did not come" in found and "rank 9" not in found
+
+
+def test_what_another_thread_writes_is_read_again() -> None:
+    answers = iter([RuntimeError("deque mutated during iteration"), 7])
+
+    def read() -> int:
+        if isinstance(answer := next(answers), RuntimeError):
+            raise answer
+        return answer
+
+    assert steady(read) == 7

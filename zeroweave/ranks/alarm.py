@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from zeroweave._torch.distributed import collectives_begun
@@ -49,7 +50,7 @@ from zeroweave.ranks.coordinator import POLL_SECONDS
 from zeroweave.ranks.differ import ADVICE, in_vain
 from zeroweave.ranks.process import RunningClock, end_process, is_stopped, note, stacks_folder, write_stacks
 from zeroweave.ranks.rules import SILENCE
-from zeroweave.ranks.status import Failure, Status, Trail, Wait, describe
+from zeroweave.ranks.status import Failure, Status, Trail, Wait, describe, steady
 
 CAUSE_SECONDS: Final = 2 * LOOK_SECONDS
 """Within this time the coordinator tells what broke a collective, if anybody knows."""
@@ -195,7 +196,7 @@ class Alarm:
                 try:
                     if now - told >= period:
                         told, self._missed_looks = now, self._missed_looks + 1
-                        self.channel.send(self._here())
+                        self.channel.send(steady(self._here))
                     message = self.channel.receive(told + period - now)
                     if message is not None and self._hears(message):
                         return
@@ -235,10 +236,10 @@ class Alarm:
         """What the coordinator says. True: the process was ended."""
         self._heard, self._missed_looks = self._clock.look(), 0
         match message:
-            case ("heard", (count, digest)) if self._trail.hash_at(count) not in (None, digest):
-                self.channel.send(("marks", self._trail.marks))
+            case ("heard", (count, digest)) if steady(partial(self._trail.hash_at, count)) not in (None, digest):
+                self.channel.send(("marks", steady(lambda: self._trail.marks)))
             case ("marks",):
-                self.channel.send(("marks", self._trail.marks))
+                self.channel.send(("marks", steady(lambda: self._trail.marks)))
             case ("often", often):
                 self._often = often
             case ("verdict", *verdict):

@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from zeroweave.errors import AgreementError, RankFailure, ZeroweaveError
@@ -20,7 +21,7 @@ from zeroweave.ranks.channel import LOOK_SECONDS, Codec, Connection, Forged
 from zeroweave.ranks.differ import Issued, advice, explain, same
 from zeroweave.ranks.process import RunningClock, is_stopped, shares_machine
 from zeroweave.ranks.rules import late, verdict, waits_in_vain
-from zeroweave.ranks.status import Failure, Member, Status, Trail, names, tell
+from zeroweave.ranks.status import Failure, Member, Status, Trail, names, steady, tell
 
 POLL_SECONDS: Final = 0.1
 """How often the coordinator looks, and ranks tell where they are, while a failure is open."""
@@ -106,28 +107,33 @@ class Coordinator:
     def close(self) -> None:
         """Drops all connections."""
         self._stop.set()
-        self._waker.send(b"x")
+        with suppress(OSError):
+            self._waker.send(b"x")
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            often = self._open or self._asked or self._ended or self._members[0].status.left
-            for key, events in self._selector.select(POLL_SECONDS if often else LOOK_SECONDS):
-                connection: Connection | None = key.data
-                if key.fileobj is self._listener:
-                    with suppress(OSError):
-                        sock, _ = self._listener.accept()
-                        self._strangers.add(Connection(sock, self._token, self._clock.look(), self._selector))
-                elif connection is not None and events & selectors.EVENT_WRITE:
-                    connection.write()
-                elif connection is not None:
-                    self._serve(connection)
-            self._look(self._clock.look())
-        for connection in (*self._strangers, *self._connections.values()):
-            connection.close()
-        self._selector.close()
-        for each in (self._listener, self._waker, self._woken):
-            each.close()
+        try:
+            while not self._stop.is_set():
+                often = self._open or self._asked or self._ended or self._members[0].status.left
+                for key, events in self._selector.select(POLL_SECONDS if often else LOOK_SECONDS):
+                    self._go_on(key.fileobj, key.data, events)
+                self._look(self._clock.look())
+        finally:  # also where this thread fails: ranks that lose it end, and do not wait for it
+            for connection in (*self._strangers, *self._connections.values()):
+                connection.close()
+            self._selector.close()
+            for each in (self._listener, self._waker, self._woken):
+                each.close()
+
+    def _go_on(self, file: Any, connection: Connection | None, events: int) -> None:
+        if file is self._listener:
+            with suppress(OSError):
+                sock, _ = self._listener.accept()
+                self._strangers.add(Connection(sock, self._token, self._clock.look(), self._selector))
+        elif connection is not None and events & selectors.EVENT_WRITE:
+            connection.write()
+        elif connection is not None:
+            self._serve(connection)
 
     def _serve(self, connection: Connection) -> None:
         try:
@@ -234,7 +240,7 @@ class Coordinator:
                 trail = self._trail
                 if not status.left:
                     self._send("alarm", rank, "heard", None if trail is None else trail.mark)
-                    ours = None if trail is None else trail.hash_at(status.issued)
+                    ours = None if trail is None else steady(partial(trail.hash_at, status.issued))
                     if ours is not None and ours != status.hash:
                         self._ask(rank, now)
             case Failure() as failure:
@@ -265,12 +271,13 @@ class Coordinator:
             self._send("alarm", rank, "marks")
 
     def _differ(self, rank: int, marks: tuple[Issued, ...]) -> None:
-        if self._trail is None or self._ended:
+        trail, status = self._trail, self._members[rank].status
+        if trail is None or self._ended:
             return
-        status = self._members[rank].status
         told = f"rank 0 and rank {rank} issued different collectives among their first {status.issued}"
-        found = explain(0, self._trail.marks, rank, marks, self._trail.gathers_on_entry)
-        latest = f"the last of them was '{status.latest}' there, '{self._trail.text_at(status.issued)}' on rank 0"
+        ours, text = steady(lambda: (trail.marks, trail.text_at(status.issued)))
+        found = explain(0, ours, rank, marks, trail.gathers_on_entry)
+        latest = f"the last of them was '{status.latest}' there, '{text}' on rank 0"
         self._end(f"{told}: {found or latest}")
 
     def _look(self, now: float) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from zeroweave.ranks.differ import Issued
+
+T = TypeVar("T")
 
 
 class Trail(Protocol):
@@ -151,6 +154,13 @@ class Member:
     @property
     def there(self) -> bool:
         return not (self.status.left or self.gone)
+
+
+def steady(read: Callable[[], T]) -> T:
+    """What a thread reads in a `Trail` that another one writes: again, where that has come in between."""
+    while True:
+        with suppress(RuntimeError):
+            return read()
 
 
 def tell(rank: int, failure: Failure) -> str:
