@@ -178,6 +178,14 @@ class TransportConfig(Section):
 class ShardingConfig(Section):
     """How parameters are sharded."""
 
+    group_size: Annotated[int, Field(ge=1)] | None = None
+    """Ranks that gather parameters together, normally those of one node; a divisor of all ranks. None: all ranks.
+
+    Parameters are sharded over groups of so many consecutive ranks and replicated across groups. Optimizer states are
+    sharded over all ranks. Between groups each step sends two parts of the model, whatever the micro-steps: gradients
+    before the update, and parameters after it. A rank keeps model / group_size in the dtype of the computation, and as
+    much for gradients."""
+
     optional: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Stage 3: patterns of the names of modules (fnmatch) that some ranks may leave out of a forward.
 

@@ -42,7 +42,7 @@ from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.settings import facts_of, policy_of, settings_of
+from zeroweave.engine.settings import facts_of, policy_of, replicas_of, settings_of
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.values import Values
@@ -162,8 +162,8 @@ def _assemble(
     told = agree(control, optimizer, named, asked.whole)
     if optimizer is not None and (left := in_no_group(optimizer, named)):
         warn(left, control.rank)
-    groups = groups_of(settings.experts, control.world)
-    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups)
+    groups, replicas = groups_of(settings.experts, control.world), replicas_of(settings, control.world)
+    layouts = build_layout(specs, control.world, settings.bucket.bytes, settings.bucket.by_block, groups, replicas)
     has = set() if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     outside = [m for _, m in matching(model, settings.sharding.optional, "sharding.optional")]
     optional = {id(p) for module in outside for p in module.parameters()}
@@ -178,12 +178,12 @@ def _assemble(
         raise ConfigError(f"[ZW106] compile.{error}") from None
     ledger.names.update((b.id, b.name) for b in layouts)
     journal = Journal(control.rank)
-    links = Links(group, control, device, ledger, groups, ends)
+    links = Links(group, control, device, ledger, groups, ends, replicas)
     transports = links.transports()
     gathered_in, choice = Places(), Choice("nothing is trained, and so no schedule says where")
     if optimizer is not None:
         gathered_in, choice = gather_by(settings.transport.gathers, transports, links, layouts, journal)
-    meeting = fenced(Grouped(transports) if groups else transports[WORLD], device, settings.debug)
+    meeting = fenced(Grouped(transports) if len(transports) > 1 else transports[WORLD], device, settings.debug)
     ways_differ = ledger.gathers_on_entry and device.type == "cpu" and control.world > 1
     paired = partial(Paired, control=control, ledger=ledger) if ways_differ else None
     transport = Wire(meeting, device, paired=paired)

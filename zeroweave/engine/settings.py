@@ -67,6 +67,22 @@ def policy_of(
     )
 
 
+def replicas_of(config: Config, world: int) -> int:
+    """How many groups of `sharding.group_size` the ranks fall into; ConfigError where ranks are left over."""
+    size = config.sharding.group_size or world
+    if size > world or world % size:
+        raise ConfigError(
+            f"[ZW103] sharding.group_size {size} does not divide the {world} ranks: every rank belongs to a group of "
+            "that many"
+        )
+    if size < world and config.experts.parallel_size > 1:
+        raise ConfigError(
+            "[ZW103] sharding.group_size and experts.parallel_size exclude each other: experts are sharded over the "
+            "ranks that have the same ones; leave sharding.group_size out"
+        )
+    return world // size
+
+
 def facts_of(
     config: Config,
     layouts: Iterable[BucketLayout],
@@ -100,6 +116,7 @@ def facts_of(
         offload=policy.offload_threshold is not None,
         placed=placed,
         copied=frozenset() if least is None else placed,  # the memory of all places is registered then
+        replicated=frozenset(b.id for b in layouts if b.replicas > 1 and b.trainable),
     )
 
 

@@ -16,7 +16,7 @@ from zeroweave.comm.ledger import Ledger
 from zeroweave.comm.places import Places
 from zeroweave.comm.process_group import make_transport, own_group
 from zeroweave.comm.transport import Transport
-from zeroweave.layout import WORLD, BucketLayout
+from zeroweave.layout import ACROSS, INSIDE, WORLD, BucketLayout
 from zeroweave.notices import Journal
 from zeroweave.ranks.control import Control
 from zeroweave.ranks.start import at_end, backstop, groups_at_end
@@ -24,7 +24,10 @@ from zeroweave.ranks.start import at_end, backstop, groups_at_end
 
 @dataclass(frozen=True)
 class Links:
-    """What communicators of an engine are made of, and ended by. `groups`: of sharding, by name, and how many."""
+    """What communicators of an engine are made of, and ended by.
+
+    `groups`: of sharding, by name, and how many. `replicas`: of buckets that all ranks share.
+    """
 
     group: dist.ProcessGroup | None
     control: Control
@@ -32,6 +35,7 @@ class Links:
     ledger: Ledger
     groups: Mapping[str, int]
     ends: ExitStack
+    replicas: int = 1
 
     def transports(self) -> dict[str, Transport]:
         """The transports over `group` and over the sharding groups, whose communicators are made here.
@@ -41,10 +45,15 @@ class Links:
         control, own_ends = self.control, ExitStack()
         groups_at_end(self.ends, own_ends, self.device, lambda: control.broken is not None)
         made = {WORLD: make_transport(self.group, self.device, self.ledger)}
-        for name, count in self.groups.items():
-            if (own := own_group(self.group, control, backstop(control.deadline_seconds), count)) is not None:
+        kinds = [(name, count, False, control.world) for name, count in self.groups.items()]
+        if self.replicas > 1:  # what is added up inside is divided there
+            size = control.world // self.replicas
+            kinds += [(INSIDE, self.replicas, True, control.world), (ACROSS, size, False, 1)]
+        for name, count, consecutive, divisor in kinds:
+            timeout = backstop(control.deadline_seconds)
+            if (own := own_group(self.group, control, timeout, count, consecutive)) is not None:
                 own_ends.callback(end_process_group, own)
-            made[name] = make_transport(own, self.device, self.ledger, name, divisor=control.world)
+            made[name] = make_transport(own, self.device, self.ledger, name, divisor)
         for transport in made.values():
             own_ends.callback(transport.close)
         return dict(made)
@@ -58,6 +67,8 @@ def gather_by(
     Collective. The communicators are made here.
     """
     control, device = links.control, links.device
+    if links.replicas > 1:
+        return Places(), Choice("sharding.group_size: the ranks of a group gather by kernel")
     largest = max((b.nbytes for b in layouts), default=0)
     if why := refused(asked, control, device, largest):
         return Places(), Choice(why)

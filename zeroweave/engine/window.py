@@ -159,7 +159,7 @@ class Window(Observer):
         gradients = self._runtime.gradients
         if late := gradients.marked(self._parts.agreements.union("late gradients", gradients.late())):
             self._runtime.replay.reduce_late(late)
-        gradients.reductions.settle_all()
+        gradients.settle_all()
 
     # ------------------------------------------------------------------ its end
     def is_boundary(self) -> bool:
