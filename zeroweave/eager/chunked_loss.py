@@ -33,9 +33,9 @@ class Head:
     def __init__(self, call: ModuleCall, model: str) -> None:
         self._call, self._model, module = call, model, call.module
         if type(module) is not nn.Linear:
-            raise self.refused(f"has a {type(module).__name__} as its head, which is no plain torch.nn.Linear")
+            self.refuse(f"has a {type(module).__name__} as its head, which is no plain torch.nn.Linear")
         if hooks_as_called(module) or "forward" in vars(module):
-            raise self.refused(f"has hooks or another forward on its head {call.name!r}")
+            self.refuse(f"has hooks or another forward on its head {call.name!r}")
         self.classes = module.out_features
 
     @contextmanager
@@ -55,9 +55,9 @@ class Head:
         found: Tensor = self._call.forward(self._call, (_Waiting(given),), {})
         return found
 
-    def refused(self, what: str) -> EngineError:
+    def refuse(self, what: str) -> NoReturn:
         """`what` the model has or does."""
-        return EngineError(
+        raise EngineError(
             f"[ZW401] loss 'chunked': {self._model} {what}. Its whole logits would be needed: leave loss 'chunked' out"
         )
 
@@ -79,7 +79,8 @@ class Logits:
     """The logits of hidden states [..., features], which are not there."""
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
-        self._head, self._hidden, self.device = head, hidden, hidden.device
+        self._head, self._hidden, self._refuse = head, hidden, head.refuse
+        self.device, self.dtype = hidden.device, hidden.dtype
         self.shape = torch.Size((*hidden.shape[:-1], head.classes))
 
     def size(self, dim: int | None = None) -> Any:
@@ -119,8 +120,6 @@ class Logits:
     __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = __neg__ = __setitem__ = _compute
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)  # what Python looks for, such as __deepcopy__
         self._refuse(f"asks for {name!r} of its logits")
 
     @classmethod
@@ -139,15 +138,13 @@ class Logits:
         ignore_index: int = -100,
         reduce: None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: Any = 0.0,
     ) -> Tensor:
         plain = weight is size_average is reduce is None and not label_smoothing and reduction in ("mean", "sum")
         if not plain or len(self.shape) != 2 or target.shape != self.shape[:1] or target.dtype != torch.int64:
             self._refuse("calls cross_entropy() otherwise than for the mean or sum of [tokens, classes] and [tokens]")
         return self._head.loss(self._hidden, target, ignore_index, reduction == "mean")
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise self._head.refused(what)
 
 
 def chunked_cross_entropy(
