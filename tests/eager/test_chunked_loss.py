@@ -272,7 +272,9 @@ def refusals() -> Iterator[Any]:
     yield pytest.param(lambda: Language(head=other_forward()), {}, "has hooks or another forward", id="forward")
     yield pytest.param(lambda: Block(), {}, r"Block.get_output_embeddings\(\) names no layer", id="no head")
     yield pytest.param(lambda: Nameless(), {}, r"Nameless.get_output_embeddings\(\) names no layer", id="no method")
-    yield pytest.param(lambda: Language(), {"regions": ["head"]}, "outside of all compiled regions", id="compiled")
+    yield pytest.param(
+        lambda: Language(), {"regions": ["head"]}, "let compile.regions name blocks that do not have it", id="compiled"
+    )
 
 
 @pytest.mark.parametrize(("build", "compiled", "says"), list(refusals()))

@@ -146,7 +146,6 @@ class Logits:
         return self._head.loss(self._hidden, target, ignore_index, reduction == "mean")
 
 
-
 def chunked_cross_entropy(
     weight: Tensor, bias: Tensor | None, hidden: Tensor, labels: Tensor, ignored: int, mean: bool
 ) -> Tensor:

@@ -170,8 +170,8 @@ class Calls:
         if call is None:
             raise EngineError(
                 f"[ZW401] loss 'chunked': {kind}.get_output_embeddings() names no layer that runs by itself: let it "
-                "return the torch.nn.Linear that makes the logits, outside of all compiled regions, or leave loss "
-                "'chunked' out"
+                "return the torch.nn.Linear that makes the logits, let compile.regions name blocks that do not have it "
+                "inside, or leave loss 'chunked' out"
             )
         return Head(call, kind)
 
