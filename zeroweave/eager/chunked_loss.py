@@ -118,6 +118,7 @@ class Logits:
         self._refuse("scales, caps or shifts its logits, or computes something else with them")
 
     __add__ = __sub__ = __mul__ = __truediv__ = __pow__ = __matmul__ = __neg__ = __setitem__ = _compute
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _compute
 
     def __getattr__(self, name: str) -> NoReturn:
         self._refuse(f"asks for {name!r} of its logits")
