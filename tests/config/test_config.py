@@ -99,6 +99,7 @@ EVERYTHING: dict[str, Any] = {
     "stage": 2,
     "gradient_accumulation_steps": 4,
     "gradient_clipping": 1.0,
+    "loss": "chunked",
     "gather_after_step": True,
     "deadline_seconds": 30,
     "on_nonfinite": "raise",
@@ -152,6 +153,7 @@ TOML = """
 stage = 2
 gradient_accumulation_steps = 4
 gradient_clipping = 1
+loss = "chunked"
 gather_after_step = true
 deadline_seconds = 30.0
 on_nonfinite = "raise"

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from zeroweave import cli
 from zeroweave.config import Config
+from zeroweave.eager import chunked_loss
 from zeroweave.errors import EngineError
 from zeroweave.plan.calibration import Calibration
 from zeroweave.plan.hardware import GPUS, Efficiency, Hardware
@@ -262,10 +263,24 @@ def test_the_command_plans_as_it_is_asked(tmp_path: Path) -> None:
     assert share["memory"] == Efficiency().memory
 
 
+def test_the_command_foresees_a_loss_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "BYTES", 4 * 2000 * 64)  # 64 of 512 tokens
+    peaks = []
+    for more in ([], ["--loss", "chunked"]):
+        asked = ["plan", "tests.plan.models:language", "--seq", "512", "--stage", "3", "--json", str(tmp_path / "plan")]
+        result = CliRunner().invoke(cli.app, [*asked, *more])
+        assert result.exit_code == 0, result.output
+        assert ('"loss": "chunked"' in result.output) == bool(more)
+        peaks.append(json.loads((tmp_path / "plan").read_text())["rows"][0]["peak"])
+    # Whole logits: bfloat16, float32 and two more of the same, all of them in the backward.
+    assert peaks[0] - peaks[1] > 512 * 2000 * 8
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
         (["--world", "2000"], "1 to 1,024"),
+        (["--loss", "chunked"], "Llama.get_output_embeddings() names no layer"),
         (["--efficiency", "x=1"], "name=value"),
         (["--offload", "all"], "write optimizer, params"),
         (["--offload", "adaptive"], "measured on the GPU"),

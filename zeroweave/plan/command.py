@@ -36,6 +36,9 @@ def plan(
     activation_budget: Annotated[
         float, typer.Option(metavar="SHARE", min=0, max=1, help="of activations that compiled blocks save; 0: none")
     ] = 1.0,
+    loss: Annotated[
+        Literal["chunked"] | None, typer.Option(help="of a language model without whole logits", show_default=False)
+    ] = None,
     offload: Annotated[
         list[str] | None,
         typer.Option(metavar="WHAT[,WHAT]", help="optimizer, params (stage 3) and activations live in host memory"),
@@ -104,6 +107,7 @@ def plan(
             "precision": {"params": precision, "optimizer": "compact" if compact else "full"},
             "compile": {"activation_budget": activation_budget},
             "offload": away,
+            "loss": loss,
             "gradient_accumulation_steps": gas,
             "gradient_clipping": 1.0 if clip else None,
         }

@@ -255,7 +255,7 @@ class PlannedRank:
         """Bytes that the forward has left alive. `ends`: the window does with it."""
         runtime, steps, begin = self._runtime, self._config.gradient_accumulation_steps, self._meter.made
         args, kwargs = arguments_of(self._batch)
-        output = self._calls.run(self._model, args, self._calls.without_cache(dict(kwargs)))
+        output = self._calls.forward(args, kwargs)
         loss = loss_of(output, self._batch, None)
         del output
         offloading = runtime.activations.offloading
