@@ -34,7 +34,7 @@ UNCODED = {
     ("config/sections.py", "ValueError"),
     # another error is made of them where they are caught
     ("checkpoint/files.py", "OSError"),
-    ("checkpoint/fitting.py", "LookupError"),
+    ("checkpoint/compatibility.py", "LookupError"),
     ("checkpoint/folder.py", "ValueError"),
     ("checkpoint/manifest.py", "ValueError"),
     ("checkpoint/plain.py", "ValueError"),

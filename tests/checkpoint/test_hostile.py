@@ -18,8 +18,8 @@ import xxhash
 
 from tests.checkpoint.small import ALONE, is_whole, lying, read, sealed, write
 from zeroweave.checkpoint import random_numbers
+from zeroweave.checkpoint.compatibility import Compatibility, Wanted
 from zeroweave.checkpoint.files import bytes_of
-from zeroweave.checkpoint.fitting import Fitting, Wanted
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import parse
 from zeroweave.checkpoint.reader import opened
@@ -315,7 +315,7 @@ def test_values_that_no_engine_has_written(path: Path) -> None:
     def fit(values: dict[str, Any]) -> None:
         republished(path, lambda fields: fields.update(values=values, tensors={}))
         with opened(Folder(path), None, ALONE) as reader:
-            Fitting(reader.manifest, wanted, True).check(ALONE)
+            Compatibility(reader.manifest, wanted, True).check(ALONE)
 
     fit(RUN)
     for values in lies():

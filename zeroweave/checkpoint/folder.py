@@ -21,7 +21,7 @@ from typing import Final
 from zeroweave.checkpoint import manifest as manifests
 from zeroweave.checkpoint.files import naming, open_file
 from zeroweave.checkpoint.manifest import Manifest
-from zeroweave.checkpoint.partial import Partial, remove, sweep
+from zeroweave.checkpoint.staging import StagingFolder, remove, sweep
 from zeroweave.errors import CheckpointError
 from zeroweave.notices import warn
 
@@ -45,7 +45,7 @@ class Folder:
         self.path = Path(path)
 
     # ------------------------------------------------------------------ writing
-    def begin(self, tag: str, anew: bool = False) -> Partial:
+    def begin(self, tag: str, anew: bool = False) -> StagingFolder:
         """A new folder for the files of a checkpoint that is to have this tag, which must be free.
 
         `anew`: where it is taken it becomes one like it. A run that goes on from an older checkpoint comes to the same
@@ -61,7 +61,7 @@ class Folder:
             state = "has a checkpoint {!r} already"
             if not os.path.lexists(place):
                 try:
-                    partial = Partial(place, claims=True)
+                    partial = StagingFolder(place, claims=True)
                 except FileExistsError:
                     state = "is being given a checkpoint {!r} by another saver"
                 else:
@@ -72,7 +72,7 @@ class Folder:
                 raise CheckpointError(f"[ZW604] {self.path} {state.format(tag)}: choose another tag, or remove it")
         raise AssertionError
 
-    def publish(self, partial: Partial, manifest: Manifest) -> None:
+    def publish(self, partial: StagingFolder, manifest: Manifest) -> None:
         """Gives what lies in `partial` its tag, and makes it the latest.
 
         CheckpointError or OSError where that fails; then nothing has the tag, unless the disk fails at the very end.

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from zeroweave.checkpoint import plain, random_numbers
+from zeroweave.checkpoint.compatibility import quoted
 from zeroweave.checkpoint.export import CONFIGS, Model
 from zeroweave.checkpoint.files import Part
-from zeroweave.checkpoint.fitting import quoted
 from zeroweave.checkpoint.manifest import NAMES
 from zeroweave.checkpoint.writer import Content
 from zeroweave.engine.parts import EngineParts

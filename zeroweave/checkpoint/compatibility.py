@@ -86,7 +86,7 @@ class Wanted:
     clashes: Callable[[Mapping[Any, Any]], Sequence[str]] = lambda state: ()
 
 
-class Fitting:
+class Compatibility:
     """What of a checkpoint is an engine's.
 
     `cut`, `scalars`: of the optimizer's state, by NAME of `engine.checkpoints`.
