@@ -63,7 +63,7 @@ from zeroweave.optim.state_dict import StateDicts, weak
 from zeroweave.optim.states import States, agree, take
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.foreign import foreign_parameters, move, own_parameters
-from zeroweave.parameters.places import rest
+from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.parameters.weights import WeightsLike
 from zeroweave.ranks.alarm import Alarm
@@ -215,7 +215,7 @@ def _assemble(
     slot_of = {id(p): place[name] for name, p in named.items()}
     del named
     stubs, notes = StubStatus(), Notes[Any]((*NUMBERS, SHORT))
-    places = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
+    module_parameters = rest(model, stubs, lambda name, old: runtime.buckets[place[name][0]].real[place[name][1]])
     sharded = None
     if optimizer is not None:
         whole = Whole(asked.whole, transport, control) if asked.whole else None
@@ -234,7 +234,7 @@ def _assemble(
         guard=guard,
         journal=journal,
         agreements=Agreements(control, transport, guard.alarm, guard.progress, notes),
-        places=places,
+        module_parameters=module_parameters,
         stubs=stubs,
         optimizer=sharded,
         original_dtypes=original,
@@ -269,9 +269,9 @@ def _compose(
     sharing = ranks_beside(parts.control, parts.device)
     scheduler = Scheduler(parts, facts, Headroom(parts.transport, parts.agreements, sharing))
     access = Access(parts.model, runtime)
-    for handle in hook_gradients(runtime, parts.places.names):
+    for handle in hook_gradients(runtime, parts.module_parameters.names):
         parts.ends.callback(handle.remove)
-    shown = Shown(runtime, parts.places, access)
+    shown = Shown(runtime, parts.module_parameters, access)
     parts.stubs.attach(shown.read)
     calls = Calls(
         parts.model,
@@ -297,7 +297,9 @@ def _compose(
     values = Values(parts, window, scaler, shown)
     checkpoints = Checkpoints(parts, window, step, scheduler, values, signals, faults)
     if parts.optimizer is not None:
-        served = StateDicts(parts.optimizer, parts.places.names, parts.transport, parts.control, checkpoints.alone)
+        served = StateDicts(
+            parts.optimizer, parts.module_parameters.names, parts.transport, parts.control, checkpoints.alone
+        )
         parts.ends.callback(served.close)
         serve(parts.optimizer.optimizer, parts.optimizer.groups, weak(values.optimizer_shown), parts.ends)
     if settings.checkpoint.save_on_signal is not None:

@@ -16,7 +16,7 @@ from zeroweave.engine.agreements import Agreements
 from zeroweave.engine.guard import Guard, Progress
 from zeroweave.notices import Journal
 from zeroweave.optim.step import ShardedOptimizer
-from zeroweave.parameters.places import Places
+from zeroweave.parameters.module_parameters import ModuleParameters
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.runtime import Runtime
@@ -35,7 +35,7 @@ class EngineParts:
     guard: Guard
     agreements: Agreements
     journal: Journal
-    places: Places
+    module_parameters: ModuleParameters
     stubs: StubStatus
     optimizer: ShardedOptimizer | None
     original_dtypes: Mapping[str, torch.dtype]

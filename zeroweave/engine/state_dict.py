@@ -21,7 +21,7 @@ from zeroweave.engine.parts import EngineParts
 from zeroweave.errors import EngineError, ParameterError
 from zeroweave.layout import BucketLayout, Slot
 from zeroweave.parameters.foreign import is_foreign
-from zeroweave.parameters.places import Places
+from zeroweave.parameters.module_parameters import ModuleParameters
 from zeroweave.ranks.control import Control
 from zeroweave.runtime.bucket import Bucket
 from zeroweave.runtime.runtime import Runtime
@@ -124,7 +124,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 def changing(parts: EngineParts, loading: bool = False) -> list[str]:
     """The names of the modules that change what state dicts have, see `shapes_state_dict`."""
-    own = {handle.id for handle in parts.places.hooks}
+    own = {handle.id for handle in parts.module_parameters.hooks}
     named = parts.model.named_modules()
     return [name or "the model" for name, module in named if shapes_state_dict(module, own, loading)]
 
@@ -208,9 +208,9 @@ def keys(parts: EngineParts) -> Iterator[tuple[str, str, Slot]]:
 
 def _all_names(parts: EngineParts) -> dict[str, list[str]]:
     """Canonical name -> all names of the parameter, that one first. ParameterError where others have come."""
-    parts.places.check()
-    names = {name: [name] for name in parts.places.names}
-    for alias, name in parts.places.aliases.items():
+    parts.module_parameters.check()
+    names = {name: [name] for name in parts.module_parameters.names}
+    for alias, name in parts.module_parameters.aliases.items():
         names[name].append(alias)
     return names
 
@@ -246,17 +246,17 @@ def agree_on_state(
     )
 
 
-def name_of(parameter: nn.Parameter | str, model: nn.Module, places: Places) -> str:
+def name_of(parameter: nn.Parameter | str, model: nn.Module, parameters: ModuleParameters) -> str:
     """The canonical name of a parameter that is given by one of its names or as the user's object."""
     if isinstance(parameter, str):
-        name = places.aliases.get(parameter, parameter)
-        if name in places.names:
+        name = parameters.aliases.get(parameter, parameter)
+        if name in parameters.names:
             return name
-        near = difflib.get_close_matches(parameter, places.names, n=1)
+        near = difflib.get_close_matches(parameter, parameters.names, n=1)
         raise EngineError(
             f"[ZW406] the model has no parameter {parameter!r}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
-    for named in (places.names.items(), model.named_parameters()):  # the user's own objects; those shown now
+    for named in (parameters.names.items(), model.named_parameters()):  # the user's own objects; those shown now
         for name, known in named:
             if known is parameter:
                 return name
@@ -354,4 +354,4 @@ def share(buffer: torch.Tensor, runtime: Runtime) -> None:
 
 def names_of(parts: EngineParts) -> dict[int, str]:
     """The canonical name of each of the user's parameters, by `id`."""
-    return {id(parameter): name for name, parameter in parts.places.names.items()}
+    return {id(parameter): name for name, parameter in parts.module_parameters.names.items()}

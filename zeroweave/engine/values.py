@@ -97,7 +97,7 @@ class Values:
 
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._window.refuse_inside(method)
-        name = state.name_of(parameter, self._model, self._parts.places)
+        name = state.name_of(parameter, self._model, self._parts.module_parameters)
         bucket_id, slot = self._runtime.directory.places[name]
         bucket = self._runtime.buckets[bucket_id]
         if what != "param" and not bucket.layout.trainable:
@@ -294,7 +294,7 @@ class Values:
 
     def give_back(self, values: Mapping[str, torch.Tensor], states: States) -> None:
         """The model and the optimizer are ordinary ones again, with what `whole` has found."""
-        self._parts.places.restore(values.__getitem__)
+        self._parts.module_parameters.restore(values.__getitem__)
         if self._optimizer is not None:
             self._optimizer.destroy(states)
 

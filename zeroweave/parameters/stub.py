@@ -35,7 +35,7 @@ class Showing(Enum):
 class StubStatus:
     """What all stubs of one engine know about it, and what the program has told them.
 
-    `Places` tells what the modules show, the engine of gradients.
+    `ModuleParameters` tells what the modules show, the engine of gradients.
     """
 
     gradients_pending: bool = False

@@ -32,7 +32,7 @@ from zeroweave.optim.scaler import Scaler, checks
 from zeroweave.optim.states import States
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.foreign import own_parameters
-from zeroweave.parameters.places import rest
+from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.kernels import PlannedKernels
