@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
@@ -56,7 +56,7 @@ class About:
     @classmethod
     def read(
         cls,
-        parts: EngineParts,
+        parts: EngineContext,
         stats: Stats,
         seconds: tuple[tuple[int, float], ...],
         losses: tuple[tuple[int, float], ...],
@@ -102,7 +102,7 @@ class Samples:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineContext,
         scheduler: Scheduler,
         step: OptimizerStep,
         stats: Callable[[], Stats],
@@ -120,7 +120,7 @@ class Samples:
     @classmethod
     def asked_for(
         cls,
-        parts: EngineParts,
+        parts: EngineContext,
         scheduler: Scheduler,
         step: OptimizerStep,
         stats: Callable[[], Stats],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.headroom import Headroom
-from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.recording import Recording
 from zeroweave.errors import ScheduleError
 from zeroweave.runtime.timeline import Timeline
@@ -16,7 +16,7 @@ from zeroweave.schedule import Step
 class Timing:
     """The timeline of the open window, where it has one, and the recordings that are open."""
 
-    def __init__(self, parts: EngineParts, headroom: Headroom) -> None:
+    def __init__(self, parts: EngineContext, headroom: Headroom) -> None:
         self._parts, self._headroom = parts, headroom
         self._recordings: list[Recording] = []
         """those that are open"""

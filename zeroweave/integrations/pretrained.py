@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zeroweave.engine import Engine
-from zeroweave.engine.asked import OptimizerLike
+from zeroweave.engine.arguments import OptimizerLike
 from zeroweave.engine.assembly import initialize
 from zeroweave.errors import UnsupportedError
 from zeroweave.integrations.converted import converted

@@ -46,7 +46,7 @@ class StubStatus:
     hooks: dict[str, Hooks] = field(default_factory=dict)
     """those of parameters, by name"""
     read: Callable[[str, bool], torch.Tensor | None] = field(default=lambda name, values: None)
-    """See `Shown.read`. Without an engine no parameter can be read."""
+    """See `ParameterVisibility.read`. Without an engine no parameter can be read."""
 
     def attach(self, read: Callable[[str, bool], torch.Tensor | None]) -> None:
         """Called once, by what shows the real parameters: `read` is a method of it."""

@@ -24,11 +24,11 @@ from zeroweave.checkpoint.writer import Saving, words
 from zeroweave.comm import rounding
 from zeroweave.engine.checkpoints.loaded import Loaded
 from zeroweave.engine.checkpoints.saved import Saved
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
+from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.state_dict import listed, stream
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.values import Values
 from zeroweave.engine.window import Window
 from zeroweave.errors import CheckpointError, EngineError
 from zeroweave.notices import warn
@@ -48,11 +48,11 @@ class Checkpoints:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineContext,
         window: Window,
         step: OptimizerStep,
         scheduler: Scheduler,
-        values: Values,
+        values: ParameterAccess,
         signals: Signals,
         faults: Faults,
     ) -> None:

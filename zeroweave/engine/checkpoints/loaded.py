@@ -9,7 +9,7 @@ import torch
 
 from zeroweave.checkpoint.compatibility import Compatibility, Wanted, quoted
 from zeroweave.checkpoint.reader import Reader
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.state_dict import extra_states, names_of, persistent_buffers
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.window import Window
@@ -22,7 +22,7 @@ from zeroweave.runtime.bucket import Bucket
 class Loaded:
     """Puts a checkpoint, by the names of this package, into one engine."""
 
-    def __init__(self, parts: EngineParts, window: Window, step: OptimizerStep) -> None:
+    def __init__(self, parts: EngineContext, window: Window, step: OptimizerStep) -> None:
         self._parts, self._runtime, self._control = parts, parts.runtime, parts.control
         self._window, self._step = window, step
 

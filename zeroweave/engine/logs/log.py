@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.logs.sinks import Figures, Happened, Sink
-from zeroweave.engine.parts import EngineParts
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.versions import device_name, versions
@@ -36,7 +36,7 @@ class _Share(NamedTuple):
 class Log:
     """The log of one engine. `sinks`: where it goes; none on ranks other than 0."""
 
-    def __init__(self, parts: EngineParts, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]) -> None:
+    def __init__(self, parts: EngineContext, scheduler: Scheduler, step: OptimizerStep, sinks: Sequence[Sink]) -> None:
         self._parts, self._scheduler, self._step, self._sinks = parts, scheduler, step, list(sinks)
         self._every, self._told = parts.config.log.every, False
         self._exposed: tuple[Schedule, float | None] | None = None

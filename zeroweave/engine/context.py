@@ -23,7 +23,7 @@ from zeroweave.runtime.runtime import Runtime
 
 
 @dataclass(frozen=True)
-class EngineParts:
+class EngineContext:
     """What lies below an engine, and what its objects share; see `initialize`."""
 
     model: nn.Module

@@ -13,7 +13,7 @@ from zeroweave.engine.logs.noted import Noted
 from zeroweave.engine.samples import Samples
 
 
-class Followers:
+class AfterStep:
     """Those of one engine. `log`, `samples`: None where nobody asked."""
 
     def __init__(self, transport: Wire, checkpoints: Checkpoints, log: Log | None, samples: Samples | None) -> None:

@@ -20,7 +20,7 @@ from zeroweave.parameters.stub import AtRest
 from zeroweave.runtime.runtime import Runtime
 
 
-class Shown:
+class ParameterVisibility:
     """What the modules show: real, watched parameters while anybody computes; else stubs, or views if open.
 
     The views are for users, who may keep them: they own a share of the flat, which then lingers. When their time
