@@ -361,13 +361,17 @@ def import_(
 ) -> None:
     """Write the weights of a file as safetensors, or a ZeRO checkpoint of DeepSpeed as one that engine.load takes.
 
-    SOURCE is read in a process of its own, without running the code that it names.
+    SOURCE is read without running the code that it names.
     """
-    from zeroweave.checkpoint.pickled import start
-
     if not trust_pickle:
         raise typer.BadParameter(f"{source} is a pickle: say --trust-pickle if you know where it comes from")
-    raise typer.Exit(start(source, folder, key, optimizer, shard_bytes))
+    with _told():
+        from zeroweave.checkpoint import deepspeed, torch_save
+
+        if source.is_dir():
+            print(deepspeed.convert(source, folder, optimizer))
+        else:
+            print(torch_save.convert(source, folder, key or "", shard_bytes))
 
 
 @ckpt.command()

@@ -23,10 +23,12 @@ import torch
 from zeroweave.checkpoint import plain
 from zeroweave.checkpoint.export import Model
 from zeroweave.checkpoint.files import Part
-from zeroweave.checkpoint.inert import load
+from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import NAMES
-from zeroweave.checkpoint.writer import Content
+from zeroweave.checkpoint.torch_save import load
+from zeroweave.checkpoint.writer import Content, Saving
 from zeroweave.errors import CheckpointError, EngineError
+from zeroweave.ranks.control import Control
 
 _OPTIMIZER: Final = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _OWN: Final = frozenset(
@@ -35,8 +37,6 @@ _OWN: Final = frozenset(
     "ds_version checkpoint_parallel_dimensions sparse_tensor_module_names autotp_uc_info torch_rng_state".split()
 )
 """What DeepSpeed itself writes beside what a program hands in."""
-
-
 _LONGEST_TAG: Final = 4096
 _KEYS: Final = 64
 """What an optimizer may keep of a parameter."""
@@ -64,6 +64,14 @@ class _Source(NamedTuple):
         numel = torch.Size(self.shape).numel()
         flat = torch.cat([tensor.narrow(0, start, count) for tensor, start, count in self.ranges])
         return flat[:numel].view(self.shape)
+
+
+def convert(source: Path, folder: Path, optimizer: str) -> str:
+    """Makes a checkpoint in `folder`, whose optimizer is of the class `optimizer`; what was done, in words."""
+    found, alone = read(source, optimizer), Control(None, 0, 1)
+    Saving(Folder(folder), found.tag, found.step, found.stage, lambda: found.content, alone, None).finish()
+    left_out = f", without {', '.join(found.left_out)}" if found.left_out else ""
+    return f"wrote the checkpoint {found.tag} of {source} to {folder}{left_out}"
 
 
 def read(path: Path, kind: str) -> Imported:
