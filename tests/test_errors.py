@@ -36,7 +36,6 @@ UNCODED = {
     ("checkpoint/files.py", "OSError"),
     ("checkpoint/compatibility.py", "LookupError"),
     ("checkpoint/folder.py", "ValueError"),
-    ("checkpoint/manifest.py", "ValueError"),
     ("checkpoint/plain.py", "ValueError"),
     ("checkpoint/reader.py", "OSError"),
     ("checkpoint/writer.py", "_Stopped"),

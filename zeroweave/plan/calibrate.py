@@ -22,8 +22,7 @@ from zeroweave._torch.distributed import all_gather
 from zeroweave.comm.clock import clock_of
 from zeroweave.comm.pending import beside, side_of
 from zeroweave.comm.process_group import device_of
-from zeroweave.plan.calibration import Calibration
-from zeroweave.plan.hardware import Efficiency
+from zeroweave.plan.hardware import Calibration, Efficiency
 from zeroweave.ranks.start import start_process_group
 from zeroweave.report.apart import answer_of, run
 from zeroweave.schedule import Line

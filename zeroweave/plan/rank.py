@@ -35,8 +35,7 @@ from zeroweave.parameters.foreign import own_parameters
 from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.plan.hardware import Hardware
-from zeroweave.plan.kernels import PlannedKernels
-from zeroweave.plan.meter import Meter, PlannedClock
+from zeroweave.plan.meter import Meter, PlannedClock, PlannedKernels
 from zeroweave.plan.transport import PlannedCopies, PlannedTransport
 from zeroweave.plan.work import Program
 from zeroweave.runtime.backward import Observer
