@@ -42,7 +42,7 @@ UNCODED = {
     ("integrations/deepspeed_schedules.py", "NotImplementedError"),
     ("ranks/board.py", "ConnectionError"),
     ("ranks/control.py", "RuntimeError"),
-    ("report/apart.py", "RuntimeError"),
+    ("report/launch.py", "RuntimeError"),
     ("_triton/masters.py", "RuntimeError"),
     # what no program can bring about
     ("checkpoint/folder.py", "AssertionError"),

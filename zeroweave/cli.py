@@ -169,8 +169,8 @@ def schedule(
     """
     import json
 
+    from zeroweave.report.lanes import trace as traced
     from zeroweave.report.schedule import report
-    from zeroweave.report.trace import trace as traced
 
     shown = _courses(source, arguments, rank, ranks, steps)
     for line in report(shown):

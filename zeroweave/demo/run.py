@@ -28,7 +28,7 @@ from zeroweave.comm.process_group import device_of
 from zeroweave.demo.model import Llama
 from zeroweave.demo.text import Text
 from zeroweave.ranks.start import start_process_group
-from zeroweave.report.tables import chart, size, table
+from zeroweave.report.tables import size, table
 
 LEARNING_RATE = 2e-3
 DIFFERENCE: Final = 1e-5
@@ -219,7 +219,6 @@ class Demo:
             lines = [
                 "",
                 f"loss {first:.2f} -> {last:.2f} in {steps} steps, {took}, {parameters:,} parameters",
-                *chart(losses),
                 "",
                 f"schedule of {_SHOWN} ({len(block)} lines of a step's {len(schedule.instructions)} instructions)",
                 *block,
