@@ -64,7 +64,7 @@ def test_the_profile_is_there_when_it_was_asked_for(run: tuple[str, dict[str, An
 
 
 @pytest.mark.matrix
-def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int]) -> None:
+def test_the_report_shows_stages_and_schedule(run: tuple[str, dict[str, Any], int]) -> None:
     output, _, stage = run
     assert "Run layers.1 forward [layers.1]" in output and "Run layers.1 backward [layers.1]" in output
     freed = output.index("Reshard layers.1") < output.index("Run layers.1 backward")
@@ -72,7 +72,6 @@ def test_the_report_shows_curve_and_schedule(run: tuple[str, dict[str, Any], int
     rows = [line.split("  ") for line in output.splitlines() if line.startswith("stage ")]
     assert [row[0] for row in rows] == ["stage 1", "stage 2", "stage 3"]
     assert all("every bit equal" in row for row in rows)
-    assert " |" in output and "*" in output
 
 
 @pytest.mark.matrix

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroweave.config import Config
-from zeroweave.engine.logs.asked import refuse_missing
+from zeroweave.engine.logs.log import refuse_missing
 from zeroweave.engine.settings import passes_of
 from zeroweave.errors import EngineError
 from zeroweave.experts import find_experts

@@ -36,8 +36,7 @@ from zeroweave.engine.checkpoints.checkpoints import Checkpoints
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.guard import Guard, Progress
 from zeroweave.engine.headroom import SHORT, Headroom, ranks_beside
-from zeroweave.engine.logs.asked import is_asked_for, sinks_of
-from zeroweave.engine.logs.log import Log
+from zeroweave.engine.logs.log import Log, is_asked_for, sinks_of
 from zeroweave.engine.logs.sinks import Sink
 from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parameter_access import ParameterAccess
