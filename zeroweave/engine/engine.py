@@ -15,12 +15,12 @@ from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
 from zeroweave.engine.context import EngineContext
 from zeroweave.engine.parameter_access import ParameterAccess, tell_dropped
-from zeroweave.engine.recording import Recording
 from zeroweave.engine.scheduler import Plan, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.timing import Recording
 from zeroweave.engine.untraced import untraced
 from zeroweave.engine.window import Window
 from zeroweave.layout import BucketLayout, Fragment

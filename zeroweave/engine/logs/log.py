@@ -23,7 +23,6 @@ from zeroweave.engine.context import EngineContext
 from zeroweave.engine.logs.sinks import TRACKERS, Figures, Happened, JsonLines, Sink
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.engine.versions import device_name, versions
 from zeroweave.errors import ConfigError
 from zeroweave.notices import on_stderr, warn
 from zeroweave.schedule import Schedule, simulate
@@ -85,14 +84,7 @@ class Log:
         self._steps = self._tokens = 0
         self._losses: list[torch.Tensor] = []
         self._events: list[Happened] = []
-        about = {
-            "model": type(parts.model).__name__,
-            "world": parts.control.world,
-            "device": device_name(parts.device),
-            "gathers": str(parts.gathers),
-            "versions": versions(),
-            "config": parts.config.model_dump(mode="json"),
-        }
+        about = {**parts.described, "gathers": str(parts.gathers)}
         self._to_sinks(lambda sink: sink.begin(about))
 
     def step_ended(self, loss: torch.Tensor | None, tokens: int) -> None:

@@ -11,8 +11,7 @@ from torch import nn
 from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import EngineError
-from zeroweave.integrations.accelerate import ZeroweaveAccelerator
-from zeroweave.integrations.accelerate_parts import AcceleratedModel
+from zeroweave.integrations.accelerate import AcceleratedModel, ZeroweaveAccelerator
 
 
 class TrainerAccelerator(ZeroweaveAccelerator):

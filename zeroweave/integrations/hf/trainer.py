@@ -18,10 +18,10 @@ from transformers.trainer import SCHEDULER_NAME
 from zeroweave.config import Config
 from zeroweave.engine import Engine
 from zeroweave.errors import ConfigError
-from zeroweave.integrations.accelerate_parts import AcceleratedModel
-from zeroweave.integrations.converted import converted
+from zeroweave.integrations.accelerate import AcceleratedModel
 from zeroweave.integrations.hf.accelerator import TrainerAccelerator
 from zeroweave.integrations.hf.arguments import TrainingArguments
+from zeroweave.integrations.pretrained import converted
 from zeroweave.optim.several import WholeMatrices
 
 _FOLDER: Final = "zeroweave"
