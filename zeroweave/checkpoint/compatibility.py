@@ -12,9 +12,9 @@ import torch
 from pydantic import Field, ValidationError
 
 from zeroweave.checkpoint import plain
-from zeroweave.checkpoint.manifest import DTYPES, NAME, Count, Manifest, Strict, reason
+from zeroweave.checkpoint.manifest import DTYPES, NAME, Count, Manifest, Strict
 from zeroweave.checkpoint.reader import Reader
-from zeroweave.errors import CheckpointError
+from zeroweave.errors import CheckpointError, first_problem
 from zeroweave.ranks.control import Control
 
 _OWN_BUFFER: Final = re.compile(r"rank/\d+/buffer/(.*)")
@@ -106,7 +106,7 @@ class Compatibility:
         try:
             self.facts = Facts.model_validate(known)
         except ValidationError as error:
-            raise CheckpointError(f"{NAME} holds values of no engine: {reason(error)}") from None
+            raise CheckpointError(f"{NAME} holds values of no engine: {first_problem(error)}") from None
         self.cut: dict[str, list[str]] = {}
         for of, key, _ in _of_parameters("state", manifest.tensors):
             self.cut.setdefault(of, []).append(key)

@@ -16,7 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from zeroweave.errors import CheckpointError
+from zeroweave.errors import CheckpointError, first_problem
 
 NAME: Final = "manifest.json"
 _BEGIN: Final = b'{"checksum":"'
@@ -140,15 +140,9 @@ def parse(content: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
-        raise CheckpointError(f"{NAME} is of no version that can be read: {reason(error)}") from None
+        raise CheckpointError(f"{NAME} is of no version that can be read: {first_problem(error)}") from None
     _check(manifest)
     return manifest
-
-
-def reason(error: ValidationError) -> str:
-    """The first thing that is wrong."""
-    first = error.errors(include_url=False)[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _check(manifest: Manifest) -> None:

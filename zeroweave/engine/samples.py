@@ -21,7 +21,7 @@ from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
-from zeroweave.errors import EngineError, ScheduleError
+from zeroweave.errors import EngineError, ScheduleError, first_problem
 from zeroweave.layout import BucketLayout
 from zeroweave.schedule import Measured, Step, costs_of
 
@@ -62,11 +62,8 @@ class About:
         try:
             return _ABOUT.validate_python(told)
         except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, ("measured", "about", *first["loc"])))
-            raise ScheduleError(
-                f"[ZW703] {name}: not written by this version of zeroweave: {field}: {first['msg']}"
-            ) from None
+            problem = first_problem(error, "measured.about")
+            raise ScheduleError(f"[ZW703] {name}: not written by this version of zeroweave: {problem}") from None
 
 
 _ABOUT: Final = TypeAdapter(About)

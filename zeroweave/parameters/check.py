@@ -1,7 +1,7 @@
 """Which models can be sharded: every parameter and buffer is checked before any is touched.
 
 `check` raises one error with all offenders, grouped by reason, each reason with its cure. It changes
-nothing and allocates nothing; after it has passed, `places.rest` is expected to succeed.
+nothing and allocates nothing; after it has passed, `module_parameters.rest` is expected to succeed.
 """
 
 from __future__ import annotations

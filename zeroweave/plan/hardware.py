@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from zeroweave.errors import EngineError
+from zeroweave.errors import EngineError, first_problem
 from zeroweave.schedule import Line
 from zeroweave.schedule.passes.room import TAX
 
@@ -198,11 +198,8 @@ class Calibration:
         except OSError as error:
             raise EngineError(f"[ZW903] {path}: {error.strerror}") from None
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
             raise EngineError(
-                f"[ZW903] {path} is no calibration: {where + ': ' if where else ''}{first['msg']}; make it anew with "
-                "--calibrate"
+                f"[ZW903] {path} is no calibration: {first_problem(error)}; make it anew with --calibrate"
             ) from None
 
     @classmethod

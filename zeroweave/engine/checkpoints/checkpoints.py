@@ -170,9 +170,8 @@ class Checkpoints:
             with opened(folder, tag, self._control) as reader:
                 compatibility = Compatibility(reader.manifest, self._loaded.wanted(), strict)
                 compatibility.check(self._control)
-                client = compatibility.client(
-                    reader
-                )  # first: there may be no memory for it, and then nothing has changed
+                # First: there may be no memory for it, and then nothing has changed.
+                client = compatibility.client(reader)
                 if data is not None:  # it may refuse, too
                     _take_position(data, compatibility.data(self._control.rank, self._control.world))
                 self._loaded.load_extra(compatibility)
