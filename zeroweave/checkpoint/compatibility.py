@@ -1,4 +1,4 @@
-"""Is a checkpoint one of this engine's model and optimizer, and what of it is whose?"""
+"""Compares a checkpoint with an engine: its model, its optimizer and its scheduler."""
 
 from __future__ import annotations
 

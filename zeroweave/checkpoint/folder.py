@@ -117,7 +117,7 @@ class Folder:
     # ------------------------------------------------------------------ reading
     @property
     def empty(self) -> bool:
-        """Has nothing been saved here?"""
+        """True if nothing has been saved here."""
         return not (self.tags() or os.path.lexists(self.path / LATEST))
 
     def tags(self) -> list[str]:
@@ -168,7 +168,7 @@ class Folder:
         return step if found == tag else None
 
     def _is_intact(self, tag: str) -> bool:
-        """Has its manifest the bytes that were written?"""
+        """True if its manifest has the bytes that were written."""
         try:
             manifests.check_bytes(self._manifest_bytes(tag))
         except CheckpointError:
@@ -176,7 +176,7 @@ class Folder:
         return True
 
     def _is_of(self, tag: str, step: int) -> bool:
-        """Can it be read, and is it of this step?"""
+        """True if it can be read and is of this step."""
         try:
             return self.manifest(tag).step == step
         except CheckpointError:

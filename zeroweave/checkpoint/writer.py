@@ -108,7 +108,7 @@ class Saving:
 
     @property
     def failed(self) -> bool:
-        """Has something gone wrong on this rank?"""
+        """True if something has gone wrong on this rank."""
         return bool(self._mine.failure or self._published.failure)
 
     def finish(self) -> None:

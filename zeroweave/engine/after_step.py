@@ -23,7 +23,7 @@ class AfterStep:
 
     @property
     def _look(self) -> bool:
-        """Does anybody want to know of the present micro-step?"""
+        """True if the log or the samples need the present micro-step."""
         return (self._log is not None or self._samples is not None) and not self._transport.skips
 
     def batch(self, training: bool, *batch: Any) -> None:

@@ -51,7 +51,7 @@ class EngineContext:
 
     @property
     def between_windows(self) -> bool:
-        """Has nothing been computed or reduced since the last optimizer step?"""
+        """True if nothing has been computed or reduced since the last optimizer step."""
         computing = self.runtime.in_session or self.runtime.in_backward
         return not (computing or self.runtime.replay.record or self.stubs.gradients_pending)
 

@@ -201,7 +201,7 @@ def _of_uses(model: nn.Module, parameters: dict[str, nn.Parameter]) -> Iterator[
 
 
 def _is_in_use(parameter: nn.Parameter) -> bool:
-    """Does anything in C++ hold the parameter? An AccumulateGrad node is no obstacle."""
+    """True if anything in C++ but an AccumulateGrad node holds the parameter."""
     return use_count(parameter) > 1 + parameter.requires_grad
 
 

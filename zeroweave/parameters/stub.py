@@ -257,7 +257,7 @@ def _real(tensor: torch.Tensor, reads: bool) -> torch.Tensor:
 
 
 def _resizes() -> bool:
-    """Does transformers' method of this name read or write here? The error can name what the user called then."""
+    """True if transformers' method of this name reads or writes here: the error can name what the user called then."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "resize_token_embeddings":
         frame = frame.f_back

@@ -47,7 +47,7 @@ class Passed:
         self._clock.reach(self.time)
 
     def query(self) -> bool:
-        """Is it over? The host keeps pace with the device."""
+        """True if it is over. The host keeps pace with the device."""
         return self._clock.now >= self.time
 
 

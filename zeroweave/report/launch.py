@@ -136,7 +136,7 @@ def _code(code: int, reason: str) -> int:
 
 
 def _is_own(code: int, reason: str) -> bool:
-    """Does a rank's end say something about itself, and not only that another one is missing?"""
+    """True if a rank's end says something about itself, and not only that another one is missing."""
     if reason:
         return not reason.startswith((": RankFailure", ": AgreementError"))
     return code not in (1, -signal.SIGTERM)
