@@ -3,7 +3,7 @@
     DIR/latest                       {"tag":"step-00000200","manifest":"<its checksum>"}
     DIR/step-00000200/manifest.json  see `manifest`
     DIR/step-00000200/rank-00000.safetensors …
-    DIR/.step-00000300.4f1c….partial what is being written, see `partial`
+    DIR/.step-00000300.4f1c….partial what is being written, see `staging`
 
 A checkpoint is written beside its place and renamed when all of it is on the disk, `latest` after that. So whatever is
 there under a tag is whole, and a run that dies at any moment leaves what was there before.
