@@ -34,16 +34,15 @@ UNCODED = {
     ("config/sections.py", "ValueError"),
     # another error is made of them where they are caught
     ("checkpoint/files.py", "OSError"),
-    ("checkpoint/fitting.py", "LookupError"),
+    ("checkpoint/compatibility.py", "LookupError"),
     ("checkpoint/folder.py", "ValueError"),
-    ("checkpoint/manifest.py", "ValueError"),
     ("checkpoint/plain.py", "ValueError"),
     ("checkpoint/reader.py", "OSError"),
     ("checkpoint/writer.py", "_Stopped"),
     ("integrations/deepspeed_schedules.py", "NotImplementedError"),
     ("ranks/board.py", "ConnectionError"),
     ("ranks/control.py", "RuntimeError"),
-    ("report/apart.py", "RuntimeError"),
+    ("report/launch.py", "RuntimeError"),
     ("_triton/masters.py", "RuntimeError"),
     # what no program can bring about
     ("checkpoint/folder.py", "AssertionError"),

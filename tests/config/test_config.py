@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,13 +238,6 @@ def test_a_config_cannot_change() -> None:
         config.stage = 1
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         config.compile.prefetch = 2
-
-
-@pytest.mark.parametrize("read", [Config.load, lambda source: Config(**source)])
-def test_the_older_name_of_predivide_works_with_a_warning(read: Callable[[dict[str, Any]], Config]) -> None:
-    with pytest.warns(UserWarning, match="'presum' is called 'predivide'") as caught:
-        assert read({"reduce": {"op": "presum"}}).reduce.op == "predivide"
-    assert [each.filename for each in caught] == [__file__]
 
 
 def test_the_runtime_by_name_has_the_debug_switches_among_its_keys() -> None:

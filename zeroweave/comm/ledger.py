@@ -127,9 +127,9 @@ class Ledger:
     ) -> None:
         """Notes one collective when it is issued.
 
-        `payload`: bytes of the full flat, padding included; see `Traffic`. `group`: the sharding group's name,
-        `world`: its ranks (None: all); what goes across replicas is a kind of its own. This rank, and which of the groups of that name it is in, are no part of the
-        hash.
+        `payload`: bytes of the full flat, padding included; see `Traffic`. `group`: the sharding group's name, `world`:
+        its ranks (None: all); what goes across replicas is a kind of its own. This rank, and which of the groups of
+        that name it is in, are no part of the hash.
         """
         each = Collective(kind, bucket, dtype, payload, group, self.world if world is None else world)
         words, wire = _hashed(each)

@@ -6,8 +6,6 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from zeroweave.notices import warn
-
 _Scale = Annotated[float, Field(gt=0)]
 _DYNAMIC = frozenset({"initial_loss_scale", "loss_scale_window", "loss_scale_hysteresis", "min_loss_scale"})
 """Keys of `precision` that mean something for a dynamic loss scale only."""
@@ -109,14 +107,6 @@ class ReduceConfig(Section):
 
     op: Literal["average", "predivide"] = "average"
     """"average": the backend's average; "predivide": divide by the world, then sum."""
-
-    @field_validator("op", mode="before")
-    @classmethod
-    def _op_by_its_name(cls, op: object) -> object:
-        if op == "presum":
-            warn("reduce.op 'presum' is called 'predivide': write that")
-            return "predivide"
-        return op
 
 
 class CompileConfig(Section):

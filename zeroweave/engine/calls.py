@@ -22,7 +22,7 @@ from zeroweave.eager.access import Access
 from zeroweave.eager.chunked_loss import Head
 from zeroweave.eager.handles import SavedTensors
 from zeroweave.eager.hooks import Compiled, ModuleCall, own_outputs
-from zeroweave.eager.shown import Shown
+from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.errors import EngineError
 from zeroweave.notices import Journal, warn
 from zeroweave.parameters.foreign import own_parameters
@@ -58,7 +58,7 @@ class Calls:
         runtime: Runtime,
         config: Config,
         access: Access,
-        shown: Shown,
+        shown: ParameterVisibility,
         device_type: str,
         rank: int,
         journal: Journal,

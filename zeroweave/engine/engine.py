@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from zeroweave.comm.ledger import Ledger
+from zeroweave.engine.after_step import AfterStep
 from zeroweave.engine.calls import Calls, Loss, arguments_of, loss_of
 from zeroweave.engine.checkpoints.checkpoints import Checkpoints, Plain, StrPath
-from zeroweave.engine.followers import Followers
-from zeroweave.engine.parts import EngineParts
-from zeroweave.engine.recording import Recording
+from zeroweave.engine.context import EngineContext
+from zeroweave.engine.parameter_access import ParameterAccess, tell_dropped
 from zeroweave.engine.scheduler import Plan, Scheduler
 from zeroweave.engine.settings import PlanChanges, Prefetch, changes_of
 from zeroweave.engine.snapshot import tried_out
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
+from zeroweave.engine.timing import Recording
 from zeroweave.engine.untraced import untraced
-from zeroweave.engine.values import Values, tell_dropped
 from zeroweave.engine.window import Window
 from zeroweave.layout import BucketLayout, Fragment
 from zeroweave.schedule import Instruction, Operations, Pass, Schedule
@@ -47,14 +47,14 @@ class Engine:
 
     def __init__(
         self,
-        parts: EngineParts,
+        parts: EngineContext,
         calls: Calls,
         scheduler: Scheduler,
         window: Window,
         step: OptimizerStep,
-        values: Values,
+        values: ParameterAccess,
         checkpoints: Checkpoints,
-        followers: Followers,
+        followers: AfterStep,
         stats: Callable[[], Stats],
     ) -> None:
         self.module, self.config, self.device = parts.model, parts.config, parts.device

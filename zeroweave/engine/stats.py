@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zeroweave.comm.ledger import Traffic
 from zeroweave.engine.calls import Calls
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.scheduler import Scheduler
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.runtime.runtime import Runtime
@@ -132,7 +132,7 @@ class Stats:
     device: DeviceMemory = DeviceMemory()
 
     @classmethod
-    def read(cls, parts: EngineParts, calls: Calls, last_step: Mapping[str, Traffic], scheduler: Scheduler) -> Stats:
+    def read(cls, parts: EngineContext, calls: Calls, last_step: Mapping[str, Traffic], scheduler: Scheduler) -> Stats:
         runtime, templates, graphs = parts.runtime, calls.templates, parts.runtime.graphs
         offloading = runtime.activations.offloading
         compiled = {} if templates is None else templates.phases.seconds
@@ -169,7 +169,7 @@ class Stats:
         )
 
 
-def _gathers(parts: EngineParts) -> str:
+def _gathers(parts: EngineContext) -> str:
     refused = parts.runtime.places.refused
     if refused is None or parts.gathers.least is None:
         return str(parts.gathers)

@@ -13,8 +13,24 @@ from zeroweave.errors import EngineError
 from zeroweave.plan.hardware import Hardware
 from zeroweave.plan.model import Source
 from zeroweave.plan.rank import Measured, Planned, PlannedRank
+from zeroweave.report.tables import tables
 from zeroweave.schedule import flats_of
 
+_GIB: Final = 2**30
+_MIB: Final = 2**20
+_HEAD: Final = (
+    "schedule",
+    "ranks",
+    "parameters",
+    "optimizer",
+    "gradients",
+    "activations",
+    "flats",
+    "peak",
+    "host",
+    "step s",
+    "exposed s",
+)
 ROOM: Final = 0.9
 """The share of a GPU's memory that a plan may fill: the rest is for the driver, libraries and fragmentation."""
 
@@ -172,3 +188,27 @@ def refuse_worlds(worlds: Iterable[int]) -> None:
     """EngineError for a world that cannot be planned."""
     if wrong := [world for world in worlds if not 1 <= world <= 1024]:
         raise EngineError(f"[ZW903] worlds have 1 to 1,024 ranks, not {wrong[0]}")
+
+
+def lines(plans: Plans) -> Iterator[str]:
+    """A table, with its unit of memory, and what to take. Host memory is a column where something lies there."""
+    unit, name = (_GIB, "GiB") if max(row.peak for row in plans.rows) >= _GIB else (_MIB, "MiB")
+    cells = [_HEAD, *(_cells(row, unit) for row in plans.rows)]
+    if not any(row.host for row in plans.rows):
+        at = _HEAD.index("host")
+        cells = [(*row[:at], *row[at + 1 :]) for row in cells]
+    yield f"memory of each rank in {name}"
+    yield from tables(cells[0], cells[1:], keep=2)
+    yield ""
+    for advice in plans.advice:
+        what = f"take {advice.take.name}" if advice.take is not None else "nothing fits"
+        yield f"{advice.world} ranks: {what}: {advice.reason}"
+    for module, reason in plans.eager.items():
+        yield f"{module or 'the model'} runs eagerly: {reason}"
+
+
+def _cells(row: Row, unit: int) -> tuple[str, ...]:
+    sizes = (row.parameters, row.optimizer, row.gradients, row.activations, row.flats)
+    peak = f"{row.peak / unit:.2f}{'' if row.fits else ' !'}"
+    host, times = f"{row.host / unit:.2f}", (f"{row.seconds:.4f}", f"{row.exposed:.4f}")
+    return row.name, str(row.world), *(f"{s / unit:.2f}" for s in sizes), peak, host, *times

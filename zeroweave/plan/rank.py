@@ -19,7 +19,7 @@ from zeroweave.compile.phases import Phases
 from zeroweave.config import Config
 from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradients
-from zeroweave.eager.shown import Shown
+from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.model import specs_of
 from zeroweave.engine.settings import ScheduleSettings, facts_of, policy_of, settings_of
@@ -32,11 +32,10 @@ from zeroweave.optim.scaler import Scaler, checks
 from zeroweave.optim.states import States
 from zeroweave.optim.step import ShardedOptimizer
 from zeroweave.parameters.foreign import own_parameters
-from zeroweave.parameters.places import rest
+from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import StubStatus
 from zeroweave.plan.hardware import Hardware
-from zeroweave.plan.kernels import PlannedKernels
-from zeroweave.plan.meter import Meter, PlannedClock
+from zeroweave.plan.meter import Meter, PlannedClock, PlannedKernels
 from zeroweave.plan.transport import PlannedCopies, PlannedTransport
 from zeroweave.plan.work import Program
 from zeroweave.runtime.backward import Observer
@@ -60,7 +59,7 @@ from zeroweave.schedule import (
 class _Backwards(Observer):
     """The backwards of one window after another, as the engine's has it."""
 
-    def __init__(self, shown: Shown, stage: int) -> None:
+    def __init__(self, shown: ParameterVisibility, stage: int) -> None:
         self._shown, self._stage = shown, stage
         self._ends = True
 
@@ -203,7 +202,7 @@ class PlannedRank:
             self._facts = facts_of(config, layouts, policy, self._optimizer, there=there)
             access = Access(model, runtime)
             hook_gradients(runtime, {})
-            shown = Shown(runtime, at, access)
+            shown = ParameterVisibility(runtime, at, access)
             self._calls = Calls(
                 model, runtime, config, access, shown, "cpu", 0, Journal(0), lambda: False, self._program
             )

@@ -2,7 +2,7 @@
 
 A parameter whose storage was freed must not be reachable: PyTorch dies on it. So `rest` exchanges the
 content of every parameter object for a stub (`AtRest`), and every earlier reference, those in optimizer
-groups included, is one from then on. While the engine computes, `Places` puts its real parameters into the
+groups included, is one from then on. While the engine computes, `ModuleParameters` puts its real parameters into the
 modules, and takes them out again.
 
     at rest      modules and earlier references both show stubs
@@ -25,12 +25,12 @@ from torch.utils.hooks import RemovableHandle
 from zeroweave._torch.modules import parameter_entries, refresh_rnn_weights, watch_rnn_weights
 from zeroweave._torch.tensors import exchange, put_hooks, tensor_hooks
 from zeroweave.errors import ParameterError
-from zeroweave.parameters.anatomy import Anatomy
 from zeroweave.parameters.foreign import is_foreign, own_parameters
+from zeroweave.parameters.structure_check import StructureCheck
 from zeroweave.parameters.stub import VALUES, AtRest, Showing, StubStatus
 
 
-def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter], nn.Parameter]) -> Places:
+def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter], nn.Parameter]) -> ModuleParameters:
     """Puts all parameters of `model` to rest, or none. `check(model)` must have passed.
 
     `real(name, parameter)` is called once for each distinct parameter, in model order, before anything is
@@ -55,7 +55,7 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
             swapped.append((parameter, other))
             vars(reals[current]).update(vars(other))
         status.hooks.update((name, hooks) for name, stub in named.items() if (hooks := tensor_hooks(stub)))
-        return Places(model, status, named, reals)
+        return ModuleParameters(model, status, named, reals)
     except BaseException as error:
         for parameter, other in reversed(swapped):
             torch.utils.swap_tensors(parameter, other)
@@ -68,7 +68,7 @@ def rest(model: nn.Module, status: StubStatus, real: Callable[[str, nn.Parameter
         raise
 
 
-class Places:
+class ModuleParameters:
     """Every (module, name) where a parameter of the model stands, and what stands there.
 
     `names` maps canonical names, in model order, to stubs; `aliases` maps the further names of tied
@@ -111,14 +111,14 @@ class Places:
         self._shown = self._stubs
         self.changes = 0
         """so often what the modules show has become something else"""
-        self._anatomy = Anatomy(model)
+        self._structure = StructureCheck(model)
 
     def check(self) -> None:
         """ParameterError if modules with parameters, or parameters, were replaced, or others have come."""
         if replaced := self._replaced():
             self._refuse(replaced, self.status.showing)
         # A forward may have given a real one another name.
-        self._anatomy.check(lambda: (*self._shown, *self._reals))
+        self._structure.check(lambda: (*self._shown, *self._reals))
 
     def show_real(self) -> None:
         """Puts the real parameters into the modules. No-op if they are there.
@@ -160,7 +160,7 @@ class Places:
     def show_stubs(self) -> None:
         """Puts the stubs back. No-op if they are there.
 
-        Places where someone replaced the entry meanwhile keep it, and are named by the ParameterError that
+        An entry that someone replaced meanwhile stays, and is named by the ParameterError that
         is raised after all others are at rest.
         """
         replaced, showing = self._replaced(), self.status.showing

@@ -19,7 +19,7 @@ from tests.checkpoint.small import OF_FOLDERS, is_whole, manifest_of, write
 from tests.checkpoint.test_writer import not_as_root
 from tests.support.marks import daily
 from zeroweave.checkpoint.folder import Folder
-from zeroweave.checkpoint.partial import Partial, sweep
+from zeroweave.checkpoint.staging import StagingFolder, sweep
 
 
 def dead(number: int) -> str:
@@ -138,8 +138,10 @@ def test_another_saves_between_any_two_lines(tmp_path: Path, each: int) -> None:
 def test_another_sweeps_while_a_folder_is_made(tmp_path: Path) -> None:
     """The folder has its lock file all the same: if its process is killed, others find it."""
     for number in count():
-        made: list[Partial] = []
-        reached = at_line(number, lambda made=made: made.append(Partial(tmp_path / "one")), lambda: sweep(tmp_path))
+        made: list[StagingFolder] = []
+        reached = at_line(
+            number, lambda made=made: made.append(StagingFolder(tmp_path / "one")), lambda: sweep(tmp_path)
+        )
         assert [name.rpartition(".")[2] for name in names(tmp_path)] == ["lock", "partial"], number
         made[0].discard()
         if not reached:
@@ -186,7 +188,7 @@ def test_a_folder_that_goes_while_it_is_removed(tmp_path: Path) -> None:
 
 
 def test_one_that_was_published_is_nobodys(tmp_path: Path) -> None:
-    partial = Partial(tmp_path / "one")
+    partial = StagingFolder(tmp_path / "one")
     assert len(names(tmp_path)) == 2
     partial.path.rename(tmp_path / "one")
     partial.discard()
@@ -203,7 +205,7 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.checkpoint.small import write
-from tests.checkpoint.test_partial import leave
+from tests.checkpoint.test_staging import leave
 path = Path({str(tmp_path / "runs")!r})
 leave(path)
 write(path, "one", 1, seed=1)

@@ -16,7 +16,7 @@ _NAMED: Final = 6
 """So many of the parameters that have come are named in an error."""
 
 
-class Anatomy:
+class StructureCheck:
     """The modules of a model that have parameters, each under the module that holds it.
 
     Costs a reference for each, and a look at each in `check`.

@@ -1,4 +1,4 @@
-"""Is a checkpoint one of this engine's model and optimizer, and what of it is whose?"""
+"""Compares a checkpoint with an engine: its model, its optimizer and its scheduler."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from pydantic import Field, ValidationError
 
 from zeroweave.checkpoint import plain
-from zeroweave.checkpoint.manifest import DTYPES, NAME, Count, Manifest, Strict, reason
+from zeroweave.checkpoint.manifest import DTYPES, NAME, Count, Manifest, Strict
 from zeroweave.checkpoint.reader import Reader
-from zeroweave.errors import CheckpointError
+from zeroweave.errors import CheckpointError, first_problem
 from zeroweave.ranks.control import Control
 
 _OWN_BUFFER: Final = re.compile(r"rank/\d+/buffer/(.*)")
@@ -71,8 +71,7 @@ class Wanted:
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
     `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `refused`: what, in words, it cannot have
-    of the options of its groups. `dtypes`: of `param/NAME` and `buffer/NAME`. `clashes`: what of a state the scheduler
-    cannot have.
+    of the options of its groups. `dtypes`: of `param/NAME`.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -83,10 +82,9 @@ class Wanted:
     extra: Set[str] = frozenset()
     refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
-    clashes: Callable[[Mapping[Any, Any]], Sequence[str]] = lambda state: ()
 
 
-class Fitting:
+class Compatibility:
     """What of a checkpoint is an engine's.
 
     `cut`, `scalars`: of the optimizer's state, by NAME of `engine.checkpoints`.
@@ -106,7 +104,7 @@ class Fitting:
         try:
             self.facts = Facts.model_validate(known)
         except ValidationError as error:
-            raise CheckpointError(f"{NAME} holds values of no engine: {reason(error)}") from None
+            raise CheckpointError(f"{NAME} holds values of no engine: {first_problem(error)}") from None
         self.cut: dict[str, list[str]] = {}
         for of, key, _ in _of_parameters("state", manifest.tensors):
             self.cut.setdefault(of, []).append(key)
@@ -173,7 +171,7 @@ class Fitting:
             problems += self._of_ranks()
         if self._wanted.optimizer is None:
             return problems
-        return [*problems, *self._refused(), *self._clashing()]
+        return [*problems, *self._refused()]
 
     def _of_ranks(self) -> Iterator[str]:
         found = self._manifest.tensors
@@ -220,11 +218,6 @@ class Fitting:
         saved = self.facts.optimizer
         options = [] if saved is None else [group.options for group in saved.groups]
         return (f"its optimizer's {option}" for option in self._wanted.refused(options))
-
-    def _clashing(self) -> Iterator[str]:
-        scheduler = self.facts.lr_scheduler
-        if scheduler is not None and (clashes := self._wanted.clashes(scheduler.state)):
-            yield f"its lr_scheduler cannot have {_some(clashes)}"
 
     def _scheduler(self) -> Iterator[str]:
         saved, wanted = self.facts.lr_scheduler, self._wanted.lr_scheduler

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from tests.parameters.resting import NAME, Resting, make_resting, real_of
 from zeroweave.errors import ParameterError
 from zeroweave.parameters.check import check
-from zeroweave.parameters.places import rest
+from zeroweave.parameters.module_parameters import rest
 from zeroweave.parameters.stub import AtRest, Showing, StubStatus
 
 pytestmark = pytest.mark.oldest
@@ -30,8 +30,8 @@ def resting() -> Resting:
 
 def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -> None:
     x = torch.randn(3, 8)
-    resting.places.show_real()
-    resting.places.show_real()
+    resting.parameters.show_real()
+    resting.parameters.show_real()
     expected = resting.model(x)
     assert type(resting.model[0].weight) is nn.Parameter and resting.status.showing is Showing.REAL
     for p in (resting.list[0], resting.optimizer.param_groups[0]["params"][0]):
@@ -39,19 +39,19 @@ def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -
             p.norm()
     with pytest.raises(ParameterError, match="state_dict"):
         resting.model.state_dict()
-    resting.places.show_stubs()
-    resting.places.show_stubs()
+    resting.parameters.show_stubs()
+    resting.parameters.show_stubs()
     assert resting.model[0].weight is resting.list[0] and resting.status.showing is Showing.STUBS
     with pytest.raises(ParameterError) as caught:
         resting.list[0].norm()
     assert "through the module" not in str(caught.value)
-    resting.places.show_real()
+    resting.parameters.show_real()
     assert torch.equal(resting.model(x), expected)
 
 
 def test_full_parameters_serve_independent_state(resting: Resting) -> None:
-    resting.places.open(resting.places.views())
-    resting.places.show_real()
+    resting.parameters.open(resting.parameters.views())
+    resting.parameters.show_real()
     served = resting.model.state_dict()
     kept = resting.model.state_dict(keep_vars=True)
     real = resting.model[0].weight
@@ -64,28 +64,28 @@ def test_full_parameters_serve_independent_state(resting: Resting) -> None:
 
 
 def test_other_parameters_can_be_shown(resting: Resting) -> None:
-    others = {name: nn.Parameter(torch.zeros(stub.shape)) for name, stub in resting.places.names.items()}
-    resting.places.show(others)
+    others = {name: nn.Parameter(torch.zeros(stub.shape)) for name, stub in resting.parameters.names.items()}
+    resting.parameters.show(others)
     assert resting.model[0].weight is others[NAME] and not resting.model(torch.randn(2, 8)).any()
-    resting.places.show_real()
+    resting.parameters.show_real()
     assert resting.model[0].weight.any()
-    resting.places.show_stubs()
+    resting.parameters.show_stubs()
 
 
 def test_views_of_the_real_ones_can_be_kept(resting: Resting) -> None:
-    resting.places.show_real()
+    resting.parameters.show_real()
     real = resting.model[0].weight
-    resting.places.show_stubs()
-    views = resting.places.views()
-    resting.places.open(views)
-    assert list(views) == list(resting.places.names) and resting.model[0].weight is views[NAME] is not real
+    resting.parameters.show_stubs()
+    views = resting.parameters.views()
+    resting.parameters.open(views)
+    assert list(views) == list(resting.parameters.names) and resting.model[0].weight is views[NAME] is not real
     with torch.no_grad():
         views[NAME].fill_(3.0)
     assert (real == 3.0).all() and views[NAME].requires_grad
-    resting.places.show_stubs()
+    resting.parameters.show_stubs()
     kept = weakref.ref(views[NAME])
     views.clear()
-    assert kept() is None, "the places let go of them"
+    assert kept() is None, "the parameters let go of them"
 
 
 class Tied(nn.Module):
@@ -102,15 +102,15 @@ class Tied(nn.Module):
 
 def test_tied_parameters_are_one_with_several_places() -> None:
     resting = make_resting(Tied())
-    model, places = resting.model, resting.places
-    assert list(places.names) == ["embedding.weight"]
-    assert places.aliases == {"head.weight": "embedding.weight", "again.weight": "embedding.weight"}
-    places.show_real()
+    model, parameters = resting.model, resting.parameters
+    assert list(parameters.names) == ["embedding.weight"]
+    assert parameters.aliases == {"head.weight": "embedding.weight", "again.weight": "embedding.weight"}
+    parameters.show_real()
     assert model.embedding.weight is model.head.weight and type(model.head.weight) is nn.Parameter
     model(torch.tensor([1, 2])).sum().backward()
-    places.show_stubs()
+    parameters.show_stubs()
     assert model.embedding.weight is model.head.weight is resting.list[0]
-    places.restore(lambda name: torch.ones(6, 4))
+    parameters.restore(lambda name: torch.ones(6, 4))
     assert model.embedding.weight is model.head.weight is resting.list[0] and type(resting.list[0]) is nn.Parameter
 
 
@@ -124,14 +124,14 @@ def test_recurrent_modules_compute_with_the_real_parameters(kind: type[nn.RNNBas
     for _ in range(2):
         with pytest.raises(ParameterError):
             model(x)
-        resting.places.show_real()
+        resting.parameters.show_real()
         out = model(x)[0]
         assert torch.equal(out, expected)
         out.sum().backward()
         assert all(p.grad is not None for p in model.parameters())
         model.zero_grad()
-        resting.places.show_stubs()
-    resting.places.restore(lambda name: torch.zeros(resting.places.names[name].shape))
+        resting.parameters.show_stubs()
+    resting.parameters.restore(lambda name: torch.zeros(resting.parameters.names[name].shape))
     assert not model(x)[0].any()
     assert model._flat_weights[0] is model.weight_ih_l0
     model.weight_ih_l0 = nn.Parameter(torch.ones_like(model.weight_ih_l0))  # RNNs notice again
@@ -144,10 +144,10 @@ def test_compiled_code_survives_the_exchange() -> None:
     counter = CompileCounter()
     compiled = torch.compile(resting.model, backend=counter)
     for _ in range(4):
-        resting.places.show_real()
+        resting.parameters.show_real()
         compiled(torch.randn(3, 8)).sum().backward()
         assert resting.model[0].weight.grad is not None
-        resting.places.show_stubs()
+        resting.parameters.show_stubs()
     assert counter.frame_count == 1
 
 
@@ -156,18 +156,18 @@ def test_a_replaced_entry_is_named_and_nothing_changes(resting: Resting) -> None
     resting.model[0].weight = mine
     del resting.model[3].bias
     with pytest.raises(ParameterError, match=r"^\[ZW\d+\] 0\.weight, 3\.bias: replaced or deleted"):
-        resting.places.show_real()
+        resting.parameters.show_real()
     assert type(resting.model[3].weight) is AtRest and resting.status.showing is Showing.STUBS
 
 
 def test_an_entry_replaced_while_shown_does_not_keep_the_others_there(resting: Resting) -> None:
-    resting.places.show_real()
+    resting.parameters.show_real()
     mine = nn.Parameter(torch.zeros(16, 8))
     resting.model[0].weight = mine
     with pytest.raises(ParameterError, match=r"^\[ZW\d+\] 0\.weight: replaced"):
-        resting.places.show_stubs()
+        resting.parameters.show_stubs()
     assert resting.model[0].weight is mine and type(resting.model[3].weight) is AtRest
-    resting.places.restore(lambda name: torch.ones(resting.places.names[name].shape))
+    resting.parameters.restore(lambda name: torch.ones(resting.parameters.names[name].shape))
     assert resting.model[0].weight is mine and torch.equal(resting.model[3].weight, torch.ones(4, 16))
     assert torch.equal(resting.list[0], torch.ones(16, 8))
 
@@ -179,13 +179,13 @@ def test_restore_gives_ordinary_parameters_back() -> None:
     before = copy.deepcopy(model)
     resting = make_resting(model)
     assert resting.list[0].tag == "of the user"  # type: ignore[attr-defined]
-    resting.places.show_real()
+    resting.parameters.show_real()
     assert model[0].weight.tag == "of the user"
     kept: dict[str, torch.Tensor] = {name: p.detach().clone() for name, p in model.named_parameters()}
     with torch.no_grad():
         kept[NAME] += 1
-    resting.places.restore(lambda name: kept[name])
-    resting.places.restore(lambda name: kept[name])  # nothing left to do
+    resting.parameters.restore(lambda name: kept[name])
+    resting.parameters.restore(lambda name: kept[name])  # nothing left to do
 
     assert all(type(p) is nn.Parameter for p in resting.list)
     assert [id(p) for p in model.parameters()] == [id(p) for p in resting.list]
@@ -204,30 +204,30 @@ def test_a_model_can_rest_again_after_it_was_restored() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.LSTM(16, 4))
     for _ in range(2):
         resting = make_resting(model)
-        values = {name: torch.zeros(stub.shape) for name, stub in resting.places.names.items()}
-        resting.places.restore(lambda name, values=values: values[name])
+        values = {name: torch.zeros(stub.shape) for name, stub in resting.parameters.names.items()}
+        resting.parameters.restore(lambda name, values=values: values[name])
 
 
 def test_restore_can_be_continued(resting: Resting) -> None:
     def failing(name: str) -> torch.Tensor:
         if name.startswith("3"):
             raise OSError("lost")
-        return torch.ones(resting.places.names[name].shape)
+        return torch.ones(resting.parameters.names[name].shape)
 
     with pytest.raises(OSError, match="lost"):
-        resting.places.restore(failing)
+        resting.parameters.restore(failing)
     assert type(resting.model[0].weight) is nn.Parameter and type(resting.model[3].weight) is AtRest
-    resting.places.restore(lambda name: torch.zeros(resting.places.names[name].shape))
+    resting.parameters.restore(lambda name: torch.zeros(resting.parameters.names[name].shape))
     assert torch.equal(resting.model[0].weight, torch.ones(16, 8)) and not resting.model[3].weight.any()
 
 
 def test_restore_names_weakly_referenced_stubs(resting: Resting) -> None:
     reference = weakref.ref(resting.list[0])
     with pytest.raises(ParameterError, match=r"0\.weight are weakly referenced"):
-        resting.places.restore(lambda name: torch.zeros(1))
+        resting.parameters.restore(lambda name: torch.zeros(1))
     assert all(type(p) is AtRest for p in resting.list)
     del reference
-    resting.places.restore(lambda name: torch.zeros(resting.places.names[name].shape))
+    resting.parameters.restore(lambda name: torch.zeros(resting.parameters.names[name].shape))
 
 
 def test_all_rest_or_none() -> None:
@@ -267,7 +267,7 @@ def test_a_forward_and_backward_before_does_not_poison_the_real_ones() -> None:
     model.zero_grad()
     check(model)
     resting = make_resting(model)
-    resting.places.show_real()
+    resting.parameters.show_real()
     model(torch.randn(2, 4)).sum().backward()
     assert loss.grad_fn is not None
 
@@ -289,12 +289,12 @@ def test_stubs_are_freed_with_the_model() -> None:
 
 
 def test_an_exchange_is_cheap() -> None:
-    """400 places take 0.03 ms of this thread's time; the bound leaves room for a slower machine."""
+    """400 parameters take 0.03 ms of this thread's time; the bound leaves room for a slower machine."""
     resting = make_resting(nn.Sequential(*[nn.Linear(2, 2) for _ in range(200)]))
     best = float("inf")
     for _ in range(50):
         begin = time.thread_time()
-        resting.places.show_real()
+        resting.parameters.show_real()
         best = min(best, time.thread_time() - begin)
-        resting.places.show_stubs()
+        resting.parameters.show_stubs()
     assert best < 0.5e-3

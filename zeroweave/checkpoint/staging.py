@@ -23,7 +23,7 @@ from typing import Final
 _LOCK: Final = re.compile(r"\.(.+)\.[0-9a-f]{32}\.lock")
 
 
-class Partial:
+class StagingFolder:
     """A new folder beside `place`, at `path`. It is this process's until `release` or `discard`, one of which is due.
 
     `claims`: no other one may claim the place until then. FileExistsError where another one has; nobody can on a file
@@ -62,7 +62,7 @@ class Partial:
 
 def remove(place: Path, known_as: Path) -> None:
     """Removes the folder at `place`, which goes as a whole first: nobody finds a half of it. OSError if it stays."""
-    away = Partial(known_as)
+    away = StagingFolder(known_as)
     try:
         place.rename(away.path)
         shutil.rmtree(away.path)

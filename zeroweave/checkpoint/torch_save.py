@@ -1,53 +1,55 @@
-"""`python -m zeroweave.checkpoint.pickled`: checkpoints that others have written with `torch.save`, as safetensors.
-
-A pickle can run any code while it is read. So nothing else here reads one, this is a process of its own, and `inert`
-calls nothing that a file names.
-"""
+"""Files of `torch.save`, read without running code, and their weights as safetensors."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from zeroweave.checkpoint import deepspeed, inert
 from zeroweave.checkpoint.export import export
 from zeroweave.checkpoint.files import Part
-from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.manifest import NAMES
-from zeroweave.checkpoint.writer import Saving, words
 from zeroweave.errors import CheckpointError
-from zeroweave.ranks.control import Control
 
-_SHOWN: Final = 2000
-"""Characters of an error: what a file names may be of any length."""
 _USUAL: Final = ("model", "state_dict", "model_state_dict", "module")
 """Where training scripts put a model's state dict."""
 
 
-def start(source: Path, folder: Path, key: str | None, optimizer: str, shard_bytes: int) -> int:
-    """`convert` in a process of its own. Its exit code: 0, or 2 with a line on standard error."""
-    arguments = [str(source), str(folder), key or "", optimizer, str(shard_bytes)]
-    return subprocess.run([sys.executable, "-m", __spec__.name, *arguments], check=False).returncode
+class Inert:
+    """Stands for a class, or a function, that PyTorch does not read by itself. `arguments`: what it was called with."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
 
 
-def convert(source: Path, folder: Path, key: str, optimizer: str, shard_bytes: int) -> str:
-    """Of a folder of DeepSpeed's makes a checkpoint in `folder`, whose optimizer is of the class `optimizer`; of the
-    state dict under `key` of a file ("": the only one) the new `folder` of safetensors. What has been done, in words.
+def _as_dict(*_: Any) -> dict[Any, Any]:
+    """In the place of `defaultdict`, of which the file has the items."""
+    return {}
 
-    CheckpointError where there is none, or none that can be read without running code.
+
+def load(path: Path) -> Any:
+    """What a file holds, its tensors in host memory. CheckpointError where it cannot be read without running code."""
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        with torch.serialization.safe_globals(
+            [(_as_dict if name == "collections.defaultdict" else Inert, name) for name in unknown]
+        ):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # whatever the file is
+        reason = str(error).rpartition("WeightsUnpickler error:")[2].strip().partition("\n")[0][:500]
+        raise CheckpointError(
+            f"[ZW607] {path} is no file of torch.save that can be read: {type(error).__name__}: {reason}"
+        ) from None
+
+
+def convert(source: Path, folder: Path, key: str, shard_bytes: int) -> str:
+    """Makes the new `folder` of safetensors of the state dict under `key` ("": the only one); what was done, in words.
+
+    CheckpointError where there is none.
     """
-    if source.is_dir():
-        found = deepspeed.read(source, optimizer)
-        whole = Control(None, 0, 1)
-        Saving(Folder(folder), found.tag, found.step, found.stage, lambda: found.content, whole, None).finish()
-        left_out = f", without {', '.join(found.left_out)}" if found.left_out else ""
-        return f"wrote the checkpoint {found.tag} of {source} to {folder}{left_out}"
-    tensors = _state_dict(inert.load(source), key)
+    tensors = _state_dict(load(source), key)
     wrong = {name: value for name, value in tensors.items() if not _can_be_written(value)}
     if wrong:
         name, value = next(iter(wrong.items()))
@@ -83,11 +85,3 @@ def _state_dict(content: Any, key: str) -> dict[str, Any]:
 
 def _can_be_written(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and value.dtype in NAMES
-
-
-if __name__ == "__main__":
-    try:
-        print(convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])))
-    except Exception as error:  # whatever the file is
-        print(f"zeroweave: {sys.argv[1]} was not imported: {words(error)[:_SHOWN]}", file=sys.stderr)
-        sys.exit(2)

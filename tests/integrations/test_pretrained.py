@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from zeroweave.errors import ParameterError, UnsupportedError
-from zeroweave.integrations.converted import ConvertedWeights, converted
+from zeroweave.integrations.pretrained import ConvertedWeights, converted
 
 if TYPE_CHECKING:
     import transformers

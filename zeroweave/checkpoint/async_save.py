@@ -16,7 +16,7 @@ from zeroweave.runtime.executor import Staging
 _RUNS, _DONE, _FAILED = range(3)
 
 
-class Background:
+class AsyncSave:
     """A `Saving` whose `write` and `publish` have a thread. It is over when `advance` says so.
 
     A thread, and no process: it reads what lies in host memory where it lies, and ends with the program, whatever ends

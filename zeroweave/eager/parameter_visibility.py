@@ -15,20 +15,20 @@ from zeroweave.eager.access import Access
 from zeroweave.eager.hooks import hook_gradient, hooks_beside
 from zeroweave.errors import EngineError
 from zeroweave.notices import warn
-from zeroweave.parameters.places import Places
+from zeroweave.parameters.module_parameters import ModuleParameters
 from zeroweave.parameters.stub import AtRest
 from zeroweave.runtime.runtime import Runtime
 
 
-class Shown:
+class ParameterVisibility:
     """What the modules show: real, watched parameters while anybody computes; else stubs, or views if open.
 
     The views are for users, who may keep them: they own a share of the flat, which then lingers. When their time
     is over (`close`, for real parameters the step), whatever parameter a user has kept becomes a stub.
     """
 
-    def __init__(self, runtime: Runtime, places: Places, access: Access) -> None:
-        self._runtime, self._places, self._access = runtime, places, access
+    def __init__(self, runtime: Runtime, parameters: ModuleParameters, access: Access) -> None:
+        self._runtime, self._module_parameters, self._access = runtime, parameters, access
         self._count = 0
         """how many need the real parameters"""
         self._views: dict[str, nn.Parameter] | None = None
@@ -38,7 +38,7 @@ class Shown:
         self._lends = False
         """does this rank show full values of its own?"""
         for bucket in access.buckets:
-            bucket.attach(self._retire, places.status.hooks)
+            bucket.attach(self._retire, parameters.status.hooks)
         self.show()  # once before users can keep anything: the buckets learn what is the engine's own
         self.hide()
 
@@ -71,14 +71,14 @@ class Shown:
         if runtime.awaits_backward:
             views = {name: runtime.buckets[bucket].real[slot] for name, (bucket, slot) in places.items()}
         else:
-            views = self._places.views()
+            views = self._module_parameters.views()
             for name, view in views.items():
                 if self._is_trained(name):
                     on = view.requires_grad
                     view.requires_grad_()  # or it takes no hook
                     hook_gradient(view, runtime, *places[name])
                     view.requires_grad_(on)
-        self._places.open(views)
+        self._module_parameters.open(views)
         self._views = views
 
     def close(self) -> None:
@@ -106,12 +106,12 @@ class Shown:
     def _withdraw(self) -> None:
         self._toggle()
         views, self._views = self.views, None
-        self._places.show_stubs()
+        self._module_parameters.show_stubs()
         real = {id(p) for bucket in self._access.buckets for p in bucket.real}
         while views:
             name, view = views.popitem()
             if id(view) not in real and sys.getrefcount(view) > 2:  # this name and the argument
-                content = self._places.retire(name, view)
+                content = self._module_parameters.retire(name, view)
                 if content is view or use_count(content) > 1:
                     content.data = content.data.clone()
 
@@ -127,15 +127,15 @@ class Shown:
     @contextmanager
     def lent(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Inside, this rank's modules show these full values, by name, wherever they are. Nothing computes. Local."""
-        self._places.show_values(values)
+        self._module_parameters.show_values(values)
         self._lends = True
         try:
             yield
         finally:
             self._lends = False
-            self._places.show_stubs()
+            self._module_parameters.show_stubs()
             if self._views is not None:
-                self._places.open(self._views)
+                self._module_parameters.open(self._views)
 
     # ------------------------------------------------------------------ to the loss
     def read(self, name: str, values: bool) -> nn.Parameter | None:
@@ -165,7 +165,7 @@ class Shown:
             )
         if self._count == 0:
             self._toggle()
-            self._places.show_real()
+            self._module_parameters.show_real()
             self._access.watch()
             self._note(shown=True)
         self._count += 1
@@ -173,9 +173,9 @@ class Shown:
     def _toggle(self) -> None:
         """The real parameters require gradients as the program has last told stubs, or views that are open."""
         for name, view in (self._views or {}).items():
-            if view.requires_grad != (stub := cast(AtRest, self._places.names[name])).requires_grad:
+            if view.requires_grad != (stub := cast(AtRest, self._module_parameters.names[name])).requires_grad:
                 stub.toggle(view.requires_grad)
-        off = self._places.status.off
+        off = self._module_parameters.status.off
         for name in off ^ self._off:
             bucket, slot = self._runtime.directory.places[name]
             self._runtime.buckets[bucket].toggle(slot, name not in off)
@@ -187,9 +187,9 @@ class Shown:
         if self._count == 0:
             self._access.unwatch()
             if self._views is None:
-                self._places.show_stubs()
+                self._module_parameters.show_stubs()
             else:
-                self._places.show(self._views)
+                self._module_parameters.show(self._views)
             self._note(shown=False)
 
     def reset(self) -> None:
@@ -204,7 +204,7 @@ class Shown:
     def _retire(self, name: str, real: nn.Parameter) -> nn.Parameter:
         if self._count:
             return real  # the modules show it
-        new = self._places.retire(name, real)
+        new = self._module_parameters.retire(name, real)
         if new is not real:
             self._access.replace(real, new)
         return new

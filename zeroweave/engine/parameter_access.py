@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroweave.eager.shown import Shown
+from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine import state_dict as state
-from zeroweave.engine import written
-from zeroweave.engine.parts import EngineParts
+from zeroweave.engine import write_check
+from zeroweave.engine.context import EngineContext
 from zeroweave.engine.window import Window
 from zeroweave.errors import AgreementError, EngineError, ParameterError, RankFailure
 from zeroweave.layout import Fragment
@@ -23,14 +23,14 @@ from zeroweave.optim.states import Gathered, States
 from zeroweave.runtime.bucket import Bucket
 
 
-class Values:
+class ParameterAccess:
     """The values of one engine's parameters, gradients and optimizer state, as users read and write them.
 
     `what` names a value of a parameter: "param", the value itself; "grad", the reduced gradient; or a key of the
     optimizer's state, such as "exp_avg". The public methods are those of `Engine`, which tells more of them.
     """
 
-    def __init__(self, parts: EngineParts, window: Window, scaler: Scaler, shown: Shown) -> None:
+    def __init__(self, parts: EngineContext, window: Window, scaler: Scaler, shown: ParameterVisibility) -> None:
         self._parts, self._model, self._runtime = parts, parts.model, parts.runtime
         self._control, self._guard, self._optimizer = parts.control, parts.guard, parts.optimizer
         self._window, self._scaler, self.shown = window, scaler, shown
@@ -64,9 +64,9 @@ class Values:
             value = _tensor(value, "set_full()")
             self._guard.meet()
             place, part = bucket.layout.slots[slot], None
-            mine, label = written.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
+            mine, label = write_check.digest(value.to(bucket.shard.dtype)), f"set_full() of {place.name!r}"
             names = [(place.name, bucket.layout.groups)]
-            if refused := written.compared(names, [mine], [True], label, self._control)[0]:
+            if refused := write_check.compared(names, [mine], [True], label, self._control)[0]:
                 raise EngineError(f"[ZW501] {refused}")
             if tuple(value.shape) == place.shape:
                 fragment = bucket.layout.fragment(slot, bucket.rank)
@@ -97,7 +97,7 @@ class Values:
 
     def _find(self, parameter: nn.Parameter | str, method: str, what: str = "param") -> tuple[Bucket, int]:
         self._window.refuse_inside(method)
-        name = state.name_of(parameter, self._model, self._parts.places)
+        name = state.name_of(parameter, self._model, self._parts.module_parameters)
         bucket_id, slot = self._runtime.directory.places[name]
         bucket = self._runtime.buckets[bucket_id]
         if what != "param" and not bucket.layout.trainable:
@@ -169,7 +169,7 @@ class Values:
             self.shown.close()
             self.shown.open()
             self._staging.arrive_all()
-            before = written.versions(buckets)
+            before = write_check.versions(buckets)
             for bucket in buckets:
                 bucket.part()
         back = False
@@ -181,12 +181,12 @@ class Values:
                     back = True
                     if not self._guard.lost:
                         with suppress(RankFailure, AgreementError):
-                            written.gives_up(label, control)
+                            write_check.gives_up(label, control)
                     raise
             with self._guard("the end of full_parameters", clean=False):
-                if wrong := written.moved(self.shown.views, self._places_of_buckets()):
-                    written.gives_up(label, control)
-                refused = wrong or written.keep(buckets, before, control, label)
+                if wrong := write_check.moved(self.shown.views, self._places_of_buckets()):
+                    write_check.gives_up(label, control)
+                refused = wrong or write_check.keep(buckets, before, control, label)
             if wrong:
                 back = True
                 raise ParameterError(f"[ZW205] {wrong}")
@@ -194,7 +194,7 @@ class Values:
                 back = True
                 raise EngineError(f"[ZW501] {refused}")  # on all ranks, or those that did not raise by themselves
         finally:
-            written.abort(buckets)
+            write_check.abort(buckets)
             self.shown.close()
             for bucket in buckets:
                 bucket.unite(restore=back)
@@ -294,7 +294,7 @@ class Values:
 
     def give_back(self, values: Mapping[str, torch.Tensor], states: States) -> None:
         """The model and the optimizer are ordinary ones again, with what `whole` has found."""
-        self._parts.places.restore(values.__getitem__)
+        self._parts.module_parameters.restore(values.__getitem__)
         if self._optimizer is not None:
             self._optimizer.destroy(states)
 

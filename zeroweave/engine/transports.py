@@ -23,7 +23,7 @@ from zeroweave.ranks.start import at_end, backstop, groups_at_end
 
 
 @dataclass(frozen=True)
-class Links:
+class Communicators:
     """What communicators of an engine are made of, and ended by.
 
     `groups`: of sharding, by name, and how many. `replicas`: of buckets that all ranks share.
@@ -60,14 +60,18 @@ class Links:
 
 
 def gather_by(
-    asked: Asked, transports: dict[str, Transport], links: Links, layouts: Sequence[BucketLayout], journal: Journal
+    asked: Asked,
+    transports: dict[str, Transport],
+    communicators: Communicators,
+    layouts: Sequence[BucketLayout],
+    journal: Journal,
 ) -> tuple[Places, Choice]:
     """Where buckets are gathered by copy engine, and why, or why none is; puts copy engines around `transports`.
 
     Collective. The communicators are made here.
     """
-    control, device = links.control, links.device
-    if links.replicas > 1:
+    control, device = communicators.control, communicators.device
+    if communicators.replicas > 1:
         return Places(), Choice("sharding.group_size: the ranks of a group gather by kernel")
     largest = max((b.nbytes for b in layouts), default=0)
     if why := refused(asked, control, device, largest):
@@ -75,7 +79,7 @@ def gather_by(
     engines = CopyEngines(control, device)
     places = Places(
         engines.make,
-        links.ledger.gauge("symmetric memory"),
+        communicators.ledger.gauge("symmetric memory"),
         lambda nbytes: journal.warn("fallback", no_room(nbytes, engines.why_not)),
     )
     with ExitStack() as started:
@@ -83,12 +87,12 @@ def gather_by(
         started.callback(places.close)
         timeout = backstop(control.deadline_seconds)
         joined = {WORLD: engines.join(timeout)}
-        joined |= {name: engines.join(timeout, count) for name, count in links.groups.items()}
+        joined |= {name: engines.join(timeout, count) for name, count in communicators.groups.items()}
         choice = choose(asked, engines)
         if choice.least is None:
             return Places(), choice
-        at_end(links.ends, started.pop_all(), lambda: control.broken is not None)
+        at_end(communicators.ends, started.pop_all(), lambda: control.broken is not None)
     for name, own in joined.items():
         if own is not None:
-            transports[name] = engines.around(transports[name], own, links.ledger, name)
+            transports[name] = engines.around(transports[name], own, communicators.ledger, name)
     return places, choice

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroweave.config import Config
-from zeroweave.engine.logs.asked import refuse_missing
+from zeroweave.engine.logs.log import refuse_missing
 from zeroweave.engine.settings import passes_of
 from zeroweave.errors import EngineError
 from zeroweave.experts import find_experts
@@ -27,7 +27,7 @@ OptimizerLike = Optimizers | Callable[[list[nn.Parameter]], Optimizers]
 
 
 @dataclass(frozen=True)
-class Asked:
+class Arguments:
     """What `initialize` was asked for, as far as one rank alone can check it. `experts`: see `model.specs_of`."""
 
     settings: Config
@@ -41,9 +41,9 @@ class Asked:
     fault: Fault | None
 
 
-def asked_for(
+def checked_arguments(
     model: nn.Module, optimizer: OptimizerLike | None, config: Any, lr_scheduler: Any, weights: WeightsLike | None
-) -> Asked:
+) -> Arguments:
     """Raises what `initialize` does for arguments that are refused."""
     settings, fault = Config.load(config), Fault.asked_for()
     if settings.checkpoint.save_on_signal is not None:
@@ -62,7 +62,7 @@ def asked_for(
     )
     source = weights_of(model, weights)
     scheduler = _scheduler_of(lr_scheduler, one)
-    return Asked(settings, one, whole, scheduler, experts, source, Buffers(model, source), fault)
+    return Arguments(settings, one, whole, scheduler, experts, source, Buffers(model, source), fault)
 
 
 def _scheduler_of(passed: Any, optimizer: torch.optim.Optimizer | None) -> Any:

@@ -13,7 +13,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch.utils.data import DataLoader, Sampler
 
-from zeroweave.errors import CheckpointError, ConfigError, EngineError
+from zeroweave.errors import CheckpointError, ConfigError, EngineError, first_problem
 
 Batch = TypeVar("Batch")
 
@@ -164,11 +164,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         try:
             _State.model_validate(state)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "all of it"
-            raise CheckpointError(
-                f"[ZW609] this is no position of a {type(self).__name__}: {where}: {first['msg']}"
-            ) from None
+            problem = first_problem(error)
+            raise CheckpointError(f"[ZW609] this is no position of a {type(self).__name__}: {problem}") from None
         if state["samples"] != self._samples:
             raise CheckpointError(
                 f"[ZW609] the position is one in a dataset of {state['samples']} samples, and this one has "

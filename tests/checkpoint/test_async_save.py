@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoint.small import ALONE, read
-from zeroweave.checkpoint.background import Background
+from zeroweave.checkpoint.async_save import AsyncSave
 from zeroweave.checkpoint.files import Part
 from zeroweave.checkpoint.folder import Folder
 from zeroweave.checkpoint.writer import Content, Saving
@@ -36,7 +36,7 @@ class Save:
         self.snapshots = {n: taken([value]) for n, value in enumerate(self.values.values())}
         self.go, self._waits = threading.Event(), threading.Event()
         self.saving = Saving(Folder(path), "a", 0, 1, self._content, ALONE, None)
-        self.background = Background(self.saving, self.staging, ALONE, f"{path}/a")
+        self.background = AsyncSave(self.saving, self.staging, ALONE, f"{path}/a")
         self._waits.wait()
 
     def _content(self) -> Content:
