@@ -1,4 +1,4 @@
-"""Folders that were made to do harm: no code runs, and nothing outside is read or touched."""
+"""Folders that were made to do harm: no code runs, nothing outside is read or touched, and memory stays small."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 import xxhash
 
-from tests.checkpoint.small import ALONE, is_whole, lying, read, write
+from tests.checkpoint.small import ALONE, is_whole, lying, read, sealed, write
 from zeroweave.checkpoint import random_numbers
 from zeroweave.checkpoint.compatibility import Compatibility, Wanted
 from zeroweave.checkpoint.files import bytes_of
@@ -26,6 +27,7 @@ from zeroweave.errors import CheckpointError
 
 PLACES = ("latest", "one/manifest.json", "one/rank-00000.safetensors", "one/rank-00001.safetensors")
 SECRET = "a secret of 0123456789"
+MIB = 1 << 20
 
 
 @pytest.fixture
@@ -132,6 +134,33 @@ def test_what_is_no_regular_file(path: Path, place: str, kind: str) -> None:
         os.close(writer)
 
 
+# ---------------------------------------------------------------------- manifests with right checksums
+def test_a_key_that_is_there_twice(path: Path) -> None:
+    content = (path / "one" / "manifest.json").read_bytes()
+    for old in (b'"step":1', b'"F32"', b'"start":0'):
+        assert old in content
+        twice = b'"step":1,"step":2' if old == b'"step":1' else b'"F32","dtype":"F64"' if old == b'"F32"' else old * 2
+        replaced(path, sealed((content[45:]).replace(old, twice.replace(b'0"start', b'0,"start'), 1)))
+        assert "twice" in refusal(path)
+
+
+def test_a_manifest_of_lists_and_wrong_entries_takes_little(path: Path) -> None:
+    head = b'","format":"zeroweave checkpoint","version":2,"tag":"one","step":1,"world":1,"stage":1,"files":{},'
+    begin = time.monotonic()
+    replaced(path, sealed(head + b'"tensors":{},"values":{"a":[' + b",".join([b"[]"] * 3_000_000) + b"]}}"))
+    assert "more lists and mappings" in refusal(path)
+    wrong = b",".join(b'"%d":{}' % number for number in range(600_000))
+    replaced(path, sealed(head + b'"tensors":{' + wrong + b'},"values":{}}'))
+    assert "shape: Field required" in refusal(path)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_large_file_that_no_tensor_needs_is_not_read(path: Path) -> None:
+    os.truncate(path / PLACES[2], 8 << 30)
+    republished(path, lambda fields: fields["files"][Path(PLACES[2]).name].update(nbytes=8 << 30))
+    assert f"has {8 << 30} bytes, and" in refusal(path)
+
+
 # ---------------------------------------------------------------------- places
 @pytest.mark.parametrize("name", ["../../outside", "../outside", "/etc/hostname", "sub/../../../outside"])
 def test_nothing_outside_is_named(path: Path, outside: Path, name: str) -> None:
@@ -164,6 +193,8 @@ def test_nothing_outside_is_named(path: Path, outside: Path, name: str) -> None:
         b'{"tag":"one","manifest":"' + b"0" * 31 + b'"}',
         b'{"tag":"one","manifest":"' + b"0" * 32 + b'","more":1}',
         b"\xff\xfe",
+        b"1" * 4096,
+        b" " * 5000,
     ],
 )
 def test_what_latest_cannot_be(path: Path, content: bytes) -> None:
@@ -191,6 +222,62 @@ def test_a_header_that_lies_moves_nothing(path: Path) -> None:
 def test_lengths_that_lie(path: Path, nbytes: int) -> None:
     republished(path, lambda fields: fields["files"]["rank-00000.safetensors"].update(nbytes=nbytes))
     assert "rank-00000.safetensors" in refusal(path)
+
+
+def peak(action: Callable[[], object]) -> int:
+    """Bytes that this process has more while `action` runs, at its most."""
+
+    def resident(name: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS:")
+    action()
+    return resident("VmHWM:") - before
+
+
+HEAD = b'","format":"zeroweave checkpoint","version":2,"tag":"one","step":1,"world":1,"stage":1,"files":{},'
+ENTRY = HEAD + b'"values":{},"tensors":{"x":{"shape":[1],"dtype":"F32","pieces":['
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "lists in each other": lambda: HEAD + b'"tensors":{},"values":{"a":' + b"[" * MIB,
+    "closed lists in each other": lambda: HEAD + b'"tensors":{},"values":{"a":' + b"[" * MIB + b"]" * MIB + b"}}",
+    "pieces that are none": lambda: ENTRY + b"0," * MIB + b"0]}}}",
+    "empty pieces": lambda: ENTRY + b"{}," * MIB + b"{}]}}}",
+    "entries that are none": lambda: (
+        HEAD + b'"values":{},"tensors":{' + b",".join(b'"%d":0' % i for i in range(MIB // 5)) + b"}}"
+    ),
+    "other fields": lambda: (
+        HEAD + b'"values":{},"tensors":{},' + b",".join(b'"%d":0' % i for i in range(MIB // 5)) + b"}"
+    ),
+    "many dimensions": lambda: (
+        HEAD + b'"values":{},"tensors":{"x":{"shape":[' + b"9223372036854775807," * (MIB // 10) + b'1],"dtype":"F32"'
+        b',"pieces":[]}}}'
+    ),
+    "2^60 elements": lambda: ENTRY.replace(b'"shape":[1]', b'"shape":[1152921504606846976]') + b"]}}}",
+    "2^4000 elements": lambda: (
+        ENTRY.replace(b'"shape":[1]', b'"shape":[' + b"4611686018427387904," * 63 + b"1]") + b"]}}}"
+    ),
+    "a long number": lambda: HEAD + b'"tensors":{},"values":{"a":' + b"9" * MIB + b"}}",
+}
+
+
+@pytest.mark.parametrize("what", list(BOMBS))
+def test_manifests_that_want_memory(path: Path, what: str) -> None:
+    content = sealed(BOMBS[what]())
+    replaced(path, content)
+    del content
+    assert peak(lambda: refusal(path)) < 200 * MIB
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_files_of_a_tebibyte(path: Path, place: str) -> None:
+    """Which take no room on the disk."""
+    try:
+        os.truncate(path / place, 1 << 40)
+    except OSError:
+        pytest.skip("no file is that long here")
+    assert peak(lambda: refusal(path)) < 50 * MIB
 
 
 # ---------------------------------------------------------------------- values

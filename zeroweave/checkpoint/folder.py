@@ -129,7 +129,7 @@ class Folder:
     def latest(self) -> tuple[str, str]:
         """Tag and manifest's checksum of the latest checkpoint."""
         try:
-            content = _read(self.path / LATEST)
+            content = _read(self.path / LATEST, 4096)
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {self.choices()}") from None
         try:
@@ -187,7 +187,7 @@ class Folder:
         place = self.path / tag
         if place.is_symlink():
             raise CheckpointError(f"{place} is a symbolic link")
-        return _read(place / manifests.NAME, first)
+        return _read(place / manifests.NAME, manifests.LARGEST, first)
 
     def choices(self, beside: str = "") -> str:
         """What else could be loaded, in words."""
@@ -197,10 +197,12 @@ class Folder:
         return f"load one of these by its tag: {', '.join(others[-8:])}"
 
 
-def _read(path: Path, first: int | None = None) -> bytes:
+def _read(path: Path, limit: int, first: int | None = None) -> bytes:
     """All of a file, or its first bytes."""
     fd, nbytes = open_file(path, str(path))
     with open(fd, "rb") as file:
+        if nbytes > limit:
+            raise CheckpointError(f"{path} has {nbytes} bytes, and {limit} at most can be read")
         try:
             return file.read(nbytes if first is None else first)
         except OSError as error:
