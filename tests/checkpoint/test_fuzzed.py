@@ -74,8 +74,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield made
 
 
-OF_OPTIMIZERS = ("/values/optimizer", "/values/lr_scheduler", "/values/scalar/", "/tensors/state/")
-"""Where a manifest has what only the optimizer and the scheduler can judge: their next step may raise."""
+OF_OPTIMIZERS = ("/values/optimizer", "/values/scalar/", "/tensors/state/")
+"""Where a manifest has what only the optimizer can judge: its next step may raise."""
 
 
 def damage(chance: random.Random, files: list[Path]) -> str:

@@ -71,7 +71,8 @@ class Wanted:
 
     `optimizer`: the name of its class, and of each group the names of its parameters. `lr_scheduler`: of its class.
     `trained`: the NAMEs of what is not frozen. `extra`: those of extra state. `refused`: what, in words, it cannot have
-    of the options of its groups. `dtypes`: of `param/NAME`.
+    of the options of its groups. `dtypes`: of `param/NAME` and `buffer/NAME`. `clashes`: what of a state the scheduler
+    cannot have.
     """
 
     parameters: Mapping[str, tuple[int, ...]]
@@ -82,6 +83,7 @@ class Wanted:
     extra: Set[str] = frozenset()
     refused: Callable[[Sequence[Mapping[str, Any]]], Sequence[str]] = lambda groups: ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    clashes: Callable[[Mapping[Any, Any]], Sequence[str]] = lambda state: ()
 
 
 class Compatibility:
@@ -171,7 +173,7 @@ class Compatibility:
             problems += self._of_ranks()
         if self._wanted.optimizer is None:
             return problems
-        return [*problems, *self._refused()]
+        return [*problems, *self._refused(), *self._clashing()]
 
     def _of_ranks(self) -> Iterator[str]:
         found = self._manifest.tensors
@@ -218,6 +220,11 @@ class Compatibility:
         saved = self.facts.optimizer
         options = [] if saved is None else [group.options for group in saved.groups]
         return (f"its optimizer's {option}" for option in self._wanted.refused(options))
+
+    def _clashing(self) -> Iterator[str]:
+        scheduler = self.facts.lr_scheduler
+        if scheduler is not None and (clashes := self._wanted.clashes(scheduler.state)):
+            yield f"its lr_scheduler cannot have {_some(clashes)}"
 
     def _scheduler(self) -> Iterator[str]:
         saved, wanted = self.facts.lr_scheduler, self._wanted.lr_scheduler

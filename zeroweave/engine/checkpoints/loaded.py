@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,7 +45,14 @@ class Loaded:
         dtypes = {
             f"param/{key}": b.dtype for b in buckets for slot in b.layout.slots for key in b.layout.keys(slot.name)
         }
-        return Wanted(parameters, buffers, told, kind, trained, extra, refused, dtypes)
+
+        def clashes(state: Mapping[Any, Any]) -> list[str]:
+            own = getattr(type(scheduler), "load_state_dict", None)
+            if own is None or own.__module__ != "torch.optim.lr_scheduler":
+                return []  # one of the program's own takes what it likes
+            return [repr(key) for key, value in state.items() if _clashes(scheduler, key, value)]
+
+        return Wanted(parameters, buffers, told, kind, trained, extra, refused, dtypes, clashes)
 
     def load_extra(self, compatibility: Compatibility) -> None:
         """Hands the modules their extra state, which they may refuse."""
@@ -109,3 +117,10 @@ class Loaded:
             saved = compatibility.buffer(name, self._control.rank)
             if saved in reader.manifest.tensors:
                 buffer.copy_(reader.whole(saved))
+
+
+def _clashes(scheduler: Any, key: Any, value: Any) -> bool:
+    """Would a value take the place of a method, or of the number of steps without being one?"""
+    if not isinstance(key, str) or callable(getattr(type(scheduler), key, None)):
+        return True
+    return key in ("last_epoch", "_step_count") and not isinstance(value, int | float | torch.Tensor)
