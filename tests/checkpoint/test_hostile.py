@@ -16,7 +16,7 @@ import pytest
 import torch
 import xxhash
 
-from tests.checkpoint.small import ALONE, is_whole, lying, read, sealed, write
+from tests.checkpoint.small import ALONE, is_whole, lying, read, sealed
 from zeroweave.checkpoint import random_numbers
 from zeroweave.checkpoint.compatibility import Compatibility, Wanted
 from zeroweave.checkpoint.files import bytes_of
@@ -28,12 +28,6 @@ from zeroweave.errors import CheckpointError
 PLACES = ("latest", "one/manifest.json", "one/rank-00000.safetensors", "one/rank-00001.safetensors")
 SECRET = "a secret of 0123456789"
 MIB = 1 << 20
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    write(tmp_path / "runs", "one", 1, seed=1)
-    return tmp_path / "runs"
 
 
 @pytest.fixture

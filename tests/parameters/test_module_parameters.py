@@ -22,12 +22,6 @@ from zeroweave.parameters.stub import AtRest, Showing, StubStatus
 pytestmark = pytest.mark.oldest
 
 
-@pytest.fixture
-def resting() -> Resting:
-    torch.manual_seed(0)
-    return make_resting(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)))
-
-
 def test_earlier_references_refuse_while_the_module_computes(resting: Resting) -> None:
     x = torch.randn(3, 8)
     resting.parameters.show_real()

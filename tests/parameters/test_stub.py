@@ -23,12 +23,6 @@ pytestmark = pytest.mark.oldest
 WAY_OUT = r"engine\.full_parameters\(\).*engine\.state_dict\(\)"
 
 
-@pytest.fixture
-def resting() -> Resting:
-    torch.manual_seed(0)
-    return make_resting(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)))
-
-
 def no_grad(f: Callable[[], object]) -> object:
     with torch.no_grad():
         return f()
