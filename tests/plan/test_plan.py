@@ -225,6 +225,27 @@ def test_the_command_plans_a_world_of_1024_ranks(tmp_path: Path) -> None:
     assert all(Config.load(json.loads(text)).precision.params == "bfloat16" for _, _, text in shown)
 
 
+@pytest.mark.matrix
+def test_sharding_groups_send_less_between_nodes_and_take_memory(tmp_path: Path) -> None:
+    asked = ["plan", "tests.plan.models:llama", "--seq", "8", "--world", "16", "--stage", "3", "--gas", "4"]
+    asked += ["--between", "0.01", "--group-size", "8", "--group-size", "16", "--json", str(tmp_path / "plan.json")]
+    result = CliRunner().invoke(cli.app, asked)
+    assert result.exit_code == 0, result.output
+    rows = {(r["group_size"], r["schedule"]): r for r in json.loads((tmp_path / "plan.json").read_text())["rows"]}
+    groups, one = rows[8, "prefetch 1"], rows[None, "prefetch 1"]
+    assert groups["seconds"] < 0.5 * one["seconds"]
+    assert groups["parameters"] > one["parameters"] and groups["optimizer"] == one["optimizer"]
+    assert '"sharding": {"group_size": 8}' in result.output
+
+
+def test_rings_across_groups_share_the_adapters_of_a_node() -> None:
+    """24 ranks of 3 nodes: 8 rings of one rank a node have what one ring of all has."""
+    line, between = HARDWARE.collective(24), HARDWARE.gpu.between * HARDWARE.efficiency.between
+    assert line.beta == pytest.approx(23 / 24 / min(8 * between, HARDWARE.gpu.inside * HARDWARE.efficiency.inside))
+    assert HARDWARE.collective(3, stride=8).beta == pytest.approx(2 / 3 / between)
+    assert HARDWARE.collective(6, stride=4).beta == pytest.approx(5 / 6 / (2 * between))
+
+
 def test_a_row_has_a_config_to_paste() -> None:
     settings = {"precision": {"params": "bfloat16"}, "compile": {"activation_budget": 0.0}, "gradient_clipping": None}
     told = {name: config_of(replace(ROW, schedule=name), settings, 72) for name in ("prefetch 1", "auto", "keep auto")}

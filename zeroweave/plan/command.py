@@ -55,6 +55,10 @@ def plan(
     host: Annotated[
         float | None, typer.Option(metavar="GB/S", min=0.001, help="of a rank to and from host memory, one direction")
     ] = None,
+    group_size: Annotated[
+        list[int] | None,
+        typer.Option(metavar="N", min=1, help="of sharding groups; may be given several times", show_default="all"),
+    ] = None,
     ranks_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="ranks of a node")] = 8,
     calibrate: Annotated[
         Path | None,
@@ -106,7 +110,8 @@ def plan(
         stages = every if stage == "all" else (int(stage),)
         with working() as tell:
             tell(f"reading {model}")
-            plans = make(source_of(model, micro_batch, seq), stages, worlds, settings, hardware, tell)
+            source = source_of(model, micro_batch, seq)
+            plans = make(source, stages, worlds, settings, hardware, tell, group_size or (None,))
     except (ConfigError, EngineError) as error:
         print(f"zeroweave: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

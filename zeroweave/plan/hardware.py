@@ -102,19 +102,20 @@ class Hardware:
         """Seconds of a copy between the device and host memory."""
         return self.efficiency.kernel + nbytes / (self.gpu.host * self.efficiency.host)
 
-    def collective(self, world: int) -> Line:
-        """An all-gather or a reduce-scatter of a flat, by its bytes, on `world` ranks that fill nodes.
+    def collective(self, world: int, stride: int = 1) -> Line:
+        """An all-gather or a reduce-scatter of a flat, by its bytes, on `world` ranks of nodes that are full.
 
         A ring, as NCCL has it: (world - 1) / world of the flat passes through each rank, and through each node's
-        adapters together. It moves at the pace of the slower of the two.
+        adapters together. It moves at the pace of the slower of the two. `stride`: from each rank to the next one; so
+        many rings move at once, and those of a node share its adapters.
         """
         if world == 1:
             return Line()
         gpu, share = self.gpu, self.efficiency
-        nodes = -(-world // gpu.ranks_per_node)
+        nodes = min(world, -(-world * stride // gpu.ranks_per_node))
         pace = gpu.inside * share.inside
         if nodes > 1:
-            pace = min(pace, gpu.between * share.between * gpu.ranks_per_node)
+            pace = min(pace, gpu.between * share.between * gpu.ranks_per_node / min(stride, gpu.ranks_per_node))
         alpha = share.launch + (world - nodes) * share.hop_inside + (nodes - 1) * share.hop_between
         return Line(alpha, (world - 1) / world / pace)
 

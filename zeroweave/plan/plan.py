@@ -60,10 +60,12 @@ class Row:
     peak: int
     fits: bool
     host: int = 0
+    group_size: int | None = None
 
     @property
     def name(self) -> str:
-        return f"stage {self.stage}, {self.schedule}"
+        groups = "" if self.group_size is None else f"groups of {self.group_size}, "
+        return f"stage {self.stage}, {groups}{self.schedule}"
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,11 @@ def make(
     settings: Mapping[str, Any],
     hardware: Hardware,
     tell: Callable[[str], object] = lambda _: None,
+    group_sizes: Sequence[int | None] = (None,),
 ) -> Plans:
     """One rank of each world at each stage, with AdamW. `settings`: what of a config stands beside the stage.
+
+    `group_sizes`: of sharding groups; of those that are no smaller than a world, one: all ranks.
 
     `tell` is called with what is being planned, before each.
 
@@ -108,11 +113,13 @@ def make(
     eager: dict[str, str] = {}
     for world in worlds:
         for stage in stages:
-            config = Config.load({**settings, "stage": stage})
-            tell(f"planning stage {stage} on {world} {'rank' if world == 1 else 'ranks'}")
-            found = PlannedRank(*source(), adamw, config, world, hardware).measure(room)
-            eager |= found.eager
-            rows += [_row(stage, world, name, plan, room) for name, plan in _schedules(found, stage, room)]
+            for size in dict.fromkeys(None if size is None or size >= world else size for size in group_sizes):
+                config = Config.load({**settings, "stage": stage, "sharding": {"group_size": size}})
+                groups = "" if size is None else f" in groups of {size}"
+                tell(f"planning stage {stage} on {world} {'rank' if world == 1 else 'ranks'}{groups}")
+                found = PlannedRank(*source(), adamw, config, world, hardware).measure(room)
+                eager |= found.eager
+                rows += [_row(stage, world, size, name, plan, room) for name, plan in _schedules(found, stage, room)]
     return Plans(tuple(rows), tuple(advise([r for r in rows if r.world == w], w, room) for w in worlds), eager, room)
 
 
@@ -128,7 +135,7 @@ def _schedules(rank: Measured, stage: int, room: int) -> Iterator[tuple[str, Pla
         yield "keep auto", rank.plan(keep="auto", memory_budget=room)
 
 
-def _row(stage: int, world: int, schedule: str, plan: Planned, room: int) -> Row:
+def _row(stage: int, world: int, group_size: int | None, schedule: str, plan: Planned, room: int) -> Row:
     memory = plan.memory
     return Row(
         stage=stage,
@@ -144,6 +151,7 @@ def _row(stage: int, world: int, schedule: str, plan: Planned, room: int) -> Row
         peak=plan.peak,
         fits=plan.peak <= room,
         host=plan.host,
+        group_size=group_size,
     )
 
 
@@ -180,7 +188,8 @@ def config_of(row: Row, settings: Mapping[str, Any], room: int) -> dict[str, Any
         "keep auto": {"memory_budget": room},
     }
     compiled = {**settings.get("compile", {}), **schedules[row.schedule]}
-    config = Config.load({**settings, "stage": row.stage, "compile": compiled})
+    groups = {"group_size": row.group_size}
+    config = Config.load({**settings, "stage": row.stage, "compile": compiled, "sharding": groups})
     return {"stage": row.stage, **config.model_dump(mode="json", exclude_defaults=True)}
 
 

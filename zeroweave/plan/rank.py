@@ -22,7 +22,7 @@ from zeroweave.eager.hooks import hook_gradients
 from zeroweave.eager.parameter_visibility import ParameterVisibility
 from zeroweave.engine.calls import Calls, arguments_of, loss_of
 from zeroweave.engine.model import specs_of
-from zeroweave.engine.settings import ScheduleSettings, facts_of, policy_of, settings_of
+from zeroweave.engine.settings import ScheduleSettings, facts_of, policy_of, replicas_of, settings_of
 from zeroweave.engine.stats import Memory
 from zeroweave.errors import EngineError
 from zeroweave.layout import BucketLayout, build_layout
@@ -161,15 +161,15 @@ class PlannedRank:
         self._clock = clock = PlannedClock()
         self._meter = meter = Meter(clock, hardware)
         named, cpu = own_parameters(model), torch.device("cpu")
-        layouts = build_layout(
-            specs_of(model, named, frozenset(), config, None), world, config.bucket.bytes, config.bucket.by_block
-        )
+        specs, replicas = specs_of(model, named, frozenset(), config, None), replicas_of(config, world)
+        layouts = build_layout(specs, world, config.bucket.bytes, config.bucket.by_block, replicas=replicas)
+        self._group_size = world // replicas
         _refuse(config, layouts)
         policy, moments_off = policy_of(config, layouts, named.keys()), config.offload.optimizer != "none"
         compact = config.precision.optimizer == "compact"
         self._fake = without_memory()
         with self._fake:
-            self._wire = wire = Wire(PlannedTransport(world, clock, hardware), cpu, clock)
+            self._wire = wire = Wire(PlannedTransport(world, clock, hardware, self._group_size), cpu, clock)
             self._runtime = runtime = Runtime(
                 layouts,
                 wire,
@@ -216,6 +216,7 @@ class PlannedRank:
         homes = [bucket.home for bucket in buckets]
         held = [tensor for home in homes if not home.on_host for tensor in home.at_rest]
         held += [home.source for home in homes if not home.source_on_host]
+        held += [bucket.near.values for bucket in buckets if bucket.near is not None]
         buffers = {id(b): _on_cpu(b) for b in model.buffers()}
         for module in model.modules():
             module._buffers.update({n: buffers[id(b)] for n, b in module._buffers.items() if b is not None})
@@ -301,7 +302,7 @@ class PlannedRank:
             dict(self._calls.eager_regions),
             settings,
             self._facts,
-            self._hardware.collective(self._wire.world),
+            self._hardware.collective(self._group_size),
             self._hardware.efficiency.beside,
         )
 

@@ -35,6 +35,7 @@ class Account:
         """gradients that backwards have added to local sums themselves"""
         self.shard: torch.Tensor | None = None
         """[numel / world] the reduced gradient of the window"""
+        self._counted = 0
         self._near: torch.Tensor | None = None
         """[numel / group] of a replicated bucket what was reduced inside and not yet across replicas"""
         self.dtype = torch.promote_types(accumulate_dtype, bucket.dtype)
@@ -216,15 +217,15 @@ class Account:
         """The window's first result is its gradient; later ones are added. Of a replicated bucket its near sum is."""
         if self.bucket.layout.replicas == 1:
             self.arrive(result)
-        elif self._near is None:
-            self._near = result
         else:
             with torch.no_grad():
-                self._near = self._near.to(self.dtype).add_(result)
+                self._near = result if self._near is None else self._near.to(self.dtype).add_(result)
+            self._count()
 
     def take_near(self) -> torch.Tensor | None:
         """Hands the near sum over, to be reduced across replicas, and forgets it; None: there is none."""
         near, self._near = self._near, None
+        self._count()
         return near
 
     def arrive(self, result: torch.Tensor) -> None:
@@ -257,8 +258,12 @@ class Account:
 
     def _keep(self, shard: torch.Tensor | None) -> None:
         """It is the settled gradient from now on."""
-        before, self.shard = self.shard, shard
-        self._shards.add((0 if shard is None else shard.nbytes) - (0 if before is None else before.nbytes))
+        self.shard = shard
+        self._count()
+
+    def _count(self) -> None:
+        before, self._counted = self._counted, sum(each.nbytes for each in (self.shard, self._near) if each is not None)
+        self._shards.add(self._counted - before)
 
     def multiply(self, factor: torch.Tensor) -> None:
         """Multiplies the settled gradient by a 0-dim tensor."""

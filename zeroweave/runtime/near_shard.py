@@ -28,17 +28,21 @@ class NearShard:
         source: Callable[[], torch.Tensor],
     ) -> None:
         self._layout, self._transport, self._gatherer, self._source = layout, transport, gatherer, source
-        self._values = transport.empty(layout.across.numel, dtype)
+        self.values = transport.empty(layout.across.numel, dtype)
         self._fresh = False
         """are the values, or those of the gather that is under way, those of the shards?"""
         self._pending: Pending | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
 
     def start(self) -> None:
         """Starts the gather across replicas, unless the values are those of the shards. Collective."""
         if self._fresh:
             return
         self.wait()
-        self._pending = self._gatherer.all_gather(self._values, self._source(), self._layout.across)
+        self._pending = self._gatherer.all_gather(self.values, self._source(), self._layout.across)
         self._fresh = True
 
     def wait(self) -> None:
@@ -55,4 +59,4 @@ class NearShard:
         """Fills the bucket's `flat` [numel]; see `Gatherer`. `shard` is the source."""
         self.start()
         self.wait()
-        return self._transport.all_gather(flat, self._values, self._layout.inside)
+        return self._transport.all_gather(flat, self.values, self._layout.inside)
