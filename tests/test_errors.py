@@ -36,6 +36,7 @@ UNCODED = {
     ("checkpoint/files.py", "OSError"),
     ("checkpoint/compatibility.py", "LookupError"),
     ("checkpoint/folder.py", "ValueError"),
+    ("checkpoint/manifest.py", "ValueError"),
     ("checkpoint/plain.py", "ValueError"),
     ("checkpoint/reader.py", "OSError"),
     ("checkpoint/writer.py", "_Stopped"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeroweave._triton import kernels
@@ -42,7 +44,7 @@ from zeroweave.engine.model import agree_on, fill, share_buffers, specs_of
 from zeroweave.engine.parameter_access import ParameterAccess
 from zeroweave.engine.samples import Samples
 from zeroweave.engine.scheduler import Scheduler
-from zeroweave.engine.settings import facts_of, policy_of, replicas_of, settings_of
+from zeroweave.engine.settings import facts_of, policy_of, replicas_of, settings_of, sharded_as
 from zeroweave.engine.stats import Stats
 from zeroweave.engine.step import OptimizerStep
 from zeroweave.engine.transports import Communicators, gather_by
@@ -86,6 +88,7 @@ def initialize(
     lr_scheduler: SchedulerLike | Callable[[torch.optim.Optimizer], SchedulerLike] | None = None,
     process_group: dist.ProcessGroup | None = None,
     weights: WeightsLike | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Engine:
     """Shards `model` and its optimizer over the ranks of `process_group` and returns the engine.
 
@@ -108,6 +111,8 @@ def initialize(
     of them, of which each rank reads its part, or a function `fill(name, tensor)`, which rank 0 calls. So a model that
     was made under `with torch.device("meta"):` is never whole anywhere. Without `weights` its modules initialise
     themselves, on rank 0, as `reset_parameters` has it.
+
+    `mesh`: of all ranks, with dimensions ("replicate", "shard"); the size of the latter is `sharding.group_size`.
 
     Raises ConfigError for a wrong config and ParameterError or EngineError for a model or an optimizer
     that is refused; nothing has been changed then.
@@ -133,6 +138,9 @@ def initialize(
         with guard("initialize"):
             if isinstance(asked, Exception):
                 raise asked
+            if mesh is not None:
+                ranks = [0] if group is None else dist.get_process_group_ranks(group)
+                asked = replace(asked, settings=sharded_as(asked.settings, mesh, ranks))
             return _assemble(model, asked, group, device, control, guard, ends)
     except BaseException:
         ends.close()

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, TypedDict, Unpack
 
 import torch
 from pydantic import ValidationError
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroweave.config import Config
 from zeroweave.config.messages import findings
@@ -65,6 +66,22 @@ def policy_of(
         free_threshold=config.activations.free_threshold_bytes,
         offload_threshold=config.offload.activations_threshold_bytes if config.offload.activations else None,
     )
+
+
+def sharded_as(config: Config, mesh: DeviceMesh, ranks: Sequence[int]) -> Config:
+    """`config` with the group size of a mesh ("replicate", "shard") of all `ranks`; ConfigError for any other mesh."""
+    if mesh.mesh_dim_names != ("replicate", "shard") or mesh.mesh.flatten().tolist() != list(ranks):
+        raise ConfigError(
+            f"[ZW103] a mesh with dimensions {mesh.mesh_dim_names} of the ranks {mesh.mesh.tolist()}: make one of "
+            f'{len(ranks)} ranks in order, with mesh_dim_names=("replicate", "shard")'
+        )
+    size = mesh.size(1)
+    if config.sharding.group_size not in (None, size):
+        raise ConfigError(
+            f"[ZW103] sharding.group_size is {config.sharding.group_size}, and the mesh shards over {size} ranks: "
+            "leave one out"
+        )
+    return config.model_copy(update={"sharding": config.sharding.model_copy(update={"group_size": size})})
 
 
 def replicas_of(config: Config, world: int) -> int:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroweave as zw
 from tests.support.counting import counted
@@ -198,6 +199,27 @@ def refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             zw.initialize(Whole(), None, {"compile": {"enabled": False}, **config})
+
+
+def meshed() -> str:
+    made = {}
+    for names in (("replicate", "shard"), ("data", "model")):
+        made[names] = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    config = {"compile": {"enabled": False}}
+    with pytest.raises(ConfigError, match="mesh_dim_names"):
+        zw.initialize(Whole(), None, config, mesh=made["data", "model"])
+    with pytest.raises(ConfigError, match="leave one out"):
+        zw.initialize(Whole(), None, {**config, "sharding": {"group_size": 4}}, mesh=made["replicate", "shard"])
+    with zw.initialize(Whole(), None, config, mesh=made["replicate", "shard"]) as engine:
+        engine.eval()
+        engine(torch.ones(2, 24))
+        return ", ".join(engine.stats.total)
+
+
+@pytest.mark.matrix
+def test_a_mesh_has_the_size_of_groups(pools: Pools) -> None:
+    for kinds in pools(WORLD).run(meshed):
+        assert "all_gather across" in kinds
 
 
 @pytest.mark.matrix
